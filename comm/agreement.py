@@ -6,7 +6,6 @@ from __future__ import annotations
 import zlib
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,12 +73,9 @@ class Agreement:
 
     def begin(self, reported: Reported = Reported()) -> None:  # noqa: B008
         """Send this rank's message."""
-        mine = torch.tensor(
-            [*self._call, *reported], dtype=torch.int64, device=self._transport.message_device
-        )
+        mine = torch.tensor([*self._call, *reported], dtype=torch.int64)
         self._table = mine.new_empty(self._transport.size, _FIELDS)
-        self._table[self._transport.rank].copy_(mine)
-        self._exchange = self._transport.begin_all_gather(list(self._table))
+        self._gathering = self._transport.begin_gather(mine, self._table)
 
     def wait(self) -> list[Reported]:
         """Wait for the messages of all ranks.
@@ -90,7 +86,7 @@ class Agreement:
         Raises:
             CommError: A rank makes another call; the message names the rank.
         """
-        self._exchange.wait()
+        self._gathering.wait()
         headers = self._table.tolist()
         same = len(self._call)
         for rank, numbers in enumerate(headers):
@@ -120,10 +116,9 @@ def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks
         bits: (ceil(nb / 8),), uint8: this rank's mask, on the bucket's device or on the host.
         num_blocks: nb.
     """
-    mine = bits.to(transport.message_device)
-    table = mine.new_empty(transport.size, mask_bytes(num_blocks))
-    transport.all_gather(mine, table)
-    return Masks(np.ascontiguousarray(table.cpu().numpy()), num_blocks)
+    table = torch.empty(transport.size, mask_bytes(num_blocks), dtype=torch.uint8)
+    transport.all_gather(bits, table)
+    return Masks(table.numpy(), num_blocks)
 
 
 def _spell(numbers: list[int]) -> str:

@@ -92,7 +92,7 @@ class Hierarchy:
             CommError: The nodes have different numbers of ranks.
         """
         colour = zlib.crc32((transport.host if node is None else node).encode())
-        mine = torch.tensor([colour], device=transport.message_device)
+        mine = torch.tensor([colour])
         table = mine.new_empty(transport.size, 1)
         transport.all_gather(mine, table)
         colours = table[:, 0].tolist()

@@ -92,7 +92,7 @@ class SparseComm:
         device = torch.device(device or _present_device())
         measures = constants is None and mode == "auto"
         self._transport = open_transport(
-            group, choice=transport, staging=staging, timeout_s=timeout_s
+            group, choice=transport, staging=staging, timeout_s=timeout_s, device=device
         )
         self._hierarchy: Hierarchy | None = None
         stages = measures and self._transport.stages(torch.empty(0, device=device))

@@ -76,12 +76,14 @@ class Layout:
 
         Returns:
             (N, m), int64: for each rank and owned block, the block's number in the concatenated
-            messages of all ranks; -1 where the rank sent none.
+            messages of all ranks, from the owner's own on; -1 where the rank sent none.
         """
-        present = self.present[:, self.group(owner)]
+        present = np.roll(self.present[:, self.group(owner)], -owner, axis=0)
         # Messages stand one after the other, each in the order of the group.
-        number = np.cumsum(present.ravel(), dtype=np.int64).reshape(present.shape) - 1
-        return np.where(present, number, -1)
+        number = np.cumsum(present.ravel(), dtype=np.int64).reshape(present.shape)
+        number *= present
+        number -= 1
+        return np.roll(number, owner, axis=0)
 
 
 def assign_owners(masks: Masks) -> Layout:

@@ -145,11 +145,10 @@ class RowReducer:
     def _exchange_ids(self, call: CollectiveCall, ids: Tensor) -> tuple[Tensor, Masks]:
         """Return (U,), the ascending ids of all ranks, and which rank has which."""
         with call.phase("metadata"):
-            mine = ids.to(call.transport.message_device)
-            lengths = mine.new_empty(call.size, 1)
-            call.transport.all_gather(mine.new_tensor([mine.numel()]), lengths)
-            parts = [mine.new_empty(length) for length in lengths[:, 0].tolist()]
-            parts[call.rank] = mine
+            lengths = torch.empty(call.size, 1, dtype=torch.int64)
+            call.transport.all_gather(torch.tensor([ids.numel()]), lengths)
+            parts = [ids.new_empty(length) for length in lengths[:, 0].tolist()]
+            parts[call.rank] = ids
             call.transport.all_gather_parts(parts)
         with call.phase("plan"):
             union, columns = torch.unique(torch.cat(parts).cpu(), return_inverse=True)

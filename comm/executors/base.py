@@ -82,6 +82,11 @@ class CollectiveCall:
         """N."""
         return self.transport.size
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the bucket lies on an accelerator, which takes few large pieces of work."""
+        return self.flat.device.type != "cpu"
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the body to a phase."""
@@ -95,8 +100,10 @@ class CollectiveCall:
         return self.scratch(name, num_blocks * self.block, self.flat)
 
     def index(self, numbers: npt.NDArray[np.int64]) -> Tensor:
-        """Return block numbers as a tensor on the bucket's device."""
-        return torch.from_numpy(numbers).to(self.flat.device, non_blocking=True)
+        """Return block numbers as a tensor on the bucket's device; no thread waits for the copy."""
+        host = torch.from_numpy(numbers)
+        # Torch keeps pinned memory until the copy has read it.
+        return host.pin_memory().to(self.flat.device, non_blocking=True) if self.on_device else host
 
 
 def num_chunks(num_bytes: float) -> int:

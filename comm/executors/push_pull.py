@@ -77,27 +77,34 @@ def begin_push(
         out: (m * block,), written: the scaled sums of this rank's m blocks, in layout order.
         number: Of the chunk, whose memory it uses.
     """
-    rank, block, kernels = call.rank, call.block, call.kernels
+    rank, block, kernels, peers = call.rank, call.block, call.kernels, call.transport.peers()
     counts = layout.push_counts()
-    arriving = counts[:, rank].tolist()
-    received = call.packed(f"received {number}", sum(arriving))
-    parts = received.split([count * block for count in arriving])
-    sent = call.packed(f"sent {number}", int(counts[rank].sum()) - arriving[rank])
+    arriving = [count * block for count in counts[[rank, *peers], rank].tolist()]
+    leaving = [count * block for count in counts[rank, peers].tolist()]
+    # What leaves, this rank's own blocks, what arrives: one gather can fill the first two.
+    memory = call.packed(f"pushed {number}", (sum(leaving) + sum(arriving)) // block)
+    parts = memory.split([*leaving, *arriving])
+    received = memory[sum(leaving) :]
+    with call.phase("plan"):
+        index = call.index(np.concatenate([layout.pushed(rank, owner) for owner in (*peers, rank)]))
     exchange = call.transport.begin()
-    for peer in call.transport.peers():
-        exchange.receive(peer, parts[peer])
-    start = 0
-    for peer in call.transport.peers():
-        # Pack for one peer while sending to the previous one.
+    for peer, part in zip(peers, parts[len(peers) + 1 :], strict=True):
+        exchange.receive(peer, part)
+    if call.on_device:
         with call.phase("pack"):
-            index = call.index(layout.pushed(rank, peer))
-            part = sent[start : start + index.numel() * block]
-            kernels.gather(call.flat, block, index, part)
-            start += part.numel()
-        with call.phase("push"):
-            exchange.send(peer, part)
-    with call.phase("pack"):
-        kernels.gather(call.flat, block, call.index(layout.pushed(rank, rank)), parts[rank])
+            kernels.gather(call.flat, block, index, memory[: index.numel() * block])
+    start = 0
+    for owner, part in zip((*peers, rank), parts, strict=False):
+        if not call.on_device:
+            # Pack for one peer while sending to the previous one.
+            with call.phase("pack"):
+                kernels.gather(call.flat, block, index[start : start + part.numel() // block], part)
+        start += part.numel() // block
+        if owner != rank:
+            with call.phase("push"):
+                exchange.send(owner, part)
+    with call.phase("push"):
+        exchange.start()
     with call.phase("plan"):
         sources = call.index(layout.sources(rank))
 

@@ -100,6 +100,7 @@ def _begin_reduce(
         for peer in call.transport.peers():
             for view in _views(call.flat, ranges, peer):
                 exchange.send(peer, view)
+        exchange.start()
         for part, view in zip(_cut_alike(received[call.rank], own), own, strict=True):
             part.copy_(view)
         received[:, numel:] = 0
@@ -134,6 +135,7 @@ def _begin_gather(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> Callabl
         for peer in call.transport.peers():
             for view in _views(call.flat, ranges, call.rank):
                 exchange.send(peer, view)
+        exchange.start()
 
     def finish() -> None:
         with call.phase("pull"):

@@ -43,9 +43,7 @@ def calibrate(
     dense = _fit(_measure(transport, device, _dense))
     kernels = _kernels(transport, block, device)
     everyone = everyone or transport
-    figures = torch.tensor(
-        [*exchange, *dense, *kernels], dtype=torch.float64, device=everyone.message_device
-    )
+    figures = torch.tensor([*exchange, *dense, *kernels], dtype=torch.float64)
     everyone.broadcast(figures)
     return Constants(*figures.tolist())
 

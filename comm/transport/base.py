@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wavemare.errors import CommError
 
-__all__ = ["Exchange", "Transport", "as_bytes", "message_parts"]
+__all__ = ["Exchange", "Gathering", "Transport", "as_bytes", "message_parts"]
 
 _LARGEST = 1 << 30
 """Bytes of the largest single message: MPI before version 4 counts with 32 bits."""
@@ -31,12 +31,24 @@ class Exchange(Protocol):
     def receive(self, peer: int, tensor: Tensor) -> None:
         """Fill a contiguous tensor with the next message of a peer."""
 
+    def start(self) -> None:
+        """Start the messages given so far, if the network starts them together."""
+
     def wait(self) -> None:
         """Wait for all sends and receives.
+
+        Over NCCL the current stream waits, not the host.
 
         Raises:
             CommError: A peer was lost, or was silent for longer than the time limit.
         """
+
+
+class Gathering(Protocol):
+    """A pending `Transport.all_gather`."""
+
+    def wait(self) -> None:
+        """As `Exchange.wait`; the host waits too, if the result lies there."""
 
 
 class Transport(ABC):
@@ -47,7 +59,7 @@ class Transport(ABC):
         rank: This process's place in the group.
         size: Number of ranks.
         timeout_s: Seconds after which a silent peer counts as lost.
-        takes_device: Whether tensors of an accelerator may be given, rather than of the host.
+        takes_device: Whether messages may lie in an accelerator's memory.
         bytes_up: Bytes sent to other ranks so far.
         bytes_down: Bytes received from other ranks so far.
     """
@@ -110,11 +122,6 @@ class Transport(ABC):
         return False
 
     @property
-    def message_device(self) -> torch.device:
-        """Where small messages, such as masks, must lie."""
-        return torch.device("cpu")
-
-    @property
     @abstractmethod
     def host(self) -> str:
         """Name of the machine on which this rank runs."""
@@ -123,11 +130,15 @@ class Transport(ABC):
         """Gather equal tensors from all ranks.
 
         Args:
-            mine: (n,), this rank's.
-            out: (N, n), written: each rank's.
+            mine: (n,), this rank's, on any device.
+            out: (N, n), written: each rank's; on the host, or where messages may lie.
         """
+        self.begin_gather(mine, out).wait()
+
+    def begin_gather(self, mine: Tensor, out: Tensor) -> Gathering:
+        """Begin `all_gather`."""
         out[self.rank].copy_(mine)
-        self.all_gather_parts(list(out))
+        return self.begin_all_gather(list(out))
 
     def all_gather_parts(self, parts: Sequence[Tensor]) -> None:
         """Gather parts of different sizes from all ranks; all ranks know the sizes.
@@ -144,21 +155,18 @@ class Transport(ABC):
             exchange.receive(peer, parts[peer])
         for peer in self.peers():
             exchange.send(peer, parts[self.rank])
+        exchange.start()
         return exchange
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's tensor to all ranks."""
-        exchange = self.begin()
-        if self.rank == 0:
-            for peer in self.peers():
-                exchange.send(peer, tensor)
-        else:
-            exchange.receive(0, tensor)
-        exchange.wait()
+        """Copy rank 0's small tensor, (n,), to all ranks."""
+        table = tensor.new_empty(self.size, tensor.numel())
+        self.all_gather(tensor, table)
+        tensor.copy_(table[0])
 
     def barrier(self) -> None:
         """Wait until all ranks have called it."""
-        mine = torch.zeros(1, dtype=torch.uint8, device=self.message_device)
+        mine = torch.zeros(1, dtype=torch.uint8)
         self.all_gather(mine, mine.new_empty(self.size, 1))
 
     def peers(self) -> list[int]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from wavemare.comm.transport.base import Transport
 from wavemare.comm.transport.staging import StagedTransport
-from wavemare.comm.transport.torch_transport import TorchTransport
+from wavemare.comm.transport.torch_transport import TorchTransport, backend_of
 from wavemare.errors import CommError, ConfigError
 
 __all__ = ["Choice", "Staging", "open_transport"]
@@ -29,18 +30,20 @@ def open_transport(
     choice: Choice = "auto",
     staging: Staging = "auto",
     timeout_s: float = 300.0,
+    device: torch.device | None = None,
 ) -> Transport:
     """Open a transport; collective over the group.
 
     Args:
         group: A `Transport` (returned as it is, whatever the rest says), an MPI communicator, a
             torch process group, or None for all ranks.
-        choice: ``mpi`` or ``torch``; ``auto`` takes torch where its backend is NCCL, MPI where an
-            MPI launcher started the ranks and all of them take part, else torch.
-        staging: How an accelerator's tensors travel over MPI and gloo: ``pinned`` copies packed
-            blocks through the host's pinned memory, ``direct`` hands MPI the device's memory,
-            ``auto`` does that if the MPI of all ranks is CUDA-aware.
+        choice: ``mpi`` or ``torch``; ``auto`` takes torch where its backend for the device is NCCL,
+            MPI where an MPI launcher started the ranks and all of them take part, else torch.
+        staging: How an accelerator's tensors travel over MPI: ``pinned`` copies packed blocks
+            through the host's pinned memory, as always over gloo, ``direct`` hands MPI the device's
+            memory, ``auto`` does that if the MPI of all ranks is CUDA-aware.
         timeout_s: Seconds after which a silent peer counts as lost.
+        device: Where buckets will be; a GPU if there is one and this is omitted.
 
     Raises:
         CommError: The chosen transport is not available.
@@ -48,12 +51,13 @@ def open_transport(
     """
     if isinstance(group, Transport):
         return group
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if _is_mpi_communicator(group):
         if choice == "torch":
             reason = "an MPI communicator was given"
             raise ConfigError("transport", choice, reason, "Use auto, or give no group")
         inner = _open_mpi(group, staging, timeout_s)
-    elif choice == "mpi" or (choice == "auto" and _has_all_ranks(group) and _mpi_serves()):
+    elif choice == "mpi" or (choice == "auto" and _has_all_ranks(group) and _mpi_serves(device)):
         communicator, is_ours = _same_ranks(group)
         try:
             inner = _open_mpi(communicator, staging, timeout_s)  # has one of its own
@@ -61,7 +65,7 @@ def open_transport(
             if is_ours:
                 communicator.Free()
     elif dist.is_initialized():
-        inner = TorchTransport(group, timeout_s)
+        inner = TorchTransport(group, timeout_s, device)
     else:
         raise CommError(
             "transport",
@@ -70,9 +74,9 @@ def open_transport(
             "Call torch.distributed.init_process_group, or start it with 'mpirun -n N python "
             "-m mpi4py SCRIPT'",
         )
-    direct = inner.takes_device or (staging == "direct" and inner.name != "mpi")
     # Without an accelerator there is nothing to stage.
-    return inner if direct or not torch.cuda.is_available() else StagedTransport(inner)
+    plain = inner.name == "nccl" or not torch.cuda.is_available()
+    return inner if plain else StagedTransport(inner)
 
 
 def _has_all_ranks(group: Any) -> bool:
@@ -80,12 +84,12 @@ def _has_all_ranks(group: Any) -> bool:
     return group is None or len(dist.get_process_group_ranks(group)) == dist.get_world_size()
 
 
-def _mpi_serves() -> bool:
+def _mpi_serves(device: torch.device) -> bool:
     if not any(name in os.environ for name in _MPI_VARIABLES):
         return False
     if not dist.is_initialized():
         return True
-    if dist.get_backend() == "nccl":
+    if backend_of(None, device) == "nccl":
         return False
     try:
         from mpi4py import MPI
@@ -130,10 +134,11 @@ def _open_mpi(communicator: Any, staging: Staging, timeout_s: float) -> Transpor
 
 
 def _cuda_aware(staging: Staging) -> bool:
-    if staging != "auto":
+    """Whether this rank's MPI takes GPU buffers, by its own word."""
+    if staging != "auto" or not torch.cuda.is_available():
         return staging == "direct"
-    if not torch.cuda.is_available():
-        return False
-    from wavemare.comm.mpi_library import describe_mpi
+    from mpi4py import MPI
 
-    return bool(describe_mpi().cuda_aware)
+    # A look-up in mpi4py's module also finds what the MPI that it is linked with exports.
+    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return query is not None and bool(query())

@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from wavemare.comm.transport.base import Transport, as_bytes, message_parts
+from wavemare.comm.transport.base import Gathering, Transport, as_bytes, message_parts
 from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
@@ -33,7 +33,8 @@ class MpiTransport(Transport):
     Args:
         comm: Its ranks take part and must all call this.
         timeout_s: Seconds after which a silent peer counts as lost.
-        takes_device: Whether this rank's MPI takes GPU buffers; used if all ranks' do.
+        takes_device: Whether this rank's MPI takes GPU buffers; used if all ranks' do, and for
+            messages alone. Open MPI has no other non-blocking calls for them.
     """
 
     name = "mpi"
@@ -63,6 +64,17 @@ class MpiTransport(Transport):
         """Start an exchange of messages."""
         return _MpiExchange(self)
 
+    def begin_gather(self, mine: Tensor, out: Tensor) -> Gathering:
+        """Begin `all_gather`."""
+        if out.is_cuda:
+            return super().begin_gather(mine, out)
+        out[self.rank].copy_(mine)
+        self.bytes_up += (self.size - 1) * mine.nbytes
+        self.bytes_down += (self.size - 1) * mine.nbytes
+        exchange = _MpiExchange(self)
+        exchange._requests.append(self._comm.Iallgather(MPI.IN_PLACE, buffer_of(out)))
+        return exchange
+
     def receive_any(self, tensor: Tensor) -> int:
         """Receive the next message of any peer."""
         request = self._comm.Irecv(buffer_of(tensor), MPI.ANY_SOURCE, _TAG)
@@ -75,7 +87,6 @@ class MpiTransport(Transport):
     def _all_reduce(self, flat: Tensor) -> None:
         kind = _TYPES[flat.dtype]
         for part in message_parts(flat):
-            _synchronize(part)
             request = self._comm.Iallreduce(MPI.IN_PLACE, [buffer_of(part)[0], kind])
             self.finish([request], [])
 
@@ -168,31 +179,47 @@ class MpiTransport(Transport):
 
 
 class _MpiExchange:
-    """Starts each message at once; the library moves it when polled."""
+    """Starts each message of the host at once; the library moves it when polled."""
 
     def __init__(self, transport: MpiTransport) -> None:
         self._transport = transport
         self._requests: list[MPI.Request] = []
         self._peers: list[int] = []
         self._sizes: list[int | None] = []
+        self._on_device: list[tuple[int, Tensor, bool]] = []
 
     def send(self, peer: int, tensor: Tensor) -> None:
-        _synchronize(tensor)
-        self._post(self._transport._comm.Isend, peer, tensor)
+        self._post(peer, tensor, False)
         self._transport.bytes_up += tensor.nbytes
 
     def receive(self, peer: int, tensor: Tensor) -> None:
-        _synchronize(tensor)
-        self._post(self._transport._comm.Irecv, peer, tensor, receives=True)
+        self._post(peer, tensor, True)
         self._transport.bytes_down += tensor.nbytes
 
-    def _post(self, function: Any, peer: int, tensor: Tensor, *, receives: bool = False) -> None:
+    def _post(self, peer: int, tensor: Tensor, receives: bool) -> None:
+        if tensor.is_cuda:
+            self._on_device.append((peer, tensor, receives))
+        else:
+            self._begin(peer, tensor, receives)
+
+    def start(self) -> None:
+        messages, self._on_device = self._on_device, []
+        if messages:
+            # MPI ignores streams: kernels that use the memory must have ended.
+            torch.cuda.current_stream(messages[0][1].device).synchronize()
+        for message in messages:
+            self._begin(*message)
+
+    def _begin(self, peer: int, tensor: Tensor, receives: bool) -> None:
+        comm = self._transport._comm
+        function = comm.Irecv if receives else comm.Isend
         for part in message_parts(tensor):
             self._sizes.append(part.nbytes if receives else None)
             self._requests.append(function(buffer_of(part), peer, _TAG))
             self._peers.append(peer)
 
     def wait(self) -> None:
+        self.start()
         requests, self._requests = self._requests, []
         peers, self._peers = self._peers, []
         sizes, self._sizes = self._sizes, []
@@ -217,9 +244,3 @@ def buffer_of(tensor: Tensor) -> list[Any]:
         flat = tensor.detach().view(-1).view(torch.uint8)
         return [flat, MPI.BYTE]
     return [as_bytes(tensor), MPI.BYTE]
-
-
-def _synchronize(tensor: Tensor) -> None:
-    # MPI ignores streams: kernels that fill the buffer must have ended.
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()

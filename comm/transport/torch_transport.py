@@ -18,11 +18,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Store
 
-from wavemare.comm.transport.base import Transport, message_parts
+from wavemare.comm.transport.base import Gathering, Transport, message_parts
 from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
-__all__ = ["TorchTransport"]
+__all__ = ["TorchTransport", "backend_of"]
 
 _TAG = 0
 _KEY = "wavemare-attempt"
@@ -37,18 +37,36 @@ class TorchTransport(Transport):
     Args:
         group: Its ranks take part and must all call this; None for all ranks.
         timeout_s: Seconds after which a silent peer counts as lost.
+        device: Where buckets will be; the group's backend for it is used. Gloo always sends the
+            host's memory.
+        together: Whether messages start together; NCCL's always do, as one kernel.
 
     Raises:
-        CommError: Some ranks did not call in time.
+        CommError: Some ranks did not call in time, or the group has no backend for the device.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 300.0,
+        device: torch.device | str = "cpu",
+        *,
+        together: bool = False,
+    ) -> None:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        backend = backend_of(group, device)
+        if backend is None:
+            value, reason = dist.get_backend_config(group), f"it does not serve tensors on {device}"
+            remedy = 'Call init_process_group("cpu:gloo,cuda:nccl")'
+            raise CommError("process group", value, reason, remedy)
         store = PrefixStore(f"wavemare/comm/{members}", dist.distributed_c10d._get_default_store())
         name = _agree_on_name(store, dist.get_rank(), members, timedelta(seconds=timeout_s))
-        self._start(members, dist.get_backend(group), timeout_s, name)
+        self._device = torch.device(device)
+        self._start(members, backend, timeout_s, name, together or backend == "nccl")
 
-    def _start(self, members: list[int], backend: str, timeout_s: float, name: str) -> None:
+    def _start(
+        self, members: list[int], backend: str, timeout_s: float, name: str, together: bool
+    ) -> None:
         self._members = members
         self._backend = backend
         self.name = backend
@@ -56,11 +74,12 @@ class TorchTransport(Transport):
         self.size = len(members)
         self.timeout_s = timeout_s
         self.takes_device = backend == "nccl"
+        self._together = together
         self._label = f"wavemare/comm/{name}"
         self._group = self._open(timedelta(seconds=timeout_s))
 
     def _open(self, timeout: timedelta) -> Any:
-        if self._backend == "gloo":
+        if not self._together:
             # Not by new_group: with local synchronization that gives a group the name, and so the
             # addresses, of an older one of the same ranks.
             store = PrefixStore(self._label, dist.distributed_c10d._get_default_store())
@@ -71,11 +90,19 @@ class TorchTransport(Transport):
 
     def begin(self) -> _TorchExchange | _BatchedExchange:
         """Start an exchange of messages."""
-        return _BatchedExchange(self) if self._backend == "nccl" else _TorchExchange(self)
+        return _BatchedExchange(self) if self._together else _TorchExchange(self)
+
+    def begin_gather(self, mine: Tensor, out: Tensor) -> Gathering:
+        """Begin `all_gather`."""
+        if not self._together:
+            return super().begin_gather(mine, out)
+        self.bytes_up += (self.size - 1) * mine.nbytes
+        self.bytes_down += (self.size - 1) * mine.nbytes
+        return _Gathering(self, mine.to(self._device, non_blocking=True), out)
 
     def receive_any(self, tensor: Tensor) -> int:
         """Receive the next message of any peer."""
-        if self._backend == "nccl":
+        if self._together:
             raise CommError(
                 "executor",
                 "streaming",
@@ -95,24 +122,21 @@ class TorchTransport(Transport):
 
     def split(self, colour: int) -> TorchTransport:
         """Return a transport among the ranks of one colour; collective."""
-        mine = torch.tensor([colour, _random_name()], device=self.message_device)
+        mine = torch.tensor([colour, _random_name()])
         gathered = mine.new_empty(self.size, 2)
         self.all_gather(mine, gathered)
-        chosen = (gathered[:, 0] == colour).nonzero().flatten().tolist()
+        table = gathered.tolist()
+        chosen = [place for place, (other, _) in enumerate(table) if other == colour]
         members = [self._members[place] for place in chosen]
         part = object.__new__(TorchTransport)
-        part._start(members, self._backend, self.timeout_s, str(int(gathered[chosen[0], 1])))
+        part._device = self._device
+        name = str(table[chosen[0]][1])
+        part._start(members, self._backend, self.timeout_s, name, self._together)
         return part
 
     def close(self) -> None:
         """Give back the process group; NCCL's lives as long as the default one."""
         self._group = None
-
-    @property
-    def message_device(self) -> torch.device:
-        """Where small messages must lie: NCCL reads no memory of the host."""
-        nccl = self._backend == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     @property
     def world_ranks(self) -> Sequence[int]:
@@ -125,7 +149,7 @@ class TorchTransport(Transport):
         return socket.gethostname()
 
     def finish(self, work: Any, peer: int | None) -> None:
-        """Wait for what torch has begun.
+        """Wait for what torch has begun; on NCCL the current stream waits, not the host.
 
         Args:
             work: From torch.
@@ -137,7 +161,9 @@ class TorchTransport(Transport):
         if work is None:
             return
         try:
-            work.wait(timedelta(seconds=self.timeout_s))
+            # With a time limit the host would wait for NCCL, whose watchdog has a limit of its own.
+            limit = () if self.takes_device else (timedelta(seconds=self.timeout_s),)
+            work.wait(*limit)
         except RuntimeError as error:
             raise self.failed(error, peer) from error
 
@@ -176,18 +202,36 @@ class _TorchExchange:
                 raise self._transport.failed(error, peer) from error
             self._works.append((work, peer))
 
+    def start(self) -> None:
+        """Nothing waits to be started."""
+
     def wait(self) -> None:
         works, self._works = self._works, []
         for work, peer in works:
             self._transport.finish(work, peer)
 
 
+class _Gathering:
+    def __init__(self, transport: TorchTransport, mine: Tensor, out: Tensor) -> None:
+        self._transport = transport
+        self._out = out
+        self._table = out if out.device == mine.device else mine.new_empty(out.shape)
+        self._work = dist.all_gather_into_tensor(self._table, mine, transport._group, async_op=True)
+
+    def wait(self) -> None:
+        self._transport.finish(self._work, None)
+        if self._out is not self._table:
+            with waiting(f"messages over {self._transport.name}"):
+                self._out.copy_(self._table)
+
+
 class _BatchedExchange:
-    """All messages start at once: NCCL's would wait for each other one by one."""
+    """All messages start together: NCCL's would wait for each other one by one."""
 
     def __init__(self, transport: TorchTransport) -> None:
         self._transport = transport
         self._operations: list[dist.P2POp] = []
+        self._works: list[Any] = []
 
     def send(self, peer: int, tensor: Tensor) -> None:
         self._add(dist.isend, peer, tensor)
@@ -202,11 +246,30 @@ class _BatchedExchange:
             operation = dist.P2POp(function, part, group=self._transport._group, group_peer=peer)
             self._operations.append(operation)
 
-    def wait(self) -> None:
+    def start(self) -> None:
         operations, self._operations = self._operations, []
         if operations:
-            for work in dist.batch_isend_irecv(operations):
-                self._transport.finish(work, None)
+            self._works += dist.batch_isend_irecv(operations)
+
+    def wait(self) -> None:
+        self.start()
+        works, self._works = self._works, []
+        for work in works:
+            self._transport.finish(work, None)
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> str | None:
+    """Return what a group sends tensors of a device by: ``nccl``, ``gloo``, or None.
+
+    Args:
+        group: None for all ranks.
+        device: Where they are. Gloo sends the host's memory, whatever it is registered for.
+    """
+    pairs = dist.get_backend_config(group).split(",")
+    backends = dict(pair.split(":") for pair in pairs)
+    if backends.get(torch.device(device).type) == "nccl":
+        return "nccl"
+    return "gloo" if "gloo" in backends.values() else None
 
 
 def _random_name() -> int:

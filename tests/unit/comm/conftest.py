@@ -20,6 +20,9 @@ class Alone(Transport):
     def begin(self):
         return self
 
+    def start(self):
+        pass
+
     def wait(self):
         pass
 
