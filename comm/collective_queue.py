@@ -5,16 +5,25 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wavemare.comm.statistics import Statistics
-from wavemare.comm.waits import joining
+from wavemare.comm.waits import joining, waiting
 from wavemare.errors import CommError
 
 __all__ = ["CollectiveQueue", "Handle"]
+
+
+class _End:
+    """The end of a collective: for the host, when it is launched, and on a GPU."""
+
+    def __init__(self) -> None:
+        self.for_host = threading.Event()
+        self.on_gpu: Any = None
 
 
 class Handle:
@@ -22,29 +31,33 @@ class Handle:
 
     Args:
         thread: Runs it.
-
-    Attributes:
-        stats: What it did; complete after `wait`.
     """
 
     def __init__(self, thread: threading.Thread | None = None) -> None:
-        self.stats = Statistics()
+        self.end = _End()
+        self._stats = Statistics()
         self._thread = thread
-        self._ended = threading.Event()
         self._error: BaseException | None = None
         self._result: Any = None
         self._callbacks: list[Callable[[Handle], None]] = []
         self._lock = threading.Lock()
-        self._device_end: Any = None
+
+    @property
+    def stats(self) -> Statistics:
+        """What it did; complete after `wait`, but for times on a GPU that still works on it."""
+        if self.done():
+            self._stats.read_timers()
+        return self._stats
 
     def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
-        return self._ended.is_set()
+        """Whether it has ended, with or without an error: on a GPU too."""
+        end = self.end
+        return end.for_host.is_set() and (end.on_gpu is None or end.on_gpu.query())
 
     def wait(self) -> Any:
         """Wait for the end; may be called several times.
 
-        On a GPU the current stream waits, not the host.
+        On a GPU the host waits until all work is launched, and the current stream for its end.
 
         Returns:
             The collective's result; the given tensor if it works in place.
@@ -53,10 +66,10 @@ class Handle:
             CommError: A peer was lost, or another rank called another collective.
         """
         with joining(self._thread):
-            self._ended.wait()
+            self.end.for_host.wait()
         if self._error is not None:
             raise self._error
-        if self._device_end is not None:
+        if self.end.on_gpu is not None:
             self._join_stream()
         return self._result
 
@@ -64,7 +77,7 @@ class Handle:
         result = self._result if isinstance(self._result, tuple) else (self._result,)
         for tensor in result:
             stream = torch.cuda.current_stream(tensor.device)
-            stream.wait_event(self._device_end)
+            stream.wait_event(self.end.on_gpu)
             # The worker's stream allocated the memory and would reuse it too early.
             tensor.record_stream(stream)
 
@@ -74,16 +87,16 @@ class Handle:
         If it raises on the worker's thread, all later collectives fail with that error.
         """
         with self._lock:
-            if not self._ended.is_set():
+            if not self.end.for_host.is_set():
                 self._callbacks.append(callback)
                 return
         callback(self)
 
-    def finish(self, result: Any, error: BaseException | None, device_end: Any = None) -> None:
+    def finish(self, result: Any, error: BaseException | None, on_gpu: Any = None) -> None:
         """Set the result or the error, and call the callbacks."""
         with self._lock:
-            self._result, self._error, self._device_end = result, error, device_end
-            self._ended.set()
+            self._result, self._error, self.end.on_gpu = result, error, on_gpu
+            self.end.for_host.set()
         for callback in self._callbacks:
             callback(self)
         self._callbacks.clear()
@@ -96,22 +109,35 @@ class CollectiveQueue:
 
     Args:
         name: Name of the thread.
+        in_turn: Whether collectives of all such queues of this process run one after the other, in
+            call order: two of NCCL's communicators in flight may wait for each other for ever
+            unless all ranks launch them in the same order.
     """
 
-    def __init__(self, name: str) -> None:
+    _turns = threading.Lock()
+    _last: _End | None = None
+
+    def __init__(self, name: str, *, in_turn: bool = False) -> None:
         self._name = name
+        self._in_turn = in_turn
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._closed = False
         self._streams: dict[torch.device, Any] = {}
 
-    def submit(self, work: Callable[[Statistics], Any], device: torch.device) -> Handle:
+    def submit(
+        self,
+        work: Callable[[Statistics], Any],
+        device: torch.device,
+        inputs: Iterable[Tensor | None] = (),
+    ) -> Handle:
         """Run a collective after all earlier ones.
 
         Args:
             work: Fills in statistics; its result is the handle's.
             device: Where its tensors are.
+            inputs: What it reads and writes; the caller may free it before a GPU has done so.
 
         Raises:
             CommError: The queue has been closed.
@@ -127,7 +153,11 @@ class CollectiveQueue:
         if device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(device))
-        self._queue.put((handle, work, device, ready))
+        with self._turns:
+            before = None
+            if self._in_turn:
+                before, CollectiveQueue._last = self._last, handle.end
+            self._queue.put((handle, work, device, ready, list(inputs), before))
         return handle
 
     def close(self) -> None:
@@ -141,12 +171,24 @@ class CollectiveQueue:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            handle, work, device, ready = item
+            handle, work, device, ready, inputs, before = item
             result = error = end = None
             try:
+                if before is not None:
+                    with waiting("an earlier collective of this process"):
+                        before.for_host.wait()
                 if self._failure is not None:
                     raise _broken(self._failure)
-                result, end = self._run_one(handle, work, device, ready)
+                if ready is None:
+                    result = work(handle.stats)
+                else:
+                    stream = self._stream(device, inputs)
+                    with torch.cuda.stream(stream):
+                        for event in (ready, before and before.on_gpu):
+                            if event is not None:
+                                stream.wait_event(event)
+                        result = work(handle.stats)
+                        end = stream.record_event()
             except BaseException as caught:  # the thread goes on, to fail later collectives
                 error = caught
                 self._failure = self._failure or caught
@@ -155,20 +197,17 @@ class CollectiveQueue:
             except BaseException as caught:
                 self._failure = self._failure or caught
             # Free the handle's tensors before waiting for the next item.
-            del item, handle, work, result, error
+            del item, handle, work, result, error, inputs, before
 
-    def _run_one(self, handle: Handle, work: Any, device: torch.device, ready: Any) -> Any:
-        if ready is None:
-            return work(handle.stats), None
+    def _stream(self, device: torch.device, inputs: Iterable[Tensor | None]) -> Any:
+        torch.cuda.set_device(device)  # each thread begins on the first GPU
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
-        with torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            result = work(handle.stats)
-            end = torch.cuda.Event()
-            end.record(stream)
-        return result, end
+        for tensor in inputs:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)  # the caller's stream allocated it
+        return stream
 
 
 def _broken(failure: BaseException) -> CommError:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from wavemare.comm.executors.ranges import (
 from wavemare.comm.kernels import num_blocks
 from wavemare.comm.selection.cost import Constants
 from wavemare.comm.selection.selector import DENSE, Selector
-from wavemare.comm.statistics import Statistics
+from wavemare.comm.statistics import Statistics, Timer
 from wavemare.comm.transport import Transport
 from wavemare.errors import CommError
 
@@ -154,7 +153,7 @@ class Reduction:
         self._always_checks = always_checks
         self._num_lists: Counter[str] = Counter()
         self._searched: set[str] = set()
-        self._took: dict[str, tuple[str, float, float]] = {}
+        self._took: dict[str, tuple[str, Timer, float]] = {}
 
     def all_reduce(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> None:
         """Replace each rank's bucket by the scaled sum of all buckets.
@@ -214,7 +213,7 @@ class Reduction:
     def _call(
         self, flat: Tensor, transport: Transport, scale: float, stats: Statistics
     ) -> CollectiveCall:
-        return CollectiveCall(flat, self._block, scale, transport, self._scratch, stats.phases_s)
+        return CollectiveCall(flat, self._block, scale, transport, self._scratch, stats)
 
     def _compress(self, bucket: Bucket) -> None:
         if self._compressor is not None:
@@ -229,7 +228,7 @@ class Reduction:
         ranges: Sequence[OwnedRange] | None = None,
     ) -> None:
         """Sum by the mode's executor or the selector's choice; by ranges, only at their owners."""
-        started = time.perf_counter()
+        timer = Timer(call.flat.device)
         found = self._look(call, bucket, agreement, halves=ranges is not None)
         if isinstance(found, Masks) and found.num_blocks:
             stats.union = found.union_size / found.num_blocks
@@ -248,12 +247,11 @@ class Reduction:
             name, predicted = plan.executor, plan.predicted_s[plan.executor]
         stats.executor, stats.predicted_s = name, predicted
         if name in DENSE:
-            started = time.perf_counter()  # without the mask, which dense calls rarely take
+            timer = Timer(call.flat.device)  # without the mask, which dense calls rarely take
         _run(name, call, found if isinstance(found, Masks) else None, ranges)
-        if call.flat.is_cuda:
-            torch.cuda.current_stream(call.flat.device).synchronize()
+        timer.stop()
         if predicted is not None:
-            self._took[bucket.key] = name, time.perf_counter() - started, predicted
+            self._took[bucket.key] = name, timer, predicted
 
     def _look(
         self,
@@ -269,7 +267,8 @@ class Reduction:
             Their masks; by a sample their numbers alone, if all ranks find their buckets dense;
             None if the executor needs neither.
         """
-        took_ns = int(1e9 * self._took[bucket.key][1]) if bucket.key in self._took else 0
+        took = self._took.get(bucket.key)
+        took_ns = int(1e9 * took[1].seconds) if took is not None and took[1].ended else 0
         if self._mode != "auto" and not EXECUTORS_BY_MODE[self._mode].needs_masks:
             if agreement is not None:
                 agreement.begin()

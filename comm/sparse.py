@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -25,7 +24,7 @@ from wavemare.comm.reduction import Bucket, Hierarchy, Reduction
 from wavemare.comm.selection.calibration import calibrate
 from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
 from wavemare.comm.selection.selector import ExecutorChoice, choose_executor
-from wavemare.comm.statistics import Statistics, Totals
+from wavemare.comm.statistics import Statistics, Timer, Totals
 from wavemare.comm.transport import Transport, open_transport
 from wavemare.comm.transport.choice import Choice, Staging
 from wavemare.errors import ConfigError
@@ -127,7 +126,9 @@ class SparseComm:
         if self._hierarchy:
             self._transports += [self._hierarchy.within, self._hierarchy.between]
         self._terms = digest_of(settings, self.constants)
-        self._queue = CollectiveQueue(f"wavemare-collectives-{self.rank}")
+        self._queue = CollectiveQueue(
+            f"wavemare-collectives-{self.rank}", in_turn=self._transport.on_stream
+        )
         self._num_calls = 0
         self.totals = Totals()
 
@@ -200,7 +201,7 @@ class SparseComm:
             self._reduction.all_reduce(bucket, agreement, stats)
             return flat
 
-        return self._submit("allreduce_", flat, work, async_op, key=key)
+        return self._submit("allreduce_", flat, work, async_op, key=key, inputs=(weights, blocks))
 
     def reduce_scatter_(
         self,
@@ -241,7 +242,9 @@ class SparseComm:
             self._reduction.reduce_scatter(bucket, ranges, agreement, stats)
             return flat
 
-        return self._submit("reduce_scatter_", flat, work, async_op, ranges, key=key)
+        return self._submit(
+            "reduce_scatter_", flat, work, async_op, ranges, key=key, inputs=(weights, blocks)
+        )
 
     def allgather_(
         self,
@@ -296,7 +299,9 @@ class SparseComm:
         def work(agreement: Agreement, stats: Statistics) -> tuple[Tensor, Tensor]:
             return self._rows.reduce(ids, data, num_rows, scale, agreement, stats)
 
-        return self._submit("allreduce_rows_", rows, work, async_op, num_items=num_items)
+        return self._submit(
+            "allreduce_rows_", rows, work, async_op, num_items=num_items, inputs=(ids,)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must contain: the compressor's residuals."""
@@ -348,17 +353,18 @@ class SparseComm:
         *terms: object,
         key: str = "",
         num_items: int = 0,
+        inputs: Iterable[Tensor | None] = (),
     ) -> Handle:
         """Run a collective and measure it.
 
-        ``terms`` are what else must be the same on all ranks.
+        ``terms`` are what else must be the same on all ranks, ``inputs`` what else it reads.
         """
         number, self._num_calls = self._num_calls, self._num_calls + 1
         numel = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
         digest = digest_of(self._terms, key, self._transport.stages(tensor), self.average, *terms)
 
         def run(stats: Statistics) -> Any:
-            started = time.perf_counter()
+            timer = Timer(tensor.device)
             up, down = self._traffic()
             stats.payload_bytes = tensor.nbytes
             agreement = Agreement(
@@ -372,13 +378,13 @@ class SparseComm:
                 terms=digest,
             )
             result = work(agreement, stats)
-            stats.actual_s = time.perf_counter() - started
+            stats.note(None, timer)
             after = self._traffic()
             stats.bytes_up, stats.bytes_down = after[0] - up, after[1] - down
             self.totals.add(stats)
             return result
 
-        handle = self._queue.submit(run, tensor.device)
+        handle = self._queue.submit(run, tensor.device, (tensor, *inputs))
         if not async_op:
             handle.wait()
         return handle

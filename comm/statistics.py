@@ -3,11 +3,50 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 __all__ = ["Statistics", "Totals"]
+
+
+class Timer:
+    """Measures a piece of work: on a GPU the work itself, between events of the current stream.
+
+    Args:
+        device: Where the work is; it begins now.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._begin = self._now()
+
+    def stop(self) -> None:
+        """The work is complete, or launched."""
+        self._end = self._now()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the GPU has done the work; the host does not wait."""
+        return not self._on_gpu or self._end.query()
+
+    @property
+    def seconds(self) -> float:
+        """Of work that has ended."""
+        return (
+            self._begin.elapsed_time(self._end) / 1e3 if self._on_gpu else self._end - self._begin
+        )
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 @dataclass
@@ -22,7 +61,7 @@ class Statistics:
         bytes_up: Bytes that this rank sent, masks included.
         bytes_down: Bytes that this rank received.
         predicted_s: Predicted seconds; None without a prediction.
-        actual_s: Measured seconds.
+        actual_s: Measured seconds; on a GPU known when it has ended, as those of the phases.
         phases_s: Seconds of ``mask``, ``metadata``, ``plan``, ``pack``, ``push``, ``reduce``,
             ``pull``, ``unpack``, ``dense``.
     """
@@ -36,6 +75,23 @@ class Statistics:
     predicted_s: float | None = None
     actual_s: float = 0.0
     phases_s: dict[str, float] = field(default_factory=dict)
+    _running: deque[tuple[str | None, Timer]] = field(default_factory=deque, repr=False)
+
+    def note(self, phase: str | None, timer: Timer) -> None:
+        """Stop a timer of a phase, or of the whole call."""
+        timer.stop()
+        self._running.append((phase, timer))
+        self.read_timers()
+
+    def read_timers(self) -> bool:
+        """Fill in the times of what has ended; whether that is everything."""
+        while self._running and self._running[0][1].ended:
+            phase, timer = self._running.popleft()
+            if phase is None:
+                self.actual_s = timer.seconds
+            else:
+                self.phases_s[phase] = self.phases_s.get(phase, 0.0) + timer.seconds
+        return not self._running
 
 
 @dataclass
@@ -49,13 +105,15 @@ class Totals:
         self.calls.append(statistics)
 
     def take(self) -> Mapping[str, float]:
-        """Return figures by name, and drop the calls.
+        """Return figures of the calls that have ended by name, and drop these.
 
         Densities are means weighted by the bytes of the buckets; ``sparse_calls_EXECUTOR`` counts
         calls. Empty if there was no call.
         """
         # Keep the deque: another thread may be appending to it.
-        calls = [self.calls.popleft() for _ in range(len(self.calls))]
+        calls = []
+        while self.calls and self.calls[0].read_timers():
+            calls.append(self.calls.popleft())
         if not calls:
             return {}
         figures: dict[str, float] = {

@@ -36,7 +36,9 @@ _LARGEST_TABLE = 1 << 24
 
 
 def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
-    """Check the arguments of `SparseComm.allreduce_rows_`.
+    """Check the arguments of `SparseComm.allreduce_rows_`; on an accelerator not the ids' values.
+
+    To look at them would stall the caller.
 
     Raises:
         ConfigError: Shapes or types do not fit, or an id is not a row.
@@ -56,7 +58,7 @@ def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
         raise ConfigError("rows", tuple(rows.shape), reason, "Give floats of 16 to 64 bits")
     if num_rows is not None and num_rows < 0:
         raise ConfigError("num_rows", num_rows, "it is negative", "Give 0 or more, or None")
-    if num_rows is not None and ids.numel():
+    if num_rows is not None and ids.numel() and ids.device.type == "cpu":
         least, most = (int(bound) for bound in ids.aminmax())
         if least < 0 or most >= num_rows:
             value = least if least < 0 else most
@@ -126,9 +128,7 @@ class RowReducer:
         agreement.begin()
         ids, rows = coalesce(ids, rows)
         agreement.wait()
-        call = CollectiveCall(
-            rows.view(-1), dim, scale, self._transport, self._scratch, stats.phases_s
-        )
+        call = CollectiveCall(rows.view(-1), dim, scale, self._transport, self._scratch, stats)
         if num_rows is None or num_rows > _LARGEST_TABLE:
             union, masks = self._exchange_ids(call, ids)
             ids = torch.searchsorted(union, ids)  # rows of a table of the union alone

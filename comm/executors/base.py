@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.kernels import BlockKernels, kernels_for
+from wavemare.comm.statistics import Statistics, Timer
 from wavemare.comm.transport.base import Transport
 
 __all__ = ["Begin", "CollectiveCall", "Scratch", "num_chunks", "pipelined"]
@@ -57,7 +57,7 @@ class CollectiveCall:
         scale: Factor of the sum: 1/N for a mean.
         transport: To the other ranks.
         scratch: Memory to use.
-        phases_s: Seconds by phase, filled in.
+        stats: Its phases are filled in.
     """
 
     flat: Tensor
@@ -65,7 +65,7 @@ class CollectiveCall:
     scale: float
     transport: Transport
     scratch: Scratch
-    phases_s: dict[str, float] = field(default_factory=dict)
+    stats: Statistics = field(default_factory=Statistics)
 
     @property
     def kernels(self) -> BlockKernels:
@@ -90,10 +90,9 @@ class CollectiveCall:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the body to a phase."""
-        started = time.perf_counter()
+        timer = Timer(self.flat.device)
         yield
-        seconds = time.perf_counter() - started
-        self.phases_s[name] = self.phases_s.get(name, 0.0) + seconds
+        self.stats.note(name, timer)
 
     def packed(self, name: str, num_blocks: int) -> Tensor:
         """Return scratch for ``num_blocks`` packed blocks."""

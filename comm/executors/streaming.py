@@ -120,6 +120,7 @@ class _Stream:
         with self._call.phase("push"):
             exchange = self._call.transport.begin()
             exchange.send(owner, data)
+            exchange.start()
         self._up[message.slot] = frame, exchange
 
     def _contribute(self, worker: int, message: Message, frame: int) -> None:
@@ -150,6 +151,7 @@ class _Stream:
             exchange = call.transport.begin()
             for peer in call.transport.peers():
                 exchange.send(peer, data)
+            exchange.start()
         sent.append((frame, exchange))
         for used, _ in contributions.values():
             self._frames.give_back(used)

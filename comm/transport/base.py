@@ -37,7 +37,7 @@ class Exchange(Protocol):
     def wait(self) -> None:
         """Wait for all sends and receives.
 
-        Over NCCL the current stream waits, not the host.
+        The current stream waits, not the host, if the transport is `on_stream`.
 
         Raises:
             CommError: A peer was lost, or was silent for longer than the time limit.
@@ -60,6 +60,7 @@ class Transport(ABC):
         size: Number of ranks.
         timeout_s: Seconds after which a silent peer counts as lost.
         takes_device: Whether messages may lie in an accelerator's memory.
+        on_stream: Whether the device's current stream waits for messages, not the host.
         bytes_up: Bytes sent to other ranks so far.
         bytes_down: Bytes received from other ranks so far.
     """
@@ -69,6 +70,7 @@ class Transport(ABC):
     size: int
     timeout_s: float
     takes_device: bool = False
+    on_stream: bool = False
     bytes_up: int = 0
     bytes_down: int = 0
 

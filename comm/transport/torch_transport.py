@@ -39,7 +39,7 @@ class TorchTransport(Transport):
         timeout_s: Seconds after which a silent peer counts as lost.
         device: Where buckets will be; the group's backend for it is used. Gloo always sends the
             host's memory.
-        together: Whether messages start together; NCCL's always do, as one kernel.
+        on_stream: Whether to send as over NCCL, which always does; for tests.
 
     Raises:
         CommError: Some ranks did not call in time, or the group has no backend for the device.
@@ -51,7 +51,7 @@ class TorchTransport(Transport):
         timeout_s: float = 300.0,
         device: torch.device | str = "cpu",
         *,
-        together: bool = False,
+        on_stream: bool = False,
     ) -> None:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         backend = backend_of(group, device)
@@ -62,10 +62,10 @@ class TorchTransport(Transport):
         store = PrefixStore(f"wavemare/comm/{members}", dist.distributed_c10d._get_default_store())
         name = _agree_on_name(store, dist.get_rank(), members, timedelta(seconds=timeout_s))
         self._device = torch.device(device)
-        self._start(members, backend, timeout_s, name, together or backend == "nccl")
+        self._start(members, backend, timeout_s, name, on_stream or backend == "nccl")
 
     def _start(
-        self, members: list[int], backend: str, timeout_s: float, name: str, together: bool
+        self, members: list[int], backend: str, timeout_s: float, name: str, on_stream: bool
     ) -> None:
         self._members = members
         self._backend = backend
@@ -73,13 +73,12 @@ class TorchTransport(Transport):
         self.rank = members.index(dist.get_rank())
         self.size = len(members)
         self.timeout_s = timeout_s
-        self.takes_device = backend == "nccl"
-        self._together = together
+        self.takes_device = self.on_stream = on_stream
         self._label = f"wavemare/comm/{name}"
         self._group = self._open(timedelta(seconds=timeout_s))
 
     def _open(self, timeout: timedelta) -> Any:
-        if not self._together:
+        if not self.on_stream:
             # Not by new_group: with local synchronization that gives a group the name, and so the
             # addresses, of an older one of the same ranks.
             store = PrefixStore(self._label, dist.distributed_c10d._get_default_store())
@@ -90,11 +89,11 @@ class TorchTransport(Transport):
 
     def begin(self) -> _TorchExchange | _BatchedExchange:
         """Start an exchange of messages."""
-        return _BatchedExchange(self) if self._together else _TorchExchange(self)
+        return _BatchedExchange(self) if self.on_stream else _TorchExchange(self)
 
     def begin_gather(self, mine: Tensor, out: Tensor) -> Gathering:
         """Begin `all_gather`."""
-        if not self._together:
+        if not self.on_stream:
             return super().begin_gather(mine, out)
         self.bytes_up += (self.size - 1) * mine.nbytes
         self.bytes_down += (self.size - 1) * mine.nbytes
@@ -102,7 +101,7 @@ class TorchTransport(Transport):
 
     def receive_any(self, tensor: Tensor) -> int:
         """Receive the next message of any peer."""
-        if self._together:
+        if self.on_stream:
             raise CommError(
                 "executor",
                 "streaming",
@@ -131,7 +130,7 @@ class TorchTransport(Transport):
         part = object.__new__(TorchTransport)
         part._device = self._device
         name = str(table[chosen[0]][1])
-        part._start(members, self._backend, self.timeout_s, name, self._together)
+        part._start(members, self._backend, self.timeout_s, name, self.on_stream)
         return part
 
     def close(self) -> None:
@@ -162,7 +161,7 @@ class TorchTransport(Transport):
             return
         try:
             # With a time limit the host would wait for NCCL, whose watchdog has a limit of its own.
-            limit = () if self.takes_device else (timedelta(seconds=self.timeout_s),)
+            limit = () if self.on_stream else (timedelta(seconds=self.timeout_s),)
             work.wait(*limit)
         except RuntimeError as error:
             raise self.failed(error, peer) from error
