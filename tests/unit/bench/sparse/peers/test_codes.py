@@ -37,6 +37,21 @@ def test_codes_are_one_of_both_neighbours_and_right_on_average(bits, numel, bloc
     assert ((total / draws - values).abs() <= 5 * step / 2 / draws**0.5).all()
 
 
+class Largest:
+    """Draws the largest number below 1 only."""
+
+    def random(self, shape, dtype):
+        return np.full(shape, np.nextafter(dtype(1), dtype(0)), dtype)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_largest_value_stays_itself_whatever_is_drawn(bits):
+    values = torch.full((4,), 3.0)
+    codes, scales = encode(values, 4, bits, Largest())
+    found = decode(codes, scales, 4, 4, bits)
+    assert torch.allclose(found, values, rtol=1e-6)
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 60))
 def test_the_largest_are_chosen_also_among_equal_ones(values, k):
     k = min(k, len(values))
