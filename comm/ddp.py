@@ -9,6 +9,7 @@ itself, under the parameter's name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wavemare.comm.collective_queue import Handle
 from wavemare.comm.compressor import Compressor, make_compressor
 from wavemare.comm.config import CompressorConfig
+from wavemare.comm.gradient_rows import GradientRows, Slot
 from wavemare.comm.sparse import SparseComm
 from wavemare.errors import ConfigError
 
@@ -61,7 +63,7 @@ class _ByParameter:
 
     def __init__(self, inner: Compressor) -> None:
         self.inner = inner
-        self.layouts: dict[str, Sequence[tuple[str, int]]] = {}
+        self.layouts: dict[str, Sequence[Slot]] = {}
         self.state_dict = inner.state_dict
         self.load_state_dict = inner.load_state_dict
 
@@ -78,11 +80,9 @@ class _ByParameter:
     def _parts(
         self, key: str, gradient: Tensor, weights: Tensor | None
     ) -> Iterator[tuple[Tensor, str, Tensor | None]]:
-        start = 0
-        for name, numel in self.layouts[key]:
-            part = slice(start, start + numel)
-            yield gradient[part], name, weights[part] if weights is not None else None
-            start += numel
+        for slot in self.layouts[key]:
+            part = slice(slot.start, slot.stop)
+            yield gradient[part], slot.name, weights[part] if weights is not None else None
 
 
 class _Hook:
@@ -91,7 +91,10 @@ class _Hook:
     def __init__(
         self, model: DistributedDataParallel, comm: SparseComm, compressor: _ByParameter | None
     ) -> None:
-        self._names = {id(p): name for name, p in model.module.named_parameters()}
+        named = dict(model.module.named_parameters())
+        self._names = {id(p): name for name, p in named.items()}
+        # A compressor's residuals are non-zero in other rows, too.
+        self._rows = GradientRows(model.module, named) if compressor is None else None
         self._comm = comm
         self._compressor = compressor
         self._compares_weights = compressor is not None and compressor.inner.config.compares_weights
@@ -112,15 +115,20 @@ class _Hook:
         return self._future(handle, buffer)
 
     def _reduce_dense(self, buffer: Tensor, parameters: Sequence[Tensor]) -> Handle:
-        layout = [(self._names[id(p)], p.numel()) for p in parameters]
-        assert sum(numel for _, numel in layout) == buffer.numel()
-        key = f"{layout[0][0]} to {layout[-1][0]}"
+        ends = list(accumulate(p.numel() for p in parameters))
+        assert ends[-1] == buffer.numel()
+        slots = [
+            Slot(self._names[id(p)], end - p.numel(), end)
+            for p, end in zip(parameters, ends, strict=True)
+        ]
+        key = f"{slots[0].name} to {slots[-1].name}"
         if self._compressor is not None:
-            self._compressor.layouts[key] = layout
+            self._compressor.layouts[key] = slots
+        blocks = self._rows.take(slots, self._comm.block) if self._rows else None
         weights = None
         if self._compares_weights:
             weights = torch.cat([p.detach().reshape(-1).to(buffer.dtype) for p in parameters])
-        return self._comm.allreduce_(buffer, key=key, weights=weights, async_op=True)
+        return self._comm.allreduce_(buffer, key=key, weights=weights, blocks=blocks, async_op=True)
 
     def _reduce_rows(self, gradient: Tensor, name: str) -> Handle:
         if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:

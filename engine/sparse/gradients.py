@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from wavemare.comm.collective_queue import Handle
 from wavemare.comm.config import SparseCollectiveConfig
+from wavemare.comm.gradient_rows import GradientRows
 from wavemare.comm.sparse import SparseComm
 from wavemare.engine.context import EngineContext, Feature
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.sparse.buckets import (
     Bucket,
     BucketReducer,
-    GradientRows,
     Member,
     embedding_weights,
     make_buckets,
