@@ -150,6 +150,7 @@ class SparseCollectiveConfig(Section):
     compressor: CompressorConfig | None = None
     """What each rank leaves out, and adds to its next gradient instead; without it nothing."""
 
-    bucket_bytes: Annotated[int, Field(ge=1)] = 64 << 20
+    bucket_bytes: Annotated[int, Field(ge=1)] | None = None
     """Largest bucket; a larger parameter is a bucket by itself, and embeddings are never in one
-    bucket with other layers."""
+    bucket with other layers. By default an eighth of the gradients beside embeddings, from 1 to
+    64 MiB, so that most leave during the backward pass; with a compressor 64 MiB."""

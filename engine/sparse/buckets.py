@@ -19,14 +19,21 @@ from wavemare.comm.gradient_rows import GradientRows, Slot
 from wavemare.comm.sparse import SparseComm
 
 __all__ = [
+    "LARGEST_BUCKET",
     "Bucket",
     "BucketReducer",
     "Member",
     "Slot",
+    "default_bucket_bytes",
     "embedding_weights",
     "make_buckets",
     "row_tables",
 ]
+
+
+LARGEST_BUCKET = 64 << 20
+"""Bytes; larger buckets are not faster."""
+_BUCKETS = 8
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,12 @@ class Bucket:
     dtype: torch.dtype
     numel: int
     slots: tuple[Slot, ...]
+
+
+def default_bucket_bytes(members: Sequence[Member]) -> int:
+    """Return the size of buckets that leave evenly during a backward pass, from 1 to 64 MiB."""
+    dense = sum(m.numel * m.dtype.itemsize for m in members if not m.embedding)
+    return min(max(dense // _BUCKETS, 1 << 20), LARGEST_BUCKET)
 
 
 def make_buckets(members: Sequence[Member], block: int, bucket_bytes: int) -> list[Bucket]:

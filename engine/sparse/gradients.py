@@ -21,9 +21,11 @@ from wavemare.comm.sparse import SparseComm
 from wavemare.engine.context import EngineContext, Feature
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.sparse.buckets import (
+    LARGEST_BUCKET,
     Bucket,
     BucketReducer,
     Member,
+    default_bucket_bytes,
     embedding_weights,
     make_buckets,
     row_tables,
@@ -147,7 +149,9 @@ class SparseGradients(Feature, ABC):
             Member(name, parameter.numel(), dtype_of(parameter), id(parameter) in embeddings)
             for name, parameter in parameters.items()
         ]
-        return make_buckets(members, config.block, config.bucket_bytes)
+        default = LARGEST_BUCKET if config.compressor else default_bucket_bytes(members)
+        self._bucket_bytes = config.bucket_bytes or default
+        return make_buckets(members, config.block, self._bucket_bytes)
 
     def record_metrics(self) -> None:
         """Collect the statistics of a completed step; ZeRO 2 reduces after each micro-batch."""

@@ -68,7 +68,7 @@ class PartitionedGradients(SparseGradients):
         # DeepSpeed gathers this much before it hands gradients over: smaller buckets start earlier.
         itemsize = max((bucket.dtype.itemsize for bucket in buckets), default=4)
         optimizer.reduce_bucket_size = min(
-            optimizer.reduce_bucket_size, max(config.bucket_bytes // itemsize, 1)
+            optimizer.reduce_bucket_size, max(self._bucket_bytes // itemsize, 1)
         )
         self._stock_reduce = optimizer.reduce_ipg_grads
         optimizer.reduce_ipg_grads = self._reduce_ipg_grads

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from wavemare.comm.gradient_rows import GradientRows
 from wavemare.engine.sparse.buckets import (
     Member,
+    default_bucket_bytes,
     embedding_weights,
     make_buckets,
     row_tables,
@@ -119,3 +120,12 @@ def test_recorded_rows_are_those_whose_gradients_have_come(order):
     (alone,) = make_buckets([members[-1]], 4, 1 << 20)
     assert alone.slots[0].name == "tied.weight"
     assert rows.take(alone.slots, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("dense_mib", "expected_mib"), [(0.5, 1), (6, 1), (16, 2), (400, 50), (4000, 64)]
+)
+def test_default_buckets_leave_in_about_eight_parts(dense_mib, expected_mib):
+    dense = Member("layers", int(dense_mib * 2**20) // 4, FLOAT)
+    words = Member("words", 1 << 30, FLOAT, True)
+    assert default_bucket_bytes([dense, words]) == expected_mib << 20
