@@ -96,7 +96,6 @@ def test_the_asynchronous_schedule_has_defaults_that_work():
     pipeline = check_config(pipemare(), world_size=4).pipeline
     assert pipeline.schedule == "pipemare"
     assert pipeline.pipemare.discrepancy_correction.mode == "auto"
-    assert pipeline.pipemare.clipping == "global"
     assert not pipeline.pipemare.lr_rescheduling.enabled
     assert pipeline.unties
     assert not check_config({}, world_size=4).pipeline.unties
