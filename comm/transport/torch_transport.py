@@ -215,7 +215,8 @@ class _Gathering:
         self._transport = transport
         self._out = out
         self._table = out if out.device == mine.device else mine.new_empty(out.shape)
-        self._work = dist.all_gather_into_tensor(self._table, mine, transport._group, async_op=True)
+        # all_gather_into_tensor under its older name, which torch does not warn of.
+        self._work = transport._group._allgather_base(self._table.view(-1), mine.view(-1))
 
     def wait(self) -> None:
         self._transport.finish(self._work, None)
