@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast Triton's mask is, against the device's own copy of as many bytes.
+"""How fast Triton's kernels are, against the device's own copy of as many bytes.
 
 ``pytest -s tests/gpu/test_kernel_bandwidth.py`` prints the table.
 """
@@ -50,3 +50,25 @@ def test_mask_reads_as_fast_as_the_device_copies(dtype, density, ragged):
     read = flat.nbytes / seconds(lambda: TritonKernels().mask(flat, BLOCK, bits))
     print(f"{dtype!s:14} {density} {ragged}: {read / 1e9:.0f} GB/s, {read / copied:.2f} of a copy")
     assert read >= 0.8 * copied
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_move_about_as_fast_as_the_device_copies(dtype):
+    from wavemare.comm.kernels.triton_kernels import TritonKernels
+
+    kernels, ranks = TritonKernels(), 4
+    count = NUM_BYTES // dtype.itemsize // BLOCK // ranks * ranks
+    flat = torch.randn(count * BLOCK, device="cuda").to(dtype)
+    target = torch.empty_like(flat)
+    index = torch.randperm(count, device="cuda")
+    sources, summed = index.view(ranks, -1), target[: flat.numel() // ranks]
+    copied = 2 * flat.nbytes / seconds(lambda: target.copy_(flat))
+    moved = {
+        "gather": (2.0, lambda: kernels.gather(flat, BLOCK, index, target)),
+        "scatter": (2.0, lambda: kernels.scatter(target, BLOCK, index, flat)),
+        "reduce": (1 + 1 / ranks, lambda: kernels.reduce(flat, sources, BLOCK, 0.5, summed)),
+    }
+    for name, (share, run) in moved.items():
+        speed = share * flat.nbytes / seconds(run)
+        print(f"{dtype!s:14} {name:8} {speed / 1e9:.0f} GB/s, {speed / copied:.2f} of a copy")
+        assert speed >= 0.6 * copied, name

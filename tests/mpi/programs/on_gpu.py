@@ -5,6 +5,8 @@ Over torch the code for NCCL runs over gloo; over MPI a communicator takes the f
 a CUDA-aware one would, for messages alone.
 """
 
+import time
+
 import fake_gpu
 import torch
 from fake_gpu import GPU, RECORD, Event, download, upload
@@ -131,15 +133,22 @@ def waits(world, checks, sizes):
         )
         everyone = buckets("half", comm.size, NUMEL, BLOCK, torch.float32)
         gradient = upload(everyone[comm.rank])
-        for _ in range(2):
+        for calls in (0, len(names)):
             RECORD.clear()
-            Event.running = True  # nothing is taken early: the stream would wait for it
-            for name in names:
+            written.clear()
+            for number, name in enumerate(names):
                 reducer.put(name, gradient)
+                Event.running = True
                 reducer.send_complete()
-            checks(not written or len(written) == len(names), "taken early", sorted(written))
+                _until(lambda ended=calls + number + 1: len(comm.totals.calls) == ended)
+                time.sleep(0.01)
+                # All is launched, but the stream would have to wait for the GPU.
+                reducer.take_reduced()
+                checks(len(written) == number, "taken early", sorted(written))
+                Event.running = False
+                _until(lambda wanted=number + 1: reducer.take_reduced() or len(written) == wanted)
+                checks(len(written) == number + 1, "not taken", sorted(written))
             reducer.end()
-            Event.running = False
         checks(RECORD.of("MainThread") == [], "training thread", RECORD.waits)
         _of_worker(checks, comm, len(names))
         for name in names:
@@ -151,12 +160,14 @@ def waits(world, checks, sizes):
             RECORD.inserted = sync
             comm.allreduce_(upload(everyone[comm.rank]))
             RECORD.inserted = None
-            checks(len(RECORD.of(WORKER)) > _needed(comm), "not noticed:", name)
+            checks(len(RECORD.of(WORKER)) > 3, "not noticed:", name)
         comm.close()
 
 
-def _needed(comm):
-    return 3
+def _until(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _of_worker(checks, comm, calls):

@@ -93,3 +93,22 @@ def test_results_are_given_back_with_their_handles(worker):
         gc.collect()
         time.sleep(0.01)
     assert gone() is None
+
+
+def test_queues_that_take_turns_run_in_the_order_of_their_calls():
+    gate, order = threading.Event(), []
+    first, second = (CollectiveQueue(f"turn {n} under test", in_turn=True) for n in range(2))
+    alone = CollectiveQueue("no turn under test")
+    slow = first.submit(lambda stats: order.append(gate.wait(60)), CPU)
+    failing = second.submit(fails, CPU)
+    last = first.submit(lambda stats: order.append("last"), CPU)
+    alone.submit(lambda stats: order.append("alone"), CPU).wait()
+    assert not failing.done()
+    gate.set()
+    last.wait()
+    assert order == ["alone", True, "last"]
+    assert slow.done()
+    with pytest.raises(ValueError, match="what went wrong"):
+        failing.wait()
+    for each in (first, second, alone):
+        each.close()

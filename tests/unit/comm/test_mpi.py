@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from wavemare.comm.mpi_library import MpiInfo, describe_mpi
 from wavemare.comm.transport import open_transport
+from wavemare.comm.transport.torch_transport import backend_of
 
 
 @pytest.fixture
@@ -139,6 +140,30 @@ def test_ranks_of_mpirun_use_torch_where_mpi4py_is_missing(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        assert open_transport().name == "gloo"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("config", "cpu", "cuda"),
+    [
+        ("cpu:gloo,cuda:nccl", "gloo", "nccl"),
+        ("cuda:nccl", None, "nccl"),
+        ("cpu:gloo,cuda:gloo", "gloo", "gloo"),
+        ("cpu:gloo", "gloo", "gloo"),
+        ("xpu:xccl", None, None),
+    ],
+)
+def test_a_group_sends_by_its_backend_for_the_device(monkeypatch, config, cpu, cuda):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert (backend_of(None, "cpu"), backend_of(None, "cuda:1")) == (cpu, cuda)
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_a_group_made_without_a_name_of_its_backend_is_gloo_here(backend):
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     try:
         assert open_transport().name == "gloo"
     finally:

@@ -2,6 +2,7 @@
 """Triton's kernels, compiled for GPUs without one, exactly as they would be started."""
 
 import re
+import subprocess
 from collections import Counter
 
 import pytest
@@ -77,9 +78,17 @@ def wide_and_narrow(counts, kind, bits=128):
     return counts[kind, bits], sum(n for (k, b), n in counts.items() if k == kind and b < bits)
 
 
-@pytest.mark.parametrize("capability", [90, nightly(80), nightly(100)])
+def resources(binary, path):
+    """Return the registers of a thread, and its bytes of stack and local memory."""
+    path.write_bytes(binary.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    told = subprocess.check_output([tool, "--dump-resource-usage", path], text=True)
+    return [int(re.search(rf"\b{name}:(\d+)", told)[1]) for name in ("REG", "STACK", "LOCAL")]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @every_kernel
-def test_kernels_compile_for_each_architecture(kernel, capability):
+def test_kernels_compile_for_each_architecture(kernel, capability, tmp_path):
     for dtype, rest in ((torch.float32, 0), (torch.bfloat16, 7)):
         (launch,) = launches(kernel, dtype, 256, 256 * 40 + rest)
         binary = compiled(launch, capability)
@@ -87,6 +96,10 @@ def test_kernels_compile_for_each_architecture(kernel, capability):
         assert f".target sm_{capability}" in binary.asm["ptx"]
         assert "atom." not in binary.asm["ptx"]
         assert "red.global" not in binary.asm["ptx"]
+        registers, *spilled = resources(binary, tmp_path / "kernel.cubin")
+        assert spilled == [0, 0]
+        # Four programs of 128 threads on each multiprocessor hide the latency of its memory.
+        assert registers <= 65536 // (4 * 128), registers
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
