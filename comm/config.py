@@ -139,8 +139,8 @@ class SparseCollectiveConfig(Section):
     of ZeRO 1 and 2."""
 
     staging: Literal["auto", "direct", "pinned"] = "auto"
-    """How an accelerator's blocks reach MPI and gloo: through the host (``pinned``), ``direct`` or
-    ``auto``."""
+    """How an accelerator's blocks reach MPI: through the host (``pinned``), as always with gloo,
+    ``direct`` or ``auto``."""
 
     known_rows: Literal["on", "off", "check"] = "on"
     """Whether the rows of an embedding's gradient are taken from the backward pass instead of
