@@ -152,5 +152,5 @@ class SparseCollectiveConfig(Section):
 
     bucket_bytes: Annotated[int, Field(ge=1)] | None = None
     """Largest bucket; a larger parameter is a bucket by itself, and embeddings are never in one
-    bucket with other layers. By default an eighth of the gradients beside embeddings, from 1 to
+    bucket with other layers. By default a quarter of the gradients beside embeddings, from 2 to
     64 MiB, so that most leave during the backward pass; with a compressor 64 MiB."""

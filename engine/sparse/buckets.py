@@ -33,7 +33,7 @@ __all__ = [
 
 LARGEST_BUCKET = 64 << 20
 """Bytes; larger buckets are not faster."""
-_BUCKETS = 8
+_BUCKETS = 4
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Bucket:
 
 
 def default_bucket_bytes(members: Sequence[Member]) -> int:
-    """Return the size of buckets that leave evenly during a backward pass, from 1 to 64 MiB."""
+    """Return the size of buckets that leave evenly during a backward pass, from 2 to 64 MiB."""
     dense = sum(m.numel * m.dtype.itemsize for m in members if not m.embedding)
-    return min(max(dense // _BUCKETS, 1 << 20), LARGEST_BUCKET)
+    return min(max(dense // _BUCKETS, 2 << 20), LARGEST_BUCKET)
 
 
 def make_buckets(members: Sequence[Member], block: int, bucket_bytes: int) -> list[Bucket]:

@@ -123,9 +123,9 @@ def test_recorded_rows_are_those_whose_gradients_have_come(order):
 
 
 @pytest.mark.parametrize(
-    ("dense_mib", "expected_mib"), [(0.5, 1), (6, 1), (16, 2), (400, 50), (4000, 64)]
+    ("dense_mib", "expected_mib"), [(0.5, 2), (6, 2), (16, 4), (200, 50), (4000, 64)]
 )
-def test_default_buckets_leave_in_about_eight_parts(dense_mib, expected_mib):
+def test_default_buckets_leave_in_about_four_parts(dense_mib, expected_mib):
     dense = Member("layers", int(dense_mib * 2**20) // 4, FLOAT)
     words = Member("words", 1 << 30, FLOAT, True)
     assert default_bucket_bytes([dense, words]) == expected_mib << 20
