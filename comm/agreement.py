@@ -17,7 +17,7 @@ from wavemare.errors import CommError
 __all__ = ["HEADER_BYTES", "Agreement", "Reported", "digest_of", "exchange_masks"]
 
 OPERATIONS = ("allreduce_", "reduce_scatter_", "allgather_", "allreduce_rows_", "SparseComm")
-_FIELDS = 10
+_FIELDS = 11
 HEADER_BYTES = 8 * _FIELDS
 
 
@@ -34,11 +34,13 @@ class Reported(NamedTuple):
         dense_blocks: Non-zero blocks of the bucket, by a sample, if so many that the rank would
             rather send all; else -1.
         stray: A non-zero block that the caller has not listed; -1 if none was found.
+        searched: 1 if the caller has given no list, so that the rank reads the whole bucket.
     """
 
     took_ns: int = 0
     dense_blocks: int = -1
     stray: int = -1
+    searched: int = 1
 
 
 class Agreement:

@@ -229,7 +229,7 @@ class Reduction:
     ) -> None:
         """Sum by the mode's executor or the selector's choice; by ranges, only at their owners."""
         timer = Timer(call.flat.device)
-        found = self._look(call, bucket, agreement, halves=ranges is not None)
+        found, searched = self._look(call, bucket, agreement, halves=ranges is not None)
         if isinstance(found, Masks) and found.num_blocks:
             stats.union = found.union_size / found.num_blocks
         if found is not None and found.num_blocks:
@@ -242,7 +242,7 @@ class Reduction:
                 found,
                 self._block * call.flat.element_size(),
                 halves=ranges is not None,
-                searched=bucket.blocks is None,
+                searched=searched,
             )
             name, predicted = plan.executor, plan.predicted_s[plan.executor]
         stats.executor, stats.predicted_s = name, predicted
@@ -260,12 +260,12 @@ class Reduction:
         agreement: Agreement | None,
         *,
         halves: bool,
-    ) -> Masks | BlockCounts | None:
+    ) -> tuple[Masks | BlockCounts | None, bool]:
         """Agree on the call, and find the non-zero blocks of all ranks.
 
         Returns:
             Their masks; by a sample their numbers alone, if all ranks find their buckets dense;
-            None if the executor needs neither.
+            None if the executor needs neither. And whether any rank has no list of its blocks.
         """
         took = self._took.get(bucket.key)
         took_ns = int(1e9 * took[1].seconds) if took is not None and took[1].ended else 0
@@ -273,30 +273,31 @@ class Reduction:
             if agreement is not None:
                 agreement.begin()
                 self._check(agreement.wait(), bucket.key)
-            return None
+            return None, True
+        blocks = num_blocks(call.flat.numel(), call.block)
         stray, bits = -1, None
         if bucket.blocks is not None:
             bits, stray = self._listed(call, bucket)
         dense_blocks = -1
         if agreement is not None and self._mode == "auto":
-            dense_blocks = self._dense_blocks(call, bucket.key, bits, halves=halves)
+            dense_blocks = self._dense_blocks(call, bucket, bits, halves=halves)
         if agreement is not None:
             # The mask is taken while these messages travel.
-            agreement.begin(Reported(took_ns, dense_blocks, stray))
-        if dense_blocks >= 0:
-            assert agreement is not None
-            reported = self._check(agreement.wait(), bucket.key)
+            agreement.begin(Reported(took_ns, dense_blocks, stray, int(bucket.blocks is None)))
+        if bits is None and dense_blocks < 0:
+            bits = self._mask(call)
+        searched = True
+        if agreement is not None:
+            with call.phase("metadata"):
+                reported = self._check(agreement.wait(), bucket.key)
+            searched = any(rank.searched for rank in reported)
             counts = np.array([rank.dense_blocks for rank in reported])
             if counts.min() >= 0:
-                blocks = num_blocks(call.flat.numel(), call.block)
-                return BlockCounts(blocks, counts, int(counts.max()))
-            agreement = None
+                return BlockCounts(blocks, counts, int(counts.max())), searched
         if bits is None:
             bits = self._mask(call)
         with call.phase("metadata"):
-            if agreement is not None:
-                self._check(agreement.wait(), bucket.key)
-            return exchange_masks(call.transport, bits, num_blocks(call.flat.numel(), call.block))
+            return exchange_masks(call.transport, bits, blocks), searched
 
     def _check(self, reported: Sequence[Reported], key: str) -> Sequence[Reported]:
         """Learn from the previous call's times, and refuse lists of blocks that are wrong."""
@@ -318,7 +319,7 @@ class Reduction:
         return reported
 
     def _dense_blocks(
-        self, call: CollectiveCall, key: str, bits: Tensor | None, *, halves: bool
+        self, call: CollectiveCall, bucket: Bucket, bits: Tensor | None, *, halves: bool
     ) -> int:
         """Return the number of non-zero blocks; -1 if sparse sums may be faster.
 
@@ -338,7 +339,9 @@ class Reduction:
         # The best case of sparse sums: all ranks have the same blocks.
         alike = BlockCounts(blocks, np.full(call.size, count), count)
         block_bytes = call.block * call.flat.element_size()
-        dense = self.selector.prefers_dense(key, alike, block_bytes, halves=halves)
+        dense = self.selector.prefers_dense(
+            bucket.key, alike, block_bytes, halves=halves, searched=bucket.blocks is None
+        )
         return count if dense else -1
 
     def _listed(self, call: CollectiveCall, bucket: Bucket) -> tuple[Tensor | None, int]:

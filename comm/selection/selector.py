@@ -110,10 +110,17 @@ class Selector:
         self._histories: dict[str, _History] = {}
 
     def prefers_dense(
-        self, key: str, counts: BlockCounts, block_bytes: int, *, halves: bool = False
+        self,
+        key: str,
+        counts: BlockCounts,
+        block_bytes: int,
+        *,
+        halves: bool = False,
+        searched: bool = True,
     ) -> bool:
         """Whether `choose` would send all blocks; nothing is remembered."""
-        return self._choice(key, counts, block_bytes, self.allowed, halves, True).executor in DENSE
+        choice = self._choice(key, counts, block_bytes, self.allowed, halves, searched)
+        return choice.executor in DENSE
 
     def choose(
         self,

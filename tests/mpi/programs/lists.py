@@ -46,6 +46,16 @@ def lists(world, checks, sizes):
                 own = flat if comm.rank == 0 else expected
                 checks(same_bits(own, expected), mode, "scattered sums")
 
+    # A rank that must search decides for all: here a search costs more than sending everything.
+    reading = Constants(message_s=1e-6, exchange_s=8e-9, mask_s=1.0, plan_s=0.0)
+    with sparse_comm(world, None, mode="auto", block=BLOCK, constants=reading) as comm:
+        scale = 1 / comm.size
+        for given, dense in ((blocks, False), (None if comm.rank else blocks, comm.size > 1)):
+            flat = buckets[comm.rank].clone()
+            stats = comm.allreduce_(flat, key=f"searched {dense}", blocks=given).stats
+            checks(same_bits(flat, ordered_sum(buckets, scale)), "sums of unlike lists")
+            checks((stats.executor == "ordered") == dense, stats.executor, "of unlike lists")
+
 
 def rows(world, checks, sizes):
     """Blocks of a table's rows, whatever the width of a row beside that of a block."""
