@@ -67,7 +67,7 @@ def check_bucket(flat: Tensor, *, averages: bool = False) -> None:
         raise ConfigError("bucket", tuple(flat.shape), reason, remedy)
 
 
-def check_blocks(blocks: Tensor, num_blocks: int) -> None:
+def check_blocks(blocks: Tensor, num_blocks: int, device: torch.device) -> None:
     """Check a list of blocks; on an accelerator not its numbers, which would stall the caller.
 
     Raises:
@@ -76,6 +76,9 @@ def check_blocks(blocks: Tensor, num_blocks: int) -> None:
     if blocks.dtype != torch.int64 or blocks.dim() != 1:
         reason = f"it is {blocks.dtype} of shape {tuple(blocks.shape)}"
         raise ConfigError("blocks", tuple(blocks.shape), reason, "Give (k,), int64")
+    if blocks.device != device:
+        reason = f"the bucket is on {device}"
+        raise ConfigError("blocks", str(blocks.device), reason, "Give a list on the same device")
     if blocks.device.type == "cpu" and blocks.numel():
         least, most = (int(bound) for bound in blocks.aminmax())
         if least < 0 or most >= num_blocks:

@@ -144,8 +144,8 @@ class SparseCollectiveConfig(Section):
 
     known_rows: Literal["on", "off", "check"] = "on"
     """Whether the rows of an embedding's gradient are taken from the backward pass instead of
-    searched for. ``check`` searches as well and refuses a difference; ``on`` does so at the first
-    of 256 steps."""
+    searched for. ``check`` searches as well and refuses a difference; ``on`` does so in some steps,
+    the first two among them."""
 
     compressor: CompressorConfig | None = None
     """What each rank leaves out, and adds to its next gradient instead; without it nothing."""

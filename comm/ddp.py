@@ -94,7 +94,8 @@ class _Hook:
         named = dict(model.module.named_parameters())
         self._names = {id(p): name for name, p in named.items()}
         # A compressor's residuals are non-zero in other rows, too.
-        self._rows = GradientRows(model.module, named) if compressor is None else None
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        self._rows = GradientRows(model.module, trained) if compressor is None else None
         self._comm = comm
         self._compressor = compressor
         self._compares_weights = compressor is not None and compressor.inner.config.compares_weights

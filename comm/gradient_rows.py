@@ -31,12 +31,18 @@ class Slot:
     stop: int
 
 
+_FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
+
+
 class GradientRows:
     """Records which rows of embeddings get gradients, so that nobody has to search for them.
 
+    Only weights that belong to embeddings alone are recorded, and only of plain `nn.Embedding` and
+    `nn.EmbeddingBag`: other forward passes may read other rows.
+
     Args:
-        module: The model. Only weights that belong to embeddings alone are recorded.
-        parameters: By name.
+        module: The model.
+        parameters: By name; those that are trained.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -44,24 +50,30 @@ class GradientRows:
         for each in module.modules():
             for weight in each.parameters(recurse=False):
                 owners.setdefault(id(weight), []).append(each)
-        self._ids: dict[str, list[Tensor]] = {}
-        self._dims: dict[str, int] = {}
-        self._hooks = []
-        self._device = next((p.device for p in parameters.values()), None)
-        for name, parameter in parameters.items():
-            modules = owners.get(id(parameter), [])
-            if modules and all(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in modules):
-                self._ids[name], self._dims[name] = [], parameter.shape[1]
-                for each in modules:
-                    hook = partial(self._on_forward, self._ids[name])
-                    self._hooks.append(each.register_forward_hook(hook, with_kwargs=True))
+        self._parameters = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if id(parameter) in owners
+            and all(_is_table(each, parameter) for each in owners[id(parameter)])
+        }
+        self._ids: dict[str, list[Tensor]] = {name: [] for name in self._parameters}
+        self._older: set[str] = set()
+        self._hooks = [
+            each.register_forward_hook(partial(self._on_forward, name), with_kwargs=True)
+            for name, parameter in self._parameters.items()
+            for each in owners[id(parameter)]
+        ]
 
-    @staticmethod
-    def _on_forward(rows: list[Tensor], _: Any, args: Any, kwargs: Any, output: Tensor) -> None:
-        if output.requires_grad:
+    def _on_forward(self, name: str, _: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+        if output.requires_grad and self._parameters[name].requires_grad:
             ids = (args[0] if args else kwargs["input"]).detach().reshape(-1).clone()
             # The list is of the passes whose gradients have come, in whatever order they run.
-            output.register_hook(lambda gradient: rows.append(ids))
+            output.register_hook(lambda gradient: self._add(name, ids))
+
+    def _add(self, name: str, ids: Tensor) -> None:
+        if not self._ids[name] and self._parameters[name].grad is not None:
+            self._older.add(name)  # it is added to a gradient of rows that are not known
+        self._ids[name].append(ids)
 
     def take(self, slots: Sequence[Slot], block: int) -> Tensor | None:
         """Return the blocks of a bucket that got gradients since the last call.
@@ -71,25 +83,37 @@ class GradientRows:
             block: Elements per block.
 
         Returns:
-            (k,), int64, some repeat; None if the bucket has no embedding of its own.
+            (k,), int64, some repeat; None if they are not known: the bucket has no embedding of its
+            own, or its gradient was there before.
         """
-        if not any(slot.name in self._ids for slot in slots):
+        known = [slot.name for slot in slots if slot.name in self._ids]
+        taken = {name: list(self._ids[name]) for name in known}
+        older = self._older.intersection(known)
+        self._older -= older
+        for name in known:
+            self._ids[name].clear()
+        if not known or older:
             return None
-        parts = [torch.empty(0, dtype=torch.int64, device=self._device)]
+        device = self._parameters[known[0]].device
+        parts = [torch.empty(0, dtype=torch.int64, device=device)]
         for slot in slots:
-            ids = self._ids.get(slot.name)
-            if ids is None:
+            if slot.name not in taken:
                 first, last = slot.start // block, -(-slot.stop // block)
-                parts.append(torch.arange(first, last, device=self._device))
+                parts.append(torch.arange(first, last, device=device))
                 continue
-            parts += [
-                blocks_of_rows(rows.long(), self._dims[slot.name], block, slot.start)
-                for rows in ids
-            ]
-            ids.clear()
+            dim = self._parameters[slot.name].shape[1]
+            for ids in taken[slot.name]:
+                if ids.is_cuda:  # the forward pass's stream allocated it
+                    ids.record_stream(torch.cuda.current_stream(ids.device))
+                parts.append(blocks_of_rows(ids.long(), dim, block, slot.start).to(device))
         return torch.cat(parts)
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _is_table(module: nn.Module, parameter: nn.Parameter) -> bool:
+    plain = type(module).forward in _FORWARDS and "forward" not in vars(module)
+    return plain and module.weight is parameter and not module.sparse

@@ -37,8 +37,11 @@ logger = logging.getLogger("wavemare")
 
 _SAMPLE = 128
 """Blocks that are looked at to find a bucket dense."""
-_CHECK_INTERVAL = 256
-"""Calls between two checks of a caller's list of blocks."""
+_CHECK_INTERVAL = 251
+"""Calls between two checks of a caller's list of blocks; a prime, as steps repeat in patterns. The
+calls 0, 1, 2, 4, 8, ... are checked too."""
+_TRIALS = 8
+"""Calls of a bucket in which a wrong list is not an error: lists are not used from then on."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +173,13 @@ class Reduction:
         if not flat.numel():
             agreement.agree()
             return
-        self._compress(bucket)
+        agreed = self._compress(bucket, agreement)
         if self._hierarchy is None:
             call = self._call(flat, self._transport, scale, stats)
-            self._sum(call, bucket, stats, agreement)
+            self._sum(call, bucket, stats, agreed)
             return
-        agreement.agree()
+        if agreed is not None:
+            agreement.agree()
         # Dense within the node, then each rank's shard sparsely between nodes. Both scale: a node's
         # sum may overflow 16 bits.
         parts = self._hierarchy.within.size if scale != 1 else 1
@@ -198,9 +202,9 @@ class Reduction:
         if not bucket.flat.numel():
             agreement.agree()
             return
-        self._compress(bucket)
+        agreed = self._compress(bucket, agreement)
         call = self._call(bucket.flat, self._transport, bucket.scale, stats)
-        self._sum(call, bucket, stats, agreement, ranges)
+        self._sum(call, bucket, stats, agreed, ranges)
 
     def all_gather(
         self, flat: Tensor, ranges: Sequence[OwnedRange], agreement: Agreement, stats: Statistics
@@ -215,9 +219,19 @@ class Reduction:
     ) -> CollectiveCall:
         return CollectiveCall(flat, self._block, scale, transport, self._scratch, stats)
 
-    def _compress(self, bucket: Bucket) -> None:
-        if self._compressor is not None:
-            self._compressor.step(bucket.key, bucket.flat, bucket.weights)
+    def _compress(self, bucket: Bucket, agreement: Agreement) -> Agreement | None:
+        """Compress a bucket, if that is wanted; returns the agreement if it has yet to begin."""
+        if self._compressor is None:
+            return agreement
+        # Before the residuals change.
+        agreement.begin(Reported(self._took_ns(bucket.key)))
+        self._check(agreement.wait(), bucket.key)
+        self._compressor.step(bucket.key, bucket.flat, bucket.weights)
+        return None
+
+    def _took_ns(self, key: str) -> int:
+        took = self._took.get(key)
+        return int(1e9 * took[1].seconds) if took is not None and took[1].ended else 0
 
     def _sum(
         self,
@@ -267,8 +281,7 @@ class Reduction:
             Their masks; by a sample their numbers alone, if all ranks find their buckets dense;
             None if the executor needs neither. And whether any rank has no list of its blocks.
         """
-        took = self._took.get(bucket.key)
-        took_ns = int(1e9 * took[1].seconds) if took is not None and took[1].ended else 0
+        took_ns = self._took_ns(bucket.key)
         if self._mode != "auto" and not EXECUTORS_BY_MODE[self._mode].needs_masks:
             if agreement is not None:
                 agreement.begin()
@@ -285,7 +298,12 @@ class Reduction:
             # The mask is taken while these messages travel.
             agreement.begin(Reported(took_ns, dense_blocks, stray, int(bucket.blocks is None)))
         if bits is None and dense_blocks < 0:
-            bits = self._mask(call)
+            try:
+                bits = self._mask(call)
+            except BaseException:
+                if agreement is not None:
+                    agreement.wait()  # its memory must last
+                raise
         searched = True
         if agreement is not None:
             with call.phase("metadata"):
@@ -345,10 +363,7 @@ class Reduction:
         return count if dense else -1
 
     def _listed(self, call: CollectiveCall, bucket: Bucket) -> tuple[Tensor | None, int]:
-        """Return the mask of the caller's list and, if it was checked, a block outside of it.
-
-        A list that is wrong at its first call is not used again. Later that is an error.
-        """
+        """Return the mask of the caller's list and, if it was checked, a block outside of it."""
         key = bucket.key
         if key in self._searched:
             return None, -1
@@ -356,11 +371,12 @@ class Reduction:
         assert bucket.blocks is not None
         with call.phase("list"):
             listed = bits_of(bucket.blocks, num_blocks(call.flat.numel(), call.block))
-        if not self._always_checks and number % _CHECK_INTERVAL:
+        checks = not number & (number - 1) or not number % _CHECK_INTERVAL
+        if not (checks or self._always_checks):
             return listed, -1
         bits = self._mask(call)
         stray = first_bit(bits & ~listed)
-        if stray >= 0 and number == 0 and not self._always_checks:
+        if stray >= 0 and number < _TRIALS and not self._always_checks:
             logger.warning("%s: block %d is not in the list; lists are not used", key, stray)
             self._searched.add(key)
             stray = -1

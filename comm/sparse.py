@@ -55,7 +55,7 @@ class SparseComm:
         timeout_s: Seconds after which a silent peer counts as lost.
         constants: Of the cost model; measured at start if omitted and needed.
         check_blocks: Whether each list of blocks is compared with its bucket, rather than the
-            first of each bucket and then one of 256.
+            first ones of each bucket and then one of 251.
         device: Where buckets will be; the current accelerator if omitted.
 
     Raises:
@@ -338,7 +338,7 @@ class SparseComm:
         self, flat: Tensor, key: str, scale: float, weights: Tensor | None, blocks: Tensor | None
     ) -> Bucket:
         if blocks is not None:
-            check_blocks(blocks, num_blocks(flat.numel(), self.block))
+            check_blocks(blocks, num_blocks(flat.numel(), self.block), flat.device)
             if self.compressor is not None:
                 blocks = None  # residuals are non-zero elsewhere
         # It may be a leaf that requires gradients.

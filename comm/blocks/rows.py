@@ -125,9 +125,8 @@ class RowReducer:
             Ascending ids and their rows, the same on all ranks.
         """
         dim = rows.shape[1]
-        agreement.begin()
+        agreement.agree()
         ids, rows = coalesce(ids, rows)
-        agreement.wait()
         call = CollectiveCall(rows.view(-1), dim, scale, self._transport, self._scratch, stats)
         if num_rows is None or num_rows > _LARGEST_TABLE:
             union, masks = self._exchange_ids(call, ids)

@@ -147,7 +147,8 @@ class MpiTransport(Transport):
                 if polls % 256 == 0 and time.monotonic() > deadline:
                     raise self._silent(requests, peers)
         except MPI.Exception as error:
-            if any(status.Get_error() == MPI.ERR_TRUNCATE for status in ended):
+            kinds = {MPI.Get_error_class(status.Get_error()) for status in ended}
+            if MPI.ERR_TRUNCATE in kinds:
                 raise _of_another_size() from error
             raise self.lost(_pending(requests, peers), str(error)) from error
         finally:

@@ -37,6 +37,8 @@ class StagedTransport(Transport):
         self.timeout_s = inner.timeout_s
         self._stages_host = stages_host
         self._copies: dict[torch.device, Any] = {}
+        # Networks may still read and write the memory of messages of failed exchanges.
+        self.failed: list[Any] = []
         self.takes_device = True
 
     @property
@@ -150,13 +152,17 @@ class _StagedExchange:
         self._inner.start()
 
     def wait(self) -> None:
-        self.start()
         arriving, self._arriving = self._arriving, []
-        for target, staged, arrival in arriving:
-            arrival.wait()
-            # The next chunks arrive meanwhile.
-            target.copy_(staged, non_blocking=True)
-        self._inner.wait()
+        try:
+            self.start()
+            for target, staged, arrival in arriving:
+                arrival.wait()
+                # The next chunks arrive meanwhile.
+                target.copy_(staged, non_blocking=True)
+            self._inner.wait()
+        except BaseException:
+            self._transport.failed.append((self._inner, arriving))
+            raise
 
 
 def pinned(num_bytes: int) -> Tensor:

@@ -214,6 +214,7 @@ class BucketReducer:
         number = self._number_of[name]
         bucket = self.buckets[number]
         like = (gradient.dtype, gradient.device) == (bucket.dtype, self._device)
+        like = like and not gradient.requires_grad  # of a graph that somebody keeps
         if in_place and like and len(bucket.slots) == 1 and gradient.is_contiguous():
             self._buffers[number] = gradient.view(-1)
         else:

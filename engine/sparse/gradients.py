@@ -81,7 +81,9 @@ class SparseGradients(Feature, ABC):
             check_blocks=config.known_rows == "check",
             device=engine.device,
         )
-        self._known_rows = config.known_rows != "off" and compressor is None
+        # Replicated waves mix in gradients of the step before.
+        mixes = engine.settings.wavelet.mode == "replica"
+        self._known_rows = config.known_rows != "off" and compressor is None and not mixes
         self._compares_weights = (
             config.compressor is not None and config.compressor.compares_weights
         )
@@ -202,7 +204,8 @@ class ReplicatedGradients(SparseGradients):
             device=engine.device,
             write=self._write,
             parameters=self._parameters if self._compares_weights else None,
-            rows=self._gradient_rows(self._parameters),
+            # Accumulated gradients may have been reduced before.
+            rows=None if self._accumulated else self._gradient_rows(self._parameters),
         )
         self._rows: dict[str, Handle] = {}
         self._fired: Counter[str] = Counter()

@@ -83,16 +83,19 @@ def strays(world, checks, sizes):
             comm.allreduce_(flat, key="first", blocks=blocks[wrong:])
             checks(same_bits(flat, ordered_sum(buckets)), "sums despite a wrong first list")
         checks(comm.allreduce_(flat, key="right", blocks=blocks[:0]) is not None, "goes on")
-    comm = sparse_comm(world, None, check_blocks=True, **settings)
-    comm.allreduce_(buckets[world.rank].clone(), blocks=blocks)
-    try:
-        comm.allreduce_(buckets[world.rank].clone(), blocks=blocks[wrong:])
-        checks(False, "a wrong list went through")
-    except CommError as error:
-        first = mask_of(buckets[-1], BLOCK)[0]
-        checks((error.key, error.value) == ("blocks", first), str(error))
-        checks(f"rank {world.size - 1} " in error.reason, str(error))
-    comm.close()
+    # Later, and where each list is checked, it is an error.
+    for right, always in ((16, False), (1, True)):
+        comm = sparse_comm(world, None, check_blocks=always, **settings)
+        for _ in range(right):
+            comm.allreduce_(buckets[world.rank].clone(), blocks=blocks)
+        try:
+            comm.allreduce_(buckets[world.rank].clone(), blocks=blocks[wrong:])
+            checks(False, "a wrong list went through", always)
+        except CommError as error:
+            first = mask_of(buckets[-1], BLOCK)[0]
+            checks((error.key, error.value) == ("blocks", first), str(error))
+            checks(f"rank {world.size - 1} " in error.reason, str(error))
+        comm.close()
 
 
 def samples(world, checks, sizes):

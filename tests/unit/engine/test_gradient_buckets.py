@@ -122,6 +122,36 @@ def test_recorded_rows_are_those_whose_gradients_have_come(order):
     assert rows.take(alone.slots, 4) is None
 
 
+def test_rows_are_not_known_of_gradients_that_were_there_before():
+    module = torch.nn.Sequential(torch.nn.Embedding(50, 6))
+    parameters = dict(module.named_parameters())
+    (bucket,) = make_buckets([Member("0.weight", 300, FLOAT, True)], 4, 1 << 20)
+    rows = GradientRows(module, parameters)
+    for ids, added, known in (([3], False, True), ([7], True, False), ([9], False, True)):
+        if not added:
+            module.zero_grad()
+        module(torch.tensor(ids)).sum().backward()
+        blocks = rows.take(bucket.slots, 4)
+        assert (blocks is not None) == known
+    assert set(blocks.tolist()) == {54 // 4, 59 // 4}
+
+
+class Shifted(torch.nn.Embedding):
+    """Reads other rows than its ids say, as some models' positions do."""
+
+    def forward(self, ids):
+        return super().forward(ids + 2)
+
+
+@pytest.mark.parametrize("table", [Shifted(9, 4), torch.nn.Embedding(9, 4, sparse=True)])
+def test_only_plain_embeddings_are_recorded(table):
+    (bucket,) = make_buckets([Member("0.weight", 36, FLOAT, True)], 4, 1 << 20)
+    module = torch.nn.Sequential(table)
+    rows = GradientRows(module, dict(module.named_parameters()))
+    module(torch.tensor([3])).sum().backward()
+    assert rows.take(bucket.slots, 4) is None
+
+
 @pytest.mark.parametrize(
     ("dense_mib", "expected_mib"), [(0.5, 2), (6, 2), (16, 4), (200, 50), (4000, 64)]
 )
