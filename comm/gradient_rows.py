@@ -42,7 +42,7 @@ class GradientRows:
 
     Args:
         module: The model.
-        parameters: By name; those that are trained.
+        parameters: The trained ones, by name.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of GPUs on a fake one: equal bits, and no wait of the host beside those that are needed.
+"""The path of GPUs on a fake one: equal bits, and no needless wait of the host.
 
 Over torch the code for NCCL runs over gloo; over MPI a communicator takes the fake GPU's memory, as
 a CUDA-aware one would, for messages alone.
