@@ -109,7 +109,7 @@ def samples(world, checks, sizes):
         mixed = [*dense[:-1], sparse[-1]]
         for name, buckets, masked in (
             ("dense", dense, False),
-            ("mixed", mixed, comm.size > 1),
+            ("mixed", mixed, True),
             ("sparse", sparse, True),
             ("dense", dense, False),
         ):
