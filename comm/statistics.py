@@ -77,6 +77,10 @@ class Statistics:
     phases_s: dict[str, float] = field(default_factory=dict)
     _running: deque[tuple[str | None, Timer]] = field(default_factory=deque, repr=False)
 
+    def add(self, phase: str, seconds: float) -> None:
+        """Add the time of a phase."""
+        self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
+
     def note(self, phase: str | None, timer: Timer) -> None:
         """Stop a timer of a phase, or of the whole call."""
         timer.stop()
@@ -90,7 +94,7 @@ class Statistics:
             if phase is None:
                 self.actual_s = timer.seconds
             else:
-                self.phases_s[phase] = self.phases_s.get(phase, 0.0) + timer.seconds
+                self.add(phase, timer.seconds)
         return not self._running
 
 

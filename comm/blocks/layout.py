@@ -78,12 +78,14 @@ class Layout:
             (N, m), int64: for each rank and owned block, the block's number in the concatenated
             messages of all ranks, from the owner's own on; -1 where the rank sent none.
         """
-        present = np.roll(self.present[:, self.group(owner)], -owner, axis=0)
+        group = self.present[:, self.group(owner)]
+        present = np.concatenate((group[owner:], group[:owner]))
         # Messages stand one after the other, each in the order of the group.
         number = np.cumsum(present.ravel(), dtype=np.int64).reshape(present.shape)
         number *= present
         number -= 1
-        return np.roll(number, owner, axis=0)
+        others = self.num_ranks - owner
+        return np.concatenate((number[others:], number[:others]))
 
 
 def assign_owners(masks: Masks) -> Layout:

@@ -79,32 +79,30 @@ def begin_push(
     """
     rank, block, kernels, peers = call.rank, call.block, call.kernels, call.transport.peers()
     counts = layout.push_counts()
-    arriving = [count * block for count in counts[[rank, *peers], rank].tolist()]
-    leaving = [count * block for count in counts[rank, peers].tolist()]
+    to, came = counts[rank].tolist(), counts[:, rank].tolist()
+    leaving = [to[owner] for owner in (*peers, rank)]
+    arriving = [came[source] for source in peers]
     # What leaves, this rank's own blocks, what arrives: one gather can fill the first two.
-    memory = call.packed(f"pushed {number}", (sum(leaving) + sum(arriving)) // block)
-    parts = memory.split([*leaving, *arriving])
-    received = memory[sum(leaving) :]
+    memory = call.packed(f"pushed {number}", sum(leaving) + sum(arriving))
+    parts = memory.split([count * block for count in (*leaving, *arriving)])
+    received = memory[sum(leaving[:-1]) * block :]
     with call.phase("plan"):
         index = call.index(np.concatenate([layout.pushed(rank, owner) for owner in (*peers, rank)]))
     exchange = call.transport.begin()
-    for peer, part in zip(peers, parts[len(peers) + 1 :], strict=True):
+    for peer, part in zip(peers, parts[len(leaving) :], strict=True):
         exchange.receive(peer, part)
     if call.on_device:
         with call.phase("pack"):
             kernels.gather(call.flat, block, index, memory[: index.numel() * block])
-    start = 0
-    for owner, part in zip((*peers, rank), parts, strict=False):
+    for owner, part, own in zip((*peers, rank), parts, index.split(leaving), strict=False):
         if not call.on_device:
             # Pack for one peer while sending to the previous one.
             with call.phase("pack"):
-                kernels.gather(call.flat, block, index[start : start + part.numel() // block], part)
-        start += part.numel() // block
+                kernels.gather(call.flat, block, own, part)
         if owner != rank:
             with call.phase("push"):
                 exchange.send(owner, part)
-    with call.phase("push"):
-        exchange.start()
+    exchange.start()
     with call.phase("plan"):
         sources = call.index(layout.sources(rank))
 

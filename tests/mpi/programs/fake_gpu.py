@@ -52,7 +52,7 @@ class GpuTensor(torch.Tensor):
     """Memory of the host that says it is the GPU's."""
 
     device = property(lambda self: GPU)
-    is_cuda = property(lambda self: True)
+    is_cuda, is_cpu = property(lambda self: True), property(lambda self: False)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
