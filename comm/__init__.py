@@ -2,7 +2,8 @@
 """Collectives: gradients travel as their non-zero blocks, over MPI, gloo or NCCL.
 
 Useful by itself, without DeepSpeed: `SparseComm` for plain calls, `register_ddp_hook` for torch's
-DistributedDataParallel. Names are imported at first use.
+DistributedDataParallel. In: a flat tensor of each rank. Out: their sum, in its place. Read
+`sparse.py` first. Names are imported at first use.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ from wavemare.comm.kernels import DTYPES
 from wavemare.comm.transport.base import Transport
 from wavemare.errors import CommError
 
-__all__ = ["HEADER_BYTES", "Agreement", "Reported", "digest_of", "exchange_masks"]
-
 OPERATIONS = ("allreduce_", "reduce_scatter_", "allgather_", "allreduce_rows_", "SparseComm")
 _FIELDS = 11
 HEADER_BYTES = 8 * _FIELDS

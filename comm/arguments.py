@@ -12,8 +12,6 @@ from wavemare.comm.executors import EXECUTORS_BY_MODE
 from wavemare.comm.kernels import DTYPES
 from wavemare.errors import ConfigError, did_you_mean
 
-__all__ = ["bucket_key", "check_blocks", "check_bucket", "check_settings"]
-
 
 def bucket_key(
     key: str | None, flat: Tensor, weights: Tensor | None, compressor: Compressor | None

@@ -15,8 +15,6 @@ from wavemare.comm.statistics import Statistics
 from wavemare.comm.waits import joining, waiting
 from wavemare.errors import CommError
 
-__all__ = ["CollectiveQueue", "Handle"]
-
 
 class _End:
     """The end of a collective: for the host, when it is launched, and on a GPU."""

@@ -28,8 +28,6 @@ from wavemare.comm.kernels import num_blocks
 from wavemare.comm.kernels.words import sum_dtype
 from wavemare.errors import CheckpointError, ConfigError
 
-__all__ = ["Compressor", "block_norms", "make_compressor"]
-
 # Elements that are converted or moved at a time: enough to hide the cost of a call, few enough
 # to stay in a core's cache.
 _CHUNK = 1 << 18

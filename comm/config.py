@@ -11,17 +11,6 @@ from pydantic_core import PydanticCustomError
 
 from wavemare.section import Section
 
-__all__ = [
-    "COMPRESSOR_OPTIONS",
-    "HALVES",
-    "LOOSE_MODES",
-    "MODES",
-    "CompressorConfig",
-    "CompressorKind",
-    "Mode",
-    "SparseCollectiveConfig",
-]
-
 Mode = Literal[
     "auto",
     "dense",

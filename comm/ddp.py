@@ -24,8 +24,6 @@ from wavemare.comm.gradient_rows import GradientRows, Slot
 from wavemare.comm.sparse import SparseComm
 from wavemare.errors import ConfigError
 
-__all__ = ["register_ddp_hook"]
-
 
 def register_ddp_hook(model: DistributedDataParallel, **options: Any) -> SparseComm:
     """Average a model's gradients by a sparse collective; collective over all ranks.

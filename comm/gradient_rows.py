@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from wavemare.comm.blocks.rows import blocks_of_rows
 
-__all__ = ["GradientRows", "Slot"]
-
 
 @dataclass(frozen=True)
 class Slot:

@@ -21,8 +21,6 @@ from typing import Any
 
 from wavemare.errors import LaunchError
 
-__all__ = ["MpiInfo", "describe_mpi"]
-
 _MARK = "wavemare-mpi:"
 # Print each finding at once: a later call may hang or abort the process.
 _PROBE = """

@@ -31,8 +31,6 @@ from wavemare.comm.statistics import Statistics, Timer
 from wavemare.comm.transport import Transport
 from wavemare.errors import CommError
 
-__all__ = ["Bucket", "Hierarchy", "Reduction"]
-
 logger = logging.getLogger("wavemare")
 
 _SAMPLE = 128

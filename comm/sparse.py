@@ -29,8 +29,6 @@ from wavemare.comm.transport import Transport, open_transport
 from wavemare.comm.transport.choice import Choice, Staging
 from wavemare.errors import ConfigError
 
-__all__ = ["SparseComm"]
-
 
 class SparseComm:
     """Sums gradients over a group of ranks; only blocks that are not zero travel.

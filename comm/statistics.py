@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Statistics", "Totals"]
-
 
 class Timer:
     """Measures a piece of work: on a GPU the work itself, between events of the current stream.

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Wait", "joining", "wait_of", "waiting"]
-
 
 class Wait:
     """One wait of one thread; a later one is another object.

@@ -27,7 +27,7 @@ class Balance(Feature):
     """What this rank's loss weighs.
 
     Args:
-        config: The section; has passed `check_balance`.
+        config: The section; has passed `check_shares`.
         engine: Of DeepSpeed's, built.
 
     Attributes:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Complete training jobs, one readable file each, with JSON configurations beside it."""
+"""Complete training jobs, one readable file each, with JSON configurations beside it.
+
+Read `gpt/pretrain.py` first.
+"""
 
 if __name__ == "recipes":  # a second import would duplicate its classes
     raise ImportError("'recipes' is part of wavemare: import 'wavemare.recipes' instead")

@@ -18,8 +18,6 @@ from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.kernels.words import compiled
 from wavemare.errors import ConfigError
 
-__all__ = ["Layout", "OwnedRange", "assign_owners", "assign_ranges", "gathered"]
-
 Index = npt.NDArray[np.int64]
 
 

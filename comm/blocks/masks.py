@@ -11,8 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Bits", "BlockCounts", "Masks", "bits_of", "first_bit", "mask_bytes"]
-
 Bits = npt.NDArray[np.uint8]
 
 

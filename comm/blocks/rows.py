@@ -26,8 +26,6 @@ from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport
 from wavemare.errors import ConfigError
 
-__all__ = ["RowReducer", "blocks_of_rows", "check_rows", "coalesce", "coalesce_sorted"]
-
 _MODES = ("pushpull", "allgather")
 _CHUNK = 1 << 18
 """Elements that are converted at a time: they stay in a core's cache."""

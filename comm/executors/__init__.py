@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to sum a bucket over all ranks."""
+"""Ways to sum a bucket over all ranks.
+
+In: a bucket and the masks of all ranks. Out: the sum, in the bucket. Read `base.py` first.
+"""
 
 from __future__ import annotations
 

@@ -17,8 +17,6 @@ from wavemare.comm.kernels import BlockKernels, kernels_for
 from wavemare.comm.statistics import Statistics, Timer
 from wavemare.comm.transport.base import Transport
 
-__all__ = ["Begin", "CollectiveCall", "Scratch", "num_chunks", "pipelined"]
-
 Begin = Callable[[], Callable[[], None]]
 """Starts messages; returns a function that waits for them and uses them."""
 

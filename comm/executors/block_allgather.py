@@ -11,8 +11,6 @@ from wavemare.comm.blocks.layout import Layout, gathered
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import CollectiveCall
 
-__all__ = ["block_allgather", "gather_and_sum"]
-
 
 def block_allgather(call: CollectiveCall, masks: Masks) -> None:
     """Gather all blocks on each rank, and sum the union.

@@ -9,8 +9,6 @@ from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import CollectiveCall
 from wavemare.comm.executors.ranges import reduce_and_gather
 
-__all__ = ["dense", "packed"]
-
 
 def dense(call: CollectiveCall, masks: Masks | None = None) -> None:
     """Sum by MPI_Allreduce, gloo or NCCL; types that these do not support, in rank order."""

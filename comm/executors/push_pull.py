@@ -17,8 +17,6 @@ from wavemare.comm.blocks.layout import Layout, assign_owners
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import CollectiveCall, num_chunks, pipelined
 
-__all__ = ["begin_push", "push_and_pull", "push_pull"]
-
 
 def push_pull(call: CollectiveCall, masks: Masks) -> None:
     """Sum blocks at the owners of `assign_owners`.

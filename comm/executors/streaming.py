@@ -27,8 +27,6 @@ from wavemare.comm.executors.streaming_protocol import (
 from wavemare.comm.kernels import kernels_for, num_blocks
 from wavemare.comm.transport.base import Exchange
 
-__all__ = ["streaming"]
-
 _Sent = tuple[int, Exchange]
 """The frame of a pending message, and the message."""
 

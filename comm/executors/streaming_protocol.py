@@ -27,8 +27,6 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Aggregator", "Lanes", "Message", "MessageKind", "Reply", "Worker"]
-
 Index = npt.NDArray[np.int64]
 
 

@@ -3,7 +3,8 @@
 
 A *bucket* is a flat contiguous tensor of E elements, seen as ``ceil(E / block)`` blocks of
 ``block`` elements; the last one may be short (*ragged*). *Packed* blocks are contiguous and of full
-length; a ragged one is padded with zeros.
+length; a ragged one is padded with zeros. Read `BlockKernels` below first, then
+`numba_kernels.py`.
 """
 
 from __future__ import annotations

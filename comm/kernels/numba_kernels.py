@@ -19,8 +19,6 @@ from torch import Tensor
 
 from wavemare.comm.kernels.words import as_words, compiled, magnitude_bits
 
-__all__ = ["NumbaKernels"]
-
 _PROBE = 16
 """Elements of a block that are looked at first: in a dense bucket there is no need for more."""
 

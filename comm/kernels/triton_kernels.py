@@ -22,8 +22,6 @@ from wavemare.comm.kernels.triton_programs import (
 )
 from wavemare.comm.kernels.words import magnitude_bits, signed_words
 
-__all__ = ["Launch", "TritonKernels"]
-
 _PAIR_BESIDE_SIGN = 0x7FFF7FFF
 _NO_SIGN = -1
 _SUMS = {torch.int32: tl.int32, torch.float64: tl.float64}

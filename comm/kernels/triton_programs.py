@@ -31,13 +31,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = [
-    "bf16_of_float",
-    "copy_blocks",
-    "mask_blocks",
-    "sum_blocks",
-]
-
 # Lengths differ from step to step. Otherwise each would be compiled anew when it is 1 or a multiple
 # of 16, and no access is aligned by them.
 _LENGTHS = ("count", "whole", "rest", "size", "ranks")

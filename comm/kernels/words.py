@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_words", "compiled", "magnitude_bits", "signed_words", "sum_dtype"]
-
 _SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 

@@ -16,8 +16,6 @@ from wavemare.comm.executors.base import CollectiveCall, Scratch
 from wavemare.comm.selection.cost import Constants
 from wavemare.comm.transport.base import Transport
 
-__all__ = ["calibrate"]
-
 _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 25)
 """Bytes that each rank moves; larger sizes are skipped after a slow one."""
 _ENOUGH_S = 0.15

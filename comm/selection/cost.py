@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from wavemare.comm.blocks.masks import BlockCounts, Masks, mask_bytes
 
-__all__ = ["EXECUTORS", "IN_ORDER", "Constants", "Traffic", "predict", "traffic"]
-
 EXECUTORS = ("dense", "ordered", "packed", "pushpull", "allgather")
 """Executors for the selector; ``dense`` and ``ordered`` send all blocks."""
 

@@ -10,8 +10,6 @@ from wavemare.comm.blocks.masks import BlockCounts, Masks
 from wavemare.comm.config import HALVES
 from wavemare.comm.selection.cost import Constants, predict, traffic
 
-__all__ = ["ExecutorChoice", "Selector", "choose_executor"]
-
 HYSTERESIS = 0.1
 """Keep the last executor unless another is predicted to be faster by this share."""
 DENSE = ("dense", "ordered")

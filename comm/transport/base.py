@@ -16,8 +16,6 @@ from torch import Tensor
 
 from wavemare.errors import CommError
 
-__all__ = ["Exchange", "Gathering", "Transport", "as_bytes", "message_parts"]
-
 _LARGEST = 1 << 30
 """Bytes of the largest single message: MPI before version 4 counts with 32 bits."""
 

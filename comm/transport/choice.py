@@ -16,8 +16,6 @@ from wavemare.comm.transport.staging import StagedTransport
 from wavemare.comm.transport.torch_transport import TorchTransport, backend_of
 from wavemare.errors import CommError, ConfigError
 
-__all__ = ["Choice", "Staging", "open_transport"]
-
 Choice = Literal["auto", "mpi", "torch"]
 Staging = Literal["auto", "direct", "pinned"]
 

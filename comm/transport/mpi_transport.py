@@ -15,8 +15,6 @@ from wavemare.comm.transport.base import Gathering, Transport, as_bytes, message
 from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
-__all__ = ["MpiTransport"]
-
 _TAG = 7
 _PROBE_TAG = 8
 _SPINS = 20

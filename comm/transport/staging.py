@@ -11,8 +11,6 @@ from torch import Tensor
 
 from wavemare.comm.transport.base import Exchange, Gathering, Transport
 
-__all__ = ["StagedTransport"]
-
 _CHUNK_BYTES = 4 << 20
 """Copying a chunk overlaps with sending the previous one."""
 

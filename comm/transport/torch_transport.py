@@ -22,8 +22,6 @@ from wavemare.comm.transport.base import Gathering, Transport, message_parts
 from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
-__all__ = ["TorchTransport", "backend_of"]
-
 _TAG = 0
 _KEY = "wavemare-attempt"
 _PAUSE_S = 0.01

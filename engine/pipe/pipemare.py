@@ -178,6 +178,7 @@ class PipeMareEngine(LinkedEngine):
         Between two optimizer steps only forward passes of later micro-batches are in flight. They
         are dropped, and done again with the next step.
         """
+        super().drain()
         self._empty(None)
 
     def _empty(self, end: int | None) -> None:
@@ -373,6 +374,7 @@ class PipeMareEngine(LinkedEngine):
 
     def synchronize(self) -> None:
         """Bring all stages to one version of the weights, which can be saved."""
+        super().synchronize()
         self.drain()
 
     def drain_before_load(self) -> None:

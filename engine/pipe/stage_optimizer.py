@@ -23,7 +23,7 @@ from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipeMareConfig
 from wavemare.pipeline.plan.lowering import ahead
-from wavemare.pipeline.staleness.staleness import lr_factor, mean_delay
+from wavemare.pipeline.staleness.staleness import lr_factor, mean_staleness
 
 _EPSILON = 1e-6  # DeepSpeed's own, in the denominator of the clipping coefficient
 
@@ -82,7 +82,9 @@ class StageOptimizer:
 
         def divide(optimizer: Any, args: Any, kwargs: Any) -> None:
             engine = self._engine
-            tau = mean_delay(engine.stage_id, engine.num_stages, engine.micro_batches, config.slack)
+            tau = mean_staleness(
+                engine.stage_id, engine.num_stages, engine.micro_batches, config.slack
+            )
             step = engine.global_steps - config.warmup_steps
             anneal_steps = config.lr_rescheduling.anneal_steps
             factor = lr_factor(step, tau, anneal_steps) if step >= 0 else 1.0
@@ -234,8 +236,8 @@ class UpdateFeedback:
 
     At a delay of one step, the update ``u_t`` belongs to the weights before the last step: step
     ``t - 1`` should have taken it instead of ``u_{t-1}``. The error ``u_t - u_{t-1}`` is added. A
-    mean delay of ``tau`` steps adds it ``tau`` times, and beyond one step ``sqrt(tau)`` times, as
-    the noise of the difference does not shrink with the distance:
+    mean staleness of ``tau`` steps adds it ``tau`` times, and beyond one step ``sqrt(tau)`` times,
+    as the noise of the difference does not shrink with the distance:
 
     .. math:: w_{t+1} = w_t + u_t + \min(\tau, \sqrt{\tau}) \, (u_t - u_{t-1})
 
@@ -246,7 +248,7 @@ class UpdateFeedback:
 
     Args:
         optimizer: Steps the weights, or ZeRO's partitions of them.
-        delay: Returns the mean delay of the next step in optimizer steps; 0 adds nothing.
+        delay: Returns the mean staleness of the next step in optimizer steps; 0 adds nothing.
     """
 
     def __init__(self, optimizer: Optimizer, delay: Callable[[], float]) -> None:

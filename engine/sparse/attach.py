@@ -12,8 +12,6 @@ from wavemare.engine.sparse.gradients import ReplicatedGradients, SparseGradient
 from wavemare.engine.sparse.zero import PartitionedGradients
 from wavemare.errors import ConfigError
 
-__all__ = ["attach_sparse_gradients"]
-
 
 def attach_sparse_gradients(
     engine: EngineContext, config: SparseCollectiveConfig, timeout_s: float

@@ -18,19 +18,6 @@ from wavemare.comm.collective_queue import Handle
 from wavemare.comm.gradient_rows import GradientRows, Slot
 from wavemare.comm.sparse import SparseComm
 
-__all__ = [
-    "LARGEST_BUCKET",
-    "Bucket",
-    "BucketReducer",
-    "Member",
-    "Slot",
-    "default_bucket_bytes",
-    "embedding_weights",
-    "make_buckets",
-    "row_tables",
-]
-
-
 LARGEST_BUCKET = 64 << 20
 """Bytes; larger buckets are not faster."""
 _BUCKETS = 4

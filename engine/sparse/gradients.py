@@ -32,8 +32,6 @@ from wavemare.engine.sparse.buckets import (
 )
 from wavemare.errors import CheckpointError, ModelError
 
-__all__ = ["ReplicatedGradients", "SparseGradients"]
-
 logger = logging.getLogger("wavemare")
 
 

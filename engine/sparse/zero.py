@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.config import SparseCollectiveConfig
+from wavemare.comm.gradient_rows import Slot
 from wavemare.engine.context import EngineContext
 from wavemare.engine.optim.adapter import ZeroAdapter
-from wavemare.engine.sparse.buckets import Bucket, BucketReducer, Slot
+from wavemare.engine.sparse.buckets import Bucket, BucketReducer
 from wavemare.engine.sparse.gradients import SparseGradients
-
-__all__ = ["PartitionedGradients"]
 
 
 class PartitionedGradients(SparseGradients):

@@ -19,7 +19,7 @@ _EXACT_LIMIT = 2
 """Up to this staleness, stashing takes no more memory than T2."""
 
 
-def mean_delay(stage: int, num_stages: int, micro_batches: int, slack: int = 0) -> float:
+def mean_staleness(stage: int, num_stages: int, micro_batches: int, slack: int = 0) -> float:
     """Return the mean staleness of a stage, in optimizer steps (tau_i of PipeMare).
 
     This is for a pipeline that does one pass at a time, where the delay is half that of the paper's
@@ -35,7 +35,10 @@ def mean_delay(stage: int, num_stages: int, micro_batches: int, slack: int = 0) 
 
 
 def max_staleness(stage: int, num_stages: int, micro_batches: int, slack: int = 0) -> int:
-    """Return the largest staleness of a stage's micro-batches; arguments as for `mean_delay`."""
+    """Return the largest staleness of a stage's micro-batches.
+
+    Arguments as for `mean_staleness`.
+    """
     return -(-ahead(stage, num_stages, slack) // micro_batches)
 
 
@@ -47,7 +50,7 @@ def lr_factor(step: int, tau: float, anneal_steps: int) -> float:
 
     Args:
         step: Optimizer step, counted from 0.
-        tau: Mean delay of the stage in optimizer steps.
+        tau: Mean staleness of the stage in optimizer steps.
         anneal_steps: Optimizer steps until the factor is 1.
     """
     return 1.0 / max(1.0, tau) ** (1.0 - min(step / anneal_steps, 1.0))
@@ -92,7 +95,7 @@ def bounding_micro_batches(stages: int, slack: int = 0) -> int:
 def largest_staleness(stages: int, micro_batches: int, slack: int = 0) -> tuple[int, float]:
     """Return the largest and mean staleness of the first stage, the stalest one, in steps."""
     sizes = stages, micro_batches, slack
-    return max_staleness(0, *sizes), mean_delay(0, *sizes)
+    return max_staleness(0, *sizes), mean_staleness(0, *sizes)
 
 
 def staleness_warning(stages: int, micro_batches: int, slack: int = 0) -> str | None:

@@ -13,7 +13,7 @@ import pytest
 
 from wavemare.engine.config.resolve import check_batch_sizes, check_config
 from wavemare.parallel.planner.cluster_file import parse_cluster
-from wavemare.pipeline.staleness.staleness import max_staleness, mean_delay
+from wavemare.pipeline.staleness.staleness import max_staleness, mean_staleness
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -128,5 +128,5 @@ def test_the_table_of_staleness_and_gain():
         for size, cell in zip(sizes, cells, strict=True):
             largest, mean, gain = re.fullmatch(r"(\d+) \(([\d.]+)\), ([\d.]+)x", cell).groups()
             assert int(largest) == max_staleness(0, stages, size)
-            assert float(mean) == pytest.approx(mean_delay(0, stages, size), abs=0.0051)
+            assert float(mean) == pytest.approx(mean_staleness(0, stages, size), abs=0.0051)
             assert float(gain) == pytest.approx((size + stages - 1) / size, abs=0.0051)

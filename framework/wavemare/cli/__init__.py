@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``wavemare`` command: one file per sub-command, which imports what it needs as it runs."""
+"""The ``wavemare`` command: one file per sub-command, which imports what it needs as it runs.
+
+Read this file first: it lists them.
+"""
 
 from __future__ import annotations
 

@@ -259,4 +259,5 @@ def split_loss(model: nn.Module, loss: Loss) -> Loss:
     if isinstance(loss, ClassificationLoss):
         return loss
     embedding = split_embedding(model)
-    return SplitLoss(isinstance(model, GPT2LMHeadModel), embedding.share, embedding.group)
+    shifts = bool(getattr(loss, "shifts_labels", False))
+    return SplitLoss(shifts, embedding.share, embedding.group)

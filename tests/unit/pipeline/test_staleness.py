@@ -15,7 +15,7 @@ from wavemare.pipeline.staleness.staleness import (
     largest_staleness,
     lr_factor,
     max_staleness,
-    mean_delay,
+    mean_staleness,
     resolve_mode,
     staleness_warning,
 )
@@ -47,7 +47,7 @@ def test_versions_are_those_of_the_pipeline_played_tick_by_tick(num_stages, micr
             assert max(0, (m - delay) // micro_batches) == forward
             assert m // micro_batches == backward
         settled = [b - f for f, b in versions[micro_batches * 10 : micro_batches * 20]]
-        assert mean_delay(stage, num_stages, micro_batches) == pytest.approx(
+        assert mean_staleness(stage, num_stages, micro_batches) == pytest.approx(
             sum(settled) / len(settled), abs=1e-12
         )
         assert max_staleness(stage, num_stages, micro_batches) == max(settled)

@@ -12,21 +12,6 @@ from pydantic import Field, PositiveInt
 from wavemare.bench.request import Column, GptRequest, Positive, Row, check_names
 from wavemare.errors import ConfigError
 
-__all__ = [
-    "BASELINE",
-    "CHOICE",
-    "CLUSTERS",
-    "CUTS",
-    "HOSTS",
-    "ORDER",
-    "PARTS",
-    "PLANNED",
-    "SHARES",
-    "PlannerJob",
-    "PlannerRequest",
-    "device_shares",
-]
-
 BASELINE = "equal"
 PLANNED = "planned"
 """The system whose layout is made from measured speeds."""

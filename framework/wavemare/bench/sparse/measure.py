@@ -25,15 +25,6 @@ from wavemare.comm.transport import Transport
 from wavemare.errors import CommError
 from wavemare.observe import Screen
 
-__all__ = [
-    "Sample",
-    "active_blocks",
-    "build_result",
-    "make_gradient",
-    "measure",
-    "ratio_interval",
-]
-
 BASELINE = "best-dense"
 _TIMEOUT_S = 120.0
 _AGGREGATORS_TIMEOUT_S = 3600.0

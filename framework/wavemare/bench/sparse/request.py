@@ -19,21 +19,6 @@ from wavemare.bench.request import (
 )
 from wavemare.errors import ConfigError
 
-__all__ = [
-    "DEFAULT_SYSTEMS",
-    "DENSE",
-    "DUELIST",
-    "PATTERNS",
-    "PEERS",
-    "STEP_BASELINE",
-    "STEP_BOUND",
-    "STEP_SYSTEMS",
-    "SYSTEMS",
-    "TOPK_SHARE",
-    "Case",
-    "SparseRequest",
-]
-
 DUELIST = "wavemare-auto"
 DENSE = ("mpi-dense", "mpi-dense-blocking", "gloo-dense")
 """Systems that send everything; the fastest of them in each case is the baseline."""

@@ -27,8 +27,6 @@ from wavemare.bench.sparse.request import STEP_BASELINE, STEP_BOUND, TOPK_SHARE,
 from wavemare.comm.transport import open_transport
 from wavemare.observe import Screen
 
-__all__ = ["StepSample", "build_step_result", "measure_step", "words_of_step"]
-
 _FIRST_WORD = 5
 """Below are special tokens, as in most BERT vocabularies."""
 _CLASSES = 4

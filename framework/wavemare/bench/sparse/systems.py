@@ -24,8 +24,6 @@ from wavemare.comm.selection.cost import Constants
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport, open_transport
 
-__all__ = ["Bench", "Network", "build_system", "open_network"]
-
 
 @dataclass(frozen=True)
 class Network:

@@ -11,8 +11,6 @@ from torch import Tensor
 from wavemare.bench.sparse.request import SparseRequest
 from wavemare.comm.transport import Transport
 
-__all__ = ["Peer", "Summation", "plain"]
-
 Summation = Callable[[Tensor, Tensor, Transport], None]
 """Sums a bucket in place: its blocks (nb, block), the numbers of the non-zero ones, transport."""
 

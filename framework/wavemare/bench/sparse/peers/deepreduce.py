@@ -19,8 +19,6 @@ from wavemare.bench.sparse.peers.quantize import decode, encode, encoded
 from wavemare.bench.sparse.request import SparseRequest
 from wavemare.comm.transport import Transport
 
-__all__ = ["DeepReduce4", "DeepReduce8"]
-
 
 class DeepReduce8(Peer):
     """Values in 8 bits: sends (N-1) d / 4 of a bucket."""

@@ -18,8 +18,6 @@ from wavemare.bench.sparse.peers.pairs import borders, gather
 from wavemare.bench.sparse.request import TOPK_SHARE, SparseRequest
 from wavemare.comm.transport import Transport
 
-__all__ = ["HiTopK", "ms_topk"]
-
 _SAMPLINGS = 30
 
 

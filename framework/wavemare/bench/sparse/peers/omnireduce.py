@@ -28,8 +28,6 @@ from wavemare.comm.executors.streaming_protocol import (
 from wavemare.comm.transport import Transport
 from wavemare.comm.transport.base import Exchange
 
-__all__ = ["OmniReduce"]
-
 _SLOTS_PER_AGGREGATOR = 2
 _DEPTH = 32
 """Blocks of a lane; its first block travels even if it is zero."""

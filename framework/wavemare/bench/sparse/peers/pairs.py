@@ -14,18 +14,6 @@ from torch import Tensor
 
 from wavemare.comm.transport import Transport
 
-__all__ = [
-    "Pairs",
-    "add",
-    "agsparse",
-    "borders",
-    "elements",
-    "gather",
-    "push",
-    "push_to_ranges",
-    "sum_at_ranges",
-]
-
 Pairs = tuple[Tensor, Tensor]
 
 

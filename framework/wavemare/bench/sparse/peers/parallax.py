@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from wavemare.bench.sparse.peers.pairs import sum_at_ranges
 from wavemare.comm.transport import Transport
 
-__all__ = ["average_gradients", "parallax"]
-
 
 def parallax(table: Tensor, blocks: Tensor, transport: Transport) -> None:
     """Sum one sparse variable, whose rows are the blocks: sends (N-1)/N (d + u) of it."""

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["decode", "encode", "encoded", "levels"]
-
 
 def levels(bits: int) -> int:
     """Return s, the steps of a scale."""

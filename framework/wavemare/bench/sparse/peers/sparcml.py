@@ -28,8 +28,6 @@ from wavemare.bench.sparse.request import SparseRequest
 from wavemare.comm.kernels.words import compiled
 from wavemare.comm.transport import Transport
 
-__all__ = ["Qsgd4", "Qsgd8", "SparseStream", "dsar", "recursive_double", "split_allgather"]
-
 _QSGD_BLOCK = 512
 
 

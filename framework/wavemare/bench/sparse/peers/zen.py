@@ -20,8 +20,6 @@ from wavemare.bench.sparse.peers.pairs import add, push
 from wavemare.comm.kernels.words import compiled
 from wavemare.comm.transport import Transport
 
-__all__ = ["hash_partition", "owners", "zen"]
-
 Index = npt.NDArray[np.int64]
 
 _PROBES = 3
