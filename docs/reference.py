@@ -43,7 +43,7 @@ def duels(pattern: str) -> str:
     head = ["ranks", "link", "size", "masks", "d", "fastest other", "`auto` chose"]
     head += ["other / `auto`", "95 %"]
     rows = []
-    for file in sorted(RESULTS.glob(pattern)):
+    for file in sorted(RESULTS.glob(pattern), key=lambda file: (len(file.name), file.name)):
         result = json.loads(file.read_text())
         shape = result["rows"][0]
         link = "memory" if shape["mbit"] is None else f"{shape['mbit']:g} Mbit/s"

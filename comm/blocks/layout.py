@@ -22,7 +22,7 @@ Index = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class BlockLayout:
     """The blocks that travel, grouped by owner, ascending within each group.
 
     Args:
@@ -50,7 +50,7 @@ class Layout:
         group = self.group(owner)
         return self.blocks[group][self.present[source, group]]
 
-    def chunks(self, count: int) -> list[Layout]:
+    def chunks(self, count: int) -> list[BlockLayout]:
         """Split each group into ``count`` parts; layout i has the i-th part of each group."""
         if count == 1:
             return [self]
@@ -61,7 +61,7 @@ class Layout:
                 [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
             )
             edges = np.concatenate([[0], np.cumsum(stops - starts)])
-            layouts.append(Layout(self.blocks[index], edges, self.present[:, index]))
+            layouts.append(BlockLayout(self.blocks[index], edges, self.present[:, index]))
         return layouts
 
     def push_counts(self) -> Index:
@@ -86,7 +86,7 @@ class Layout:
         return np.concatenate((number[others:], number[:others]))
 
 
-def assign_owners(masks: Masks) -> Layout:
+def assign_owners(masks: Masks) -> BlockLayout:
     """Assign each block of the union to an owner so that every rank sends and receives the same.
 
     Blocks are sorted by the number of ranks that have them and assigned round robin. Owners thus
@@ -94,7 +94,7 @@ def assign_owners(masks: Masks) -> Layout:
     balances both by hashing).
     """
     blocks, edges = _deal(masks.matrix)
-    return Layout(blocks, edges, masks.matrix.take(blocks, axis=1))
+    return BlockLayout(blocks, edges, masks.matrix.take(blocks, axis=1))
 
 
 @compiled
@@ -167,7 +167,7 @@ def ranges_of(partition: Sequence[Any], numel: int, num_ranks: int) -> list[Owne
     return ranges
 
 
-def assign_ranges(masks: Masks, block: int, ranges: Sequence[OwnedRange]) -> Layout:
+def assign_ranges(masks: Masks, block: int, ranges: Sequence[OwnedRange]) -> BlockLayout:
     """Assign blocks to owners by a partition of the elements.
 
     A block on a border belongs to both owners: both receive and sum all of it.
@@ -187,11 +187,11 @@ def assign_ranges(masks: Masks, block: int, ranges: Sequence[OwnedRange]) -> Lay
         groups.append(np.flatnonzero(covered & any_rank))
     blocks = np.concatenate(groups) if groups else np.empty(0, dtype=np.int64)
     edges = np.cumsum([0, *(len(group) for group in groups)], dtype=np.int64)
-    return Layout(blocks, edges, masks.matrix.take(blocks, axis=1))
+    return BlockLayout(blocks, edges, masks.matrix.take(blocks, axis=1))
 
 
-def gathered(masks: Masks) -> Layout:
+def gathered(masks: Masks) -> BlockLayout:
     """Return the layout of a gather to all ranks: one group, the union."""
     blocks = masks.union
     edges = np.array([0, blocks.size], dtype=np.int64)
-    return Layout(blocks, edges, masks.matrix.take(blocks, axis=1))
+    return BlockLayout(blocks, edges, masks.matrix.take(blocks, axis=1))

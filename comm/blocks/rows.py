@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.agreement import Agreement, exchange_masks
-from wavemare.comm.blocks.layout import Layout, assign_owners, gathered
+from wavemare.comm.blocks.layout import BlockLayout, assign_owners, gathered
 from wavemare.comm.blocks.masks import Masks, bits_of
 from wavemare.comm.executors.base import CollectiveCall, Scratch
 from wavemare.comm.executors.block_allgather import gather_and_sum
@@ -171,7 +171,7 @@ class RowReducer:
         out = call.flat.new_empty(layout.blocks.size * call.block)
         if chosen == "pushpull":
 
-            def put(part: Layout, summed: Tensor) -> None:
+            def put(part: BlockLayout, summed: Tensor) -> None:
                 with call.phase("unpack"):
                     rows = np.searchsorted(masks.union, part.blocks)
                     call.kernels.scatter(summed, call.block, call.index(rows), out)

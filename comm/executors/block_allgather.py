@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from wavemare.comm.blocks.layout import Layout, gathered
+from wavemare.comm.blocks.layout import BlockLayout, gathered
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import CollectiveCall
 
@@ -26,7 +26,7 @@ def block_allgather(call: CollectiveCall, masks: Masks) -> None:
 
 
 def gather_and_sum(
-    call: CollectiveCall, masks: Masks, own: npt.NDArray[np.int64], layout: Layout, out: Tensor
+    call: CollectiveCall, masks: Masks, own: npt.NDArray[np.int64], layout: BlockLayout, out: Tensor
 ) -> None:
     """Send this rank's blocks to all ranks, and sum the blocks of all ranks.
 

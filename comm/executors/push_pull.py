@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
-from wavemare.comm.blocks.layout import Layout, assign_owners
+from wavemare.comm.blocks.layout import BlockLayout, assign_owners
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import CollectiveCall, num_chunks, pipelined
 
@@ -26,7 +26,7 @@ def push_pull(call: CollectiveCall, masks: Masks) -> None:
     with call.phase("plan"):
         layout = assign_owners(masks)
 
-    def put_back(part: Layout, summed: Tensor) -> None:
+    def put_back(part: BlockLayout, summed: Tensor) -> None:
         with call.phase("unpack"):
             call.kernels.scatter(summed, call.block, call.index(part.blocks), call.flat)
 
@@ -35,9 +35,9 @@ def push_pull(call: CollectiveCall, masks: Masks) -> None:
 
 def push_and_pull(
     call: CollectiveCall,
-    layout: Layout,
-    use: Callable[[Layout, Tensor], None],
-    local: Layout | None = None,
+    layout: BlockLayout,
+    use: Callable[[BlockLayout, Tensor], None],
+    local: BlockLayout | None = None,
 ) -> None:
     """Sum blocks at their owners and send the sums to all ranks, chunk by chunk.
 
@@ -65,7 +65,7 @@ def push_and_pull(
 
 
 def begin_push(
-    call: CollectiveCall, layout: Layout, out: Tensor, number: int = 0
+    call: CollectiveCall, layout: BlockLayout, out: Tensor, number: int = 0
 ) -> Callable[[], None]:
     """Send non-zero blocks to their owners; the result sums the blocks that this rank owns.
 
@@ -114,7 +114,10 @@ def begin_push(
 
 
 def _begin_pull(
-    call: CollectiveCall, layout: Layout, summed: Tensor, use: Callable[[Layout, Tensor], None]
+    call: CollectiveCall,
+    layout: BlockLayout,
+    summed: Tensor,
+    use: Callable[[BlockLayout, Tensor], None],
 ) -> Callable[[], None]:
     edges = (layout.edges * np.int64(call.block)).tolist()
     parts = [summed[start:stop] for start, stop in pairwise(edges)]

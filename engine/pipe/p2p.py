@@ -47,7 +47,7 @@ _FROM_NEXT = (Kind.RECV_GRAD, Kind.RECV_NORM)
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageLayout:
     """The content of a message.
 
     Args:
@@ -63,7 +63,7 @@ class Layout:
     single: bool = False
 
     @classmethod
-    def of(cls, numbers: int, tensors: Tensor | Sequence[Tensor]) -> Layout:
+    def of(cls, numbers: int, tensors: Tensor | Sequence[Tensor]) -> MessageLayout:
         """Describe a header and tensors."""
         single = isinstance(tensors, Tensor)
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -126,7 +126,7 @@ class Layout:
         return numbers
 
     @classmethod
-    def described(cls, description: Sequence[float], numbers: int) -> Layout:
+    def described(cls, description: Sequence[float], numbers: int) -> MessageLayout:
         """Return the layout that `describe` turned into numbers."""
         values = iter(int(number) for number in description)
         count, single = next(values), bool(next(values))
@@ -137,7 +137,7 @@ class Layout:
         return cls(numbers, tuple(shapes), tuple(dtypes), single)
 
 
-DESCRIPTION = Layout(256)
+DESCRIPTION = MessageLayout(256)
 """Layout of the message that describes another message's layout."""
 
 
@@ -274,11 +274,11 @@ class PeerLink:
         self._slots = slots
         self._activation_numbers = activation_numbers
         self._grad_numbers = grad_numbers
-        self._number = Layout(1)
+        self._number = MessageLayout(1)
         self._dynamic = dynamic
-        self._sent: Layout | None = None
-        self._received: Layout | None = None
-        self._grads: dict[int, Layout] = {}
+        self._sent: MessageLayout | None = None
+        self._received: MessageLayout | None = None
+        self._grads: dict[int, MessageLayout] = {}
         self._beyond = 0
         # The first stage has no previous one and the last no next one; their plans know it.
         self._from_previous = self._from_next = RecvQueue(-1, None, self._device)
@@ -344,7 +344,7 @@ class PeerLink:
         tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         layout = self._sent
         if tensors or layout is None:
-            layout = Layout.of(self._activation_numbers, outputs)
+            layout = MessageLayout.of(self._activation_numbers, outputs)
         if self._dynamic or self._sent is None:
             self._to_next.send(DESCRIPTION.pack(layout.describe(), [], self._device))
         if tensors and not self._dynamic:
@@ -365,7 +365,7 @@ class PeerLink:
         if layout is None:
             queue.post(DESCRIPTION.size)
             description = DESCRIPTION.header(queue.take())
-            layout = Layout.described(description, self._activation_numbers)
+            layout = MessageLayout.described(description, self._activation_numbers)
             queue.post(layout.size)
             queue.expected.popleft()
         message = queue.take()
@@ -380,12 +380,12 @@ class PeerLink:
 
     def expect_grad(self, micro_batch: int, outputs: Iterable[Tensor]) -> None:
         """Note that a micro-batch's gradients will have the shapes of these outputs."""
-        self._grads[micro_batch] = Layout.of(self._grad_numbers, tuple(outputs))
+        self._grads[micro_batch] = MessageLayout.of(self._grad_numbers, tuple(outputs))
         self._post()
 
     def send_grad(self, grads: Sequence[Tensor], header: Sequence[float] = ()) -> None:
         """Send the gradients of a micro-batch's inputs to the previous stage."""
-        layout = Layout.of(self._grad_numbers, tuple(grads))
+        layout = MessageLayout.of(self._grad_numbers, tuple(grads))
         self._to_previous.send(layout.pack(header, grads, self._device))
 
     def receive_grad(self, micro_batch: int) -> tuple[list[float], list[Tensor]]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.pipe.p2p import DESCRIPTION, Layout, RecvQueue, SendQueue
+from wavemare.engine.pipe.p2p import DESCRIPTION, MessageLayout, RecvQueue, SendQueue
 from wavemare.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -54,17 +54,17 @@ def listed(outputs):
 
 @given(sendable, st.integers(0, 20))
 def test_a_layout_is_read_back_from_its_description(outputs, numbers):
-    layout = Layout.of(numbers, outputs)
+    layout = MessageLayout.of(numbers, outputs)
     assert layout.single == isinstance(outputs, torch.Tensor)
     assert [(tuple(t.shape), t.dtype) for t in listed(outputs)] == list(
         zip(layout.shapes, layout.dtypes, strict=True)
     )
-    assert Layout.described(layout.describe(), numbers) == layout
+    assert MessageLayout.described(layout.describe(), numbers) == layout
 
 
 @given(sendable, headers)
 def test_header_and_tensors_arrive_bit_for_bit(outputs, header):
-    layout = Layout.of(len(header), outputs)
+    layout = MessageLayout.of(len(header), outputs)
     message = layout.pack(header, listed(outputs), CPU)
     assert message.dtype == torch.uint8
     assert message.shape == (layout.size,)
@@ -79,7 +79,7 @@ def test_header_and_tensors_arrive_bit_for_bit(outputs, header):
 
 @given(sendable, st.integers(0, 9))
 def test_tensors_are_aligned_views_that_do_not_overlap(outputs, numbers):
-    layout = Layout.of(numbers, outputs)
+    layout = MessageLayout.of(numbers, outputs)
     message = torch.zeros(layout.size, dtype=torch.uint8)
     end = numbers * 8
     for view, start in zip(layout.tensors(message), layout.offsets, strict=False):
@@ -92,29 +92,29 @@ def test_tensors_are_aligned_views_that_do_not_overlap(outputs, numbers):
 
 
 def test_a_description_travels_in_a_message_of_its_own():
-    layout = Layout.of(3, (torch.zeros(2, 5), torch.zeros((), dtype=torch.bool)))
+    layout = MessageLayout.of(3, (torch.zeros(2, 5), torch.zeros((), dtype=torch.bool)))
     message = DESCRIPTION.pack(layout.describe(), [], CPU)
     assert message.numel() == DESCRIPTION.size
-    assert Layout.described(DESCRIPTION.header(message), 3) == layout
+    assert MessageLayout.described(DESCRIPTION.header(message), 3) == layout
 
 
 def test_a_tensor_that_is_not_contiguous_arrives_in_its_order():
     sent = torch.arange(12.0).view(3, 4).t()
-    layout = Layout.of(0, sent)
+    layout = MessageLayout.of(0, sent)
     assert torch.equal(layout.tensors(layout.pack([], [sent], CPU))[0], sent)
 
 
 def test_a_message_keeps_no_graph_alive():
     weight = torch.ones(3, requires_grad=True)
     outputs = weight * 2
-    layout = Layout.of(0, outputs)
+    layout = MessageLayout.of(0, outputs)
     message = layout.pack([], [outputs], CPU)
     assert not message.requires_grad
     assert not layout.tensors(message)[0].requires_grad
 
 
 def test_the_place_of_missing_tensors_is_kept():
-    layout = Layout.of(2, (torch.zeros(5), torch.zeros(7)))
+    layout = MessageLayout.of(2, (torch.zeros(5), torch.zeros(7)))
     message = layout.pack([1.0, 2.0], [], CPU)
     assert message.numel() == layout.size
     assert layout.header(message) == [1.0, 2.0]
@@ -123,7 +123,7 @@ def test_the_place_of_missing_tensors_is_kept():
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
 def test_a_type_that_no_stage_can_send_is_refused_by_name(dtype):
     with pytest.raises(ModelError) as caught:
-        Layout(0, ((2,),), (dtype,)).describe()
+        MessageLayout(0, ((2,),), (dtype,)).describe()
     assert caught.value.key == "activations"
     assert caught.value.value == dtype
     assert caught.value.remedy
@@ -131,11 +131,11 @@ def test_a_type_that_no_stage_can_send_is_refused_by_name(dtype):
 
 def test_as_many_tensors_as_a_description_holds_and_no_more():
     most = (DESCRIPTION.numbers - 2) // 3  # type, number of dimensions, one dimension
-    layout = Layout(0, ((1,),) * most, (torch.float32,) * most)
+    layout = MessageLayout(0, ((1,),) * most, (torch.float32,) * most)
     message = DESCRIPTION.pack(layout.describe(), [], CPU)
-    assert Layout.described(DESCRIPTION.header(message), 0) == layout
+    assert MessageLayout.described(DESCRIPTION.header(message), 0) == layout
     with pytest.raises(ModelError) as caught:
-        Layout(0, ((1,),) * (most + 1), (torch.float32,) * (most + 1)).describe()
+        MessageLayout(0, ((1,),) * (most + 1), (torch.float32,) * (most + 1)).describe()
     assert "fewer tensors" in caught.value.remedy
     assert str(DESCRIPTION.numbers) in caught.value.remedy
 
