@@ -53,8 +53,8 @@ if query is not None:
     tell(cuda_aware=bool(query()))
 MPI.Finalize()
 """
-# A child that inherits them would try to join the job of which this process is a rank.
-_JOB_PREFIXES = tuple("PMI_ PMIX_ PMI2_ OMPI_COMM_ OMPI_UNIVERSE_ PRTE_ HYDI_ MPI_LOCAL".split())
+MPI_JOB_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE_", "PRTE_", "HYDI_", "MPI_LOCAL")
+"""Beginnings of variables; a child with them would join the job of which this process is a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ def _run(command: list[str], timeout_s: float) -> tuple[str, str | None]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.DEVNULL,
-            env={k: v for k, v in os.environ.items() if not k.startswith(_JOB_PREFIXES)},
+            env={k: v for k, v in os.environ.items() if not k.startswith(MPI_JOB_PREFIXES)},
             start_new_session=True,
         )
         try:

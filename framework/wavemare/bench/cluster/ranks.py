@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wavemare.bench.cluster.namespaces import KINDS, Namespaces
-from wavemare.comm.mpi_library import describe_mpi
+from wavemare.comm.mpi_library import MPI_JOB_PREFIXES, describe_mpi
 
 TIMEOUT_CODE = 124
 """Exit code of a program that was killed after its time limit, as of ``timeout``."""
@@ -24,8 +24,7 @@ _POLL_SECONDS = 0.02
 _INTERFACE = "eth0"
 _LAUNCHER_LOG = "launcher.log"
 _mpi = functools.cache(describe_mpi)  # it starts processes
-# A rank that inherited these would join the job of this process.
-_JOB_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE_", "PRTE_", "HYDI_", "MPI_LOCAL")
+# Beside those of MPI: a rank that inherited these would join the job of this process.
 _JOB_NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "HOSTNAME")
 # A shell that becomes the rank. MPICH and Open MPI have rank variables of their own.
 _BECOME_RANK = """
@@ -150,7 +149,7 @@ def _environment(job: Job) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in _JOB_NAMES and not name.startswith(_JOB_PREFIXES)
+        if name not in _JOB_NAMES and not name.startswith(MPI_JOB_PREFIXES)
     }
     own = {
         "WORLD_SIZE": str(job.ranks),
