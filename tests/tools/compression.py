@@ -33,6 +33,7 @@ RANKS, STEPS, WARMUP, RATE = 2, 1500, 150, 1e-3
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01
 FLOOR = {"ratio": 0.01, "warmup_steps": WARMUP}
 FALLING = {**FLOOR, "density_warmup_steps": 300}
+RANDOM = {**FLOOR, "type": "block_randomk"}
 
 Batch = dict[str, Tensor]
 
@@ -45,14 +46,19 @@ class Way:
         title: In the table.
         config: Of the compressor; None sends everything.
         budget: Whether each "bucket" has its own k, as in the product, or "all" share one, divided
-            by the norms of the step before; "one" puts all parameters into one bucket.
+            by the norms of the step before; "one" puts all parameters into one bucket; with
+            "parameter" each one is a bucket by itself, which sends a block or more.
         block: Elements of a block.
+        whole: Parameters of up to so many elements are sent whole.
         frozen: Step from which Adam's second moment stays (1-bit Adam, Tang et al. 2021).
         velocity: Whether ranks send their momentum, and the optimizer has none; that of sent blocks
             starts anew (DGC, Lin et al. 2018, sections 3.2 and 3.3).
         relative: Whether blocks are compared after a division by the root of the second moment.
         seen: Part of its own unsent updates that a rank's weights have, if each rank has an Adam
             and sends updates; None if ranks send gradients.
+        outer: Factor of the mean of the updates. Adam's updates from a rank's own batch point less
+            in the direction of the mean than those from all batches, by the root of the ranks.
+        flush: Whether the last step sends all that ranks kept.
         shift: Relative change of the first weights, which shows how far chance goes.
     """
 
@@ -60,10 +66,13 @@ class Way:
     config: Mapping[str, Any] | None = field(default_factory=lambda: FLOOR)
     budget: str = "bucket"
     block: int = 64
+    whole: int = 0
     frozen: int = STEPS
     velocity: bool = False
     relative: bool = False
     seen: float | None = None
+    outer: float = 1.0
+    flush: bool = False
     shift: float = 0.0
 
 
@@ -88,6 +97,27 @@ WAYS = {
     "l-0": Way("one bucket, Adam on each rank, updates are sent", budget="one", seen=0.0),
     "l": Way("l-0, and a rank sees its own unsent updates", budget="one", seen=1.0),
     "l-d": Way("l, density falls", FALLING, "one", seen=1.0),
+    "l-f": Way("l, the last step sends all", budget="one", seen=1.0, flush=True),
+    "l-r-f": Way("l-f, random blocks, the same of all ranks", RANDOM, "one", seen=1.0, flush=True),
+    "l-d-f": Way("l-f, density falls", FALLING, "one", seen=1.0, flush=True),
+    "o": Way("l-f, updates times 1.41", FLOOR, "one", seen=1.0, outer=2**0.5, flush=True),
+    "o-d": Way("o, density falls", FALLING, "one", seen=1.0, outer=2**0.5, flush=True),
+    "o-d-2": Way("o-d, updates times 2", FALLING, "one", seen=1.0, outer=2.0, flush=True),
+    "o-p-d": Way("o-d, each its 1 %", FALLING, "parameter", seen=1.0, outer=2**0.5, flush=True),
+    "o-p-d-8": Way("o-p-d, blocks of 8", FALLING, "parameter", 8, seen=1, outer=2**0.5, flush=True),
+    "a-d-600": Way("a, density falls in 600 steps", {**FLOOR, "density_warmup_steps": 600}),
+    "a-d-2": Way("a-d, 2 % rather than 1 %", {**FALLING, "ratio": 0.02}),
+    "a-d-16": Way("a-d, blocks of 16", FALLING, block=16),
+    "a-d-8": Way("a-d, blocks of 8", FALLING, block=8),
+    "w-d": Way("a-d, parameters up to 2,048 elements whole", FALLING, whole=2048),
+    "w-d-256": Way("a-d, parameters up to 256 elements whole", FALLING, whole=256),
+    "p": Way("a, each parameter its 1 %", budget="parameter"),
+    "p-d": Way("a-d, each parameter its 1 %", FALLING, "parameter"),
+    "p-d-16": Way("p-d, blocks of 16", FALLING, "parameter", 16),
+    "p-d-8": Way("p-d, blocks of 8", FALLING, "parameter", 8),
+    "r-d": Way("a-d, random blocks, the same of all ranks", {**FALLING, **RANDOM}),
+    "b-d": Way("b, density falls", FALLING, velocity=True),
+    "b-p-d-8": Way("b with p-d-8", FALLING, "parameter", 8, velocity=True),
 }
 
 
@@ -230,12 +260,18 @@ class Simulation:
     def __init__(self, task: Task, way: Way) -> None:
         self._task, self._way = task, way
         model = task.model
+        # Embeddings have buckets of their own, except if all share one.
         tables = embedding_weights(model.modules()) if way.budget != "one" else set()
         self._weights = dict(model.named_parameters())
         members = [
             Member(name, p.numel(), p.dtype, id(p) in tables) for name, p in self._weights.items()
         ]
-        self._buckets = make_buckets(members, way.block, 64 << 20)
+        size = 1 if way.budget == "parameter" else 64 << 20
+        small = [m for m in members if m.numel <= way.whole]
+        whole = make_buckets(small, way.block, size)
+        large = [m for m in members if m.numel > way.whole]
+        self._buckets = [*whole, *make_buckets(large, way.block, size)]
+        self._whole = {bucket.key for bucket in whole}
         self._flat = {bucket.key: torch.zeros(bucket.numel) for bucket in self._buckets}
         self._gradients = [self._zeros() for _ in range(RANKS)]
         for bucket in self._buckets:
@@ -299,6 +335,13 @@ class Simulation:
         for key, gradient in self._gradients[rank].items():
             if self._way.config is None:
                 continue
+            if key in self._whole:
+                sent += -(-len(gradient) // self._way.block)
+                continue
+            if self._way.flush and step == STEPS - 1:
+                gradient.add_(self._compressors[rank].state_dict()["residuals"][key])
+                sent += -(-len(gradient) // self._way.block)
+                continue
             after = step >= WARMUP
             if self._way.velocity and after:
                 velocity = self._velocity[rank]
@@ -347,7 +390,7 @@ class Simulation:
         self.densities.append(sent / RANKS / self.blocks)
         for key, flat in self._flat.items():
             update = self._gradients[0][key].add(self._gradients[1][key]).div_(RANKS)
-            flat.mul_(1 - learning_rate(step) * DECAY).sub_(update)
+            flat.mul_(1 - learning_rate(step) * DECAY).sub_(update, alpha=self._way.outer)
 
     def _adam(self, key: str, gradient: Tensor, step: int, rank: int) -> Tensor:
         """Return what AdamW subtracts from a bucket, beside its decay."""
