@@ -33,6 +33,7 @@ RANKS, STEPS, WARMUP, RATE = 2, 1500, 150, 1e-3
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01
 FLOOR = {"ratio": 0.01, "warmup_steps": WARMUP}
 FALLING = {**FLOOR, "density_warmup_steps": 300}
+SLOWLY = {**FLOOR, "density_warmup_steps": 600}
 RANDOM = {**FLOOR, "type": "block_randomk"}
 
 Batch = dict[str, Tensor]
@@ -56,8 +57,8 @@ class Way:
         relative: Whether blocks are compared after a division by the root of the second moment.
         seen: Part of its own unsent updates that a rank's weights have, if each rank has an Adam
             and sends updates; None if ranks send gradients.
-        outer: Factor of the mean of the updates. Adam's updates from a rank's own batch point less
-            in the direction of the mean than those from all batches, by the root of the ranks.
+        outer: Factor of all updates after the first 150 steps. An Adam with a rank's own batch
+            makes less way in the mean direction than with all batches, by the root of the ranks.
         flush: Whether the last step sends all that ranks kept.
         shift: Relative change of the first weights, which shows how far chance goes.
     """
@@ -76,6 +77,7 @@ class Way:
     shift: float = 0.0
 
 
+LOCAL: Any = {"seen": 1.0, "outer": RANKS**0.5, "flush": True}
 WAYS = {
     "dense": Way("everything is sent", None),
     "dense-again": Way("everything is sent, first weights times 1 + 1e-6", None, shift=1e-6),
@@ -100,12 +102,19 @@ WAYS = {
     "l-f": Way("l, the last step sends all", budget="one", seen=1.0, flush=True),
     "l-r-f": Way("l-f, random blocks, the same of all ranks", RANDOM, "one", seen=1.0, flush=True),
     "l-d-f": Way("l-f, density falls", FALLING, "one", seen=1.0, flush=True),
-    "o": Way("l-f, updates times 1.41", FLOOR, "one", seen=1.0, outer=2**0.5, flush=True),
-    "o-d": Way("o, density falls", FALLING, "one", seen=1.0, outer=2**0.5, flush=True),
+    "o": Way("l-f, updates times 1.41", FLOOR, "one", **LOCAL),
+    "o-d": Way("o, density falls", FALLING, "one", **LOCAL),
     "o-d-2": Way("o-d, updates times 2", FALLING, "one", seen=1.0, outer=2.0, flush=True),
-    "o-p-d": Way("o-d, each its 1 %", FALLING, "parameter", seen=1.0, outer=2**0.5, flush=True),
-    "o-p-d-8": Way("o-p-d, blocks of 8", FALLING, "parameter", 8, seen=1, outer=2**0.5, flush=True),
-    "a-d-600": Way("a, density falls in 600 steps", {**FLOOR, "density_warmup_steps": 600}),
+    "o-d-8": Way("o-d, blocks of 8", FALLING, "one", 8, **LOCAL),
+    "o-d-600-8": Way("o-d-8, density falls in 600 steps", SLOWLY, "one", 8, **LOCAL),
+    "o-w-d-8": Way("o-d-8, parameters up to 256 elements whole", FALLING, "one", 8, 256, **LOCAL),
+    "o-p-d": Way("o-d, each its 1 %", FALLING, "parameter", **LOCAL),
+    "o-p-d-8": Way("o-p-d, blocks of 8", FALLING, "parameter", 8, **LOCAL),
+    "dense-o": Way("everything is sent, updates times 1.41", None, outer=2**0.5),
+    "dense-o-2": Way("everything is sent, updates times 2", None, outer=2.0),
+    "a-d-o": Way("a-d, updates times 1.41", FALLING, outer=2**0.5),
+    "a-d-o-2": Way("a-d, updates times 2", FALLING, outer=2.0),
+    "a-d-600": Way("a, density falls in 600 steps", SLOWLY),
     "a-d-2": Way("a-d, 2 % rather than 1 %", {**FALLING, "ratio": 0.02}),
     "a-d-16": Way("a-d, blocks of 16", FALLING, block=16),
     "a-d-8": Way("a-d, blocks of 8", FALLING, block=8),
@@ -307,7 +316,8 @@ class Simulation:
         for key in self._flat:
             gradient = self._gradients[0][key].add(self._gradients[1][key]).div_(RANKS)
             update = self._adam(key, gradient, step, 0)
-            self._flat[key].mul_(1 - learning_rate(step) * DECAY).sub_(update)
+            outer = self._way.outer if step >= WARMUP else 1.0
+            self._flat[key].mul_(1 - learning_rate(step) * DECAY).sub_(update, alpha=outer)
         for rank in range(1, RANKS):
             self._first[rank] = {key: m.clone() for key, m in self._first[0].items()}
             self._second[rank] = {key: v.clone() for key, v in self._second[0].items()}
