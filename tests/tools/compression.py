@@ -318,7 +318,7 @@ class Simulation:
             update = self._adam(key, gradient, step, 0)
             outer = self._way.outer if step >= WARMUP else 1.0
             self._flat[key].mul_(1 - learning_rate(step) * DECAY).sub_(update, alpha=outer)
-        for rank in range(1, RANKS):
+        for rank in range(1, RANKS if self._way.seen is not None else 1):
             self._first[rank] = {key: m.clone() for key, m in self._first[0].items()}
             self._second[rank] = {key: v.clone() for key, v in self._second[0].items()}
 
