@@ -35,6 +35,7 @@ FLOOR = {"ratio": 0.01, "warmup_steps": WARMUP}
 FALLING = {**FLOOR, "density_warmup_steps": 300}
 SLOWLY = {**FLOOR, "density_warmup_steps": 600}
 RANDOM = {**FLOOR, "type": "block_randomk"}
+LOCAL: Any = {"seen": 1.0, "outer": RANKS**0.5, "flush": True}
 
 Batch = dict[str, Tensor]
 
@@ -77,7 +78,6 @@ class Way:
     shift: float = 0.0
 
 
-LOCAL: Any = {"seen": 1.0, "outer": RANKS**0.5, "flush": True}
 WAYS = {
     "dense": Way("everything is sent", None),
     "dense-again": Way("everything is sent, first weights times 1 + 1e-6", None, shift=1e-6),
@@ -86,47 +86,36 @@ WAYS = {
     "e": Way("all buckets share 1 %", budget="all"),
     "e-one": Way("all parameters in one bucket", budget="one"),
     "e-one-8": Way("one bucket, blocks of 8", budget="one", block=8),
-    "e-d": Way("all buckets share, density falls", FALLING, "all"),
-    "e-d-8": Way("all buckets share, density falls, blocks of 8", FALLING, "all", block=8),
     "e-one-d-8": Way("one bucket, density falls, blocks of 8", FALLING, "one", block=8),
     "c": Way("a, second moment frozen after 150 steps", frozen=150),
     "c-d": Way("one bucket, density falls, frozen after 450 steps", FALLING, "one", frozen=450),
     "b": Way("a, momentum is sent and masked", velocity=True),
     "b-c": Way("b, second moment frozen after 150 steps", frozen=150, velocity=True),
-    "b-e-d": Way("b with e-d, frozen after 450 steps", FALLING, "all", frozen=450, velocity=True),
+    "b-e-d": Way(
+        "b, all buckets share, density falls, frozen after 450 steps",
+        FALLING,
+        "all",
+        frozen=450,
+        velocity=True,
+    ),
     "f": Way("one bucket, blocks of 8, chosen by Adam's update", FLOOR, "one", 8, relative=True),
     "f-d": Way("f, density falls", FALLING, "one", 8, relative=True),
     "l-0": Way("one bucket, Adam on each rank, updates are sent", budget="one", seen=0.0),
     "l": Way("l-0, and a rank sees its own unsent updates", budget="one", seen=1.0),
-    "l-d": Way("l, density falls", FALLING, "one", seen=1.0),
     "l-f": Way("l, the last step sends all", budget="one", seen=1.0, flush=True),
     "l-r-f": Way("l-f, random blocks, the same of all ranks", RANDOM, "one", seen=1.0, flush=True),
     "l-d-f": Way("l-f, density falls", FALLING, "one", seen=1.0, flush=True),
-    "o": Way("l-f, updates times 1.41", FLOOR, "one", **LOCAL),
-    "o-d": Way("o, density falls", FALLING, "one", **LOCAL),
+    "o-d": Way("l-d-f, updates times 1.41", FALLING, "one", **LOCAL),
     "o-d-2": Way("o-d, updates times 2", FALLING, "one", seen=1.0, outer=2.0, flush=True),
     "o-d-8": Way("o-d, blocks of 8", FALLING, "one", 8, **LOCAL),
     "o-d-600-8": Way("o-d-8, density falls in 600 steps", SLOWLY, "one", 8, **LOCAL),
     "o-w-d-8": Way("o-d-8, parameters up to 256 elements whole", FALLING, "one", 8, 256, **LOCAL),
-    "o-p-d": Way("o-d, each its 1 %", FALLING, "parameter", **LOCAL),
-    "o-p-d-8": Way("o-p-d, blocks of 8", FALLING, "parameter", 8, **LOCAL),
     "dense-o": Way("everything is sent, updates times 1.41", None, outer=2**0.5),
-    "dense-o-2": Way("everything is sent, updates times 2", None, outer=2.0),
     "a-d-o": Way("a-d, updates times 1.41", FALLING, outer=2**0.5),
-    "a-d-o-2": Way("a-d, updates times 2", FALLING, outer=2.0),
     "a-d-600": Way("a, density falls in 600 steps", SLOWLY),
-    "a-d-2": Way("a-d, 2 % rather than 1 %", {**FALLING, "ratio": 0.02}),
-    "a-d-16": Way("a-d, blocks of 16", FALLING, block=16),
-    "a-d-8": Way("a-d, blocks of 8", FALLING, block=8),
     "w-d": Way("a-d, parameters up to 2,048 elements whole", FALLING, whole=2048),
-    "w-d-256": Way("a-d, parameters up to 256 elements whole", FALLING, whole=256),
-    "p": Way("a, each parameter its 1 %", budget="parameter"),
     "p-d": Way("a-d, each parameter its 1 %", FALLING, "parameter"),
-    "p-d-16": Way("p-d, blocks of 16", FALLING, "parameter", 16),
     "p-d-8": Way("p-d, blocks of 8", FALLING, "parameter", 8),
-    "r-d": Way("a-d, random blocks, the same of all ranks", {**FALLING, **RANDOM}),
-    "b-d": Way("b, density falls", FALLING, velocity=True),
-    "b-p-d-8": Way("b with p-d-8", FALLING, "parameter", 8, velocity=True),
 }
 
 
