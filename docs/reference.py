@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables that are generated: keys of the configuration, and duels of bench sparse.
+"""Write the tables that are generated: keys of the configuration, and results of bench sparse.
 
 ``make reference`` replaces the text between ``<!-- generated: KIND of NAME -->`` and
 ``<!-- end -->``; the rest of the pages is written by hand. ``keys of`` a section, or of
-``wavemare`` for the list of sections; ``duels of`` result files that match NAME. A test compares
-the pages with what this file would write.
+``wavemare`` for the list of sections; ``duels of``, ``steps of`` result files that match NAME. A
+test compares the pages with what this file would write.
 """
 
 import inspect
@@ -34,7 +34,7 @@ _BOUNDS = {
 
 def page(text: str) -> str:
     """Return the page with its tables written anew."""
-    kinds = {"keys": table, "duels": duels}
+    kinds = {"keys": table, "duels": duels, "steps": steps}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -43,8 +43,7 @@ def duels(pattern: str) -> str:
     head = ["ranks", "link", "size", "masks", "d", "fastest other", "`auto` chose"]
     head += ["other / `auto`", "95 %"]
     rows = []
-    for file in sorted(RESULTS.glob(pattern), key=lambda file: (len(file.name), file.name)):
-        result = json.loads(file.read_text())
+    for result in _results(pattern):
         shape = result["rows"][0]
         link = "memory" if shape["mbit"] is None else f"{shape['mbit']:g} Mbit/s"
         for duel in result["duels"]:
@@ -53,6 +52,25 @@ def duels(pattern: str) -> str:
             cells += [f"{duel['density']:g}", f"`{duel['fastest']}`", duel["executor"]]
             rows.append([str(c) for c in cells] + [f"{duel['ratio']:.2f}", f"{low:.2f}-{high:.2f}"])
     return _markdown([head, ["---"] * len(head), *rows])
+
+
+def steps(pattern: str) -> str:
+    """Return a row for each system of ``wavemare bench sparse --step``, over all result files."""
+    head = ["ranks", "system", "ms per step", "times as fast", "beyond no messages, ms"]
+    rows = []
+    for result in _results(pattern):
+        for row in result["rows"]:
+            beyond = "" if row["communication_s"] is None else f"{1e3 * row['communication_s']:.0f}"
+            cells = [str(row["ranks"]), f"`{row['system']}`", f"{1e3 * row['median_s']:.0f}"]
+            rows.append(
+                [*cells, f"{row['ratio']:.2f}", beyond, f"{row['link_bytes_up'] / 2**20:.2f}"]
+            )
+    return _markdown([[*head, "MiB per rank"], ["---"] * 6, *rows])
+
+
+def _results(pattern: str) -> Iterator[dict[str, Any]]:
+    for file in sorted(RESULTS.glob(pattern), key=lambda file: (len(file.name), file.name)):
+        yield json.loads(file.read_text())
 
 
 def _markdown(lines: list[list[str]]) -> str:
