@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import add
-
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind, Plan
 
-_Operation = Callable[[float], float | None]
-"""Takes the time at which an action starts; gives that of its end, or None where it must wait."""
+_Operation = Callable[[Action, float], float | None]
+"""Takes an action and the time at which it starts; gives that of its end, or None where it waits."""
 
 
 def execute(
@@ -22,10 +20,11 @@ def execute(
 ) -> list[list[float]]:
     """Run a plan: every rank in its order, each action as soon as it can.
 
-    With `Plan.send_slots` a send costs its rank nothing while fewer than so many messages of its
-    direction are unreceived, else it waits. Without slots it waits for its receive, and both end
-    when the message has arrived. The result does not depend on the order in which ranks are
-    looked at: each rank waits for one thing at a time.
+    With `Plan.send_slots` a send costs its rank nothing while fewer than so many messages to its
+    receiver are unreceived, else it waits. Without slots it waits for its receive, and both end
+    when the message has arrived. A rank may receive in another order than its sender's. The ranks'
+    norms end together. The result does not depend on the order in which ranks are looked at: each
+    rank waits for one thing at a time.
 
     Args:
         plan: What the ranks do.
@@ -41,17 +40,27 @@ def execute(
     ranks = _rank_of(plan)
     ready = deque(range(len(plan.ranks)))
     channels: dict[tuple[int, int], _Channel] = {}
-    for stage in ranks:
-        for step in (1, -1):
-            ends = ranks[stage], ranks.get(stage + step, -1)
-            kind = _Channel if plan.send_slots else _Rendezvous
-            channels[stage, step] = kind(plan.send_slots, latency(stage), ends, ready)
+    members = [rank for rank, actions in enumerate(plan.ranks) if _has_norm(actions)]
+    norms = _AllReduce(members, ready)
+
+    def channel(sender: int, receiver: int) -> _Channel:
+        kind = _Channel if plan.send_slots else _Rendezvous
+        new = kind(plan.send_slots, latency, (sender, receiver), ready)
+        return channels.setdefault((sender, receiver), new)
+
+    def operation(kind: Kind, stage: int) -> _Operation:
+        if kind in SENDS:
+            return channel(ranks[stage], ranks.get(stage + SENDS[kind][1], -1)).send
+        if kind in RECEIVES:
+            # A stage that is on no rank never sends.
+            return channel(ranks.get(stage + RECEIVES[kind][1], -1), ranks[stage]).receive
+        if kind is Kind.NORM:
+            return partial(norms.join, ranks[stage])
+        cost = duration(kind, stage)
+        return lambda _, clock: clock + cost
+
     tables = [
-        {
-            (kind, stage): _operation(kind, stage, channels, duration)
-            for stage in {action.stage for action in actions}
-            for kind in Kind
-        }
+        {key: operation(*key) for key in {action[:2] for action in actions}}
         for actions in plan.ranks
     ]
     times: list[list[float]] = [[] for _ in plan.ranks]
@@ -71,7 +80,8 @@ def _advance(
     """Do a rank's actions up to the first that must wait."""
     clock = times[-1] if times else 0
     for position in range(len(times), len(actions)):
-        end = operations[actions[position][:2]](clock)
+        action = actions[position]
+        end = operations[action[:2]](action, clock)
         if end is None:
             return
         times.append(end)
@@ -79,52 +89,58 @@ def _advance(
 
 
 class _Channel:
-    """The messages of one direction from one stage to its neighbour, with their times.
+    """The messages from one rank to another, with their times.
 
     Ranks that need not wait any more are put into ``ready``.
     """
 
     def __init__(
-        self, slots: int, latency: float, ends: tuple[int, int], ready: deque[int]
+        self,
+        slots: int,
+        latency: Callable[[int], float],
+        ends: tuple[int, int],
+        ready: deque[int],
     ) -> None:
         self.slots = slots
         self.latency = latency
         self.sender, self.receiver = ends
         self.ready = ready
-        self.sent: list[float] = []
+        self.num_sent = 0
+        self.pending: dict[Action, float] = {}  # messages and when they were sent
         self.received: list[float] = []
         self.sender_waits = False
         self.receiver_waits = False
 
-    def send(self, clock: float) -> float | None:
+    def send(self, action: Action, clock: float) -> float | None:
         """Start a message at a time; return when its sender can go on."""
-        blocking = len(self.sent) - self.slots
+        blocking = self.num_sent - self.slots
         if blocking >= 0:
             if blocking >= len(self.received):
                 self.sender_waits = True
                 return None
             clock = max(clock, self.received[blocking])
-        self.sent.append(clock)
-        self._wake_receiver()
+        self._start(action, clock)
         return clock
 
-    def receive(self, clock: float) -> float | None:
-        """Take the next message from a time on; return when it is there."""
-        number = len(self.received)
-        if number == len(self.sent):
+    def receive(self, action: Action, clock: float) -> float | None:
+        """Take a message from a time on; return when it is there."""
+        message = _sent_as(action)
+        if message not in self.pending:
             self.receiver_waits = True
             return None
-        clock = max(clock, self.sent[number] + self.latency)
+        clock = self._arrival(message, clock)
         self.received.append(clock)
-        self._wake_sender()
-        return clock
-
-    def _wake_sender(self) -> None:
         if self.sender_waits:
             self.sender_waits = False
             self.ready.append(self.sender)
+        return clock
 
-    def _wake_receiver(self) -> None:
+    def _arrival(self, message: Action, clock: float) -> float:
+        return max(clock, self.pending.pop(message) + self.latency(message.stage))
+
+    def _start(self, action: Action, clock: float) -> None:
+        self.pending[action._replace(version=-1)] = clock
+        self.num_sent += 1
         if self.receiver_waits:
             self.receiver_waits = False
             self.ready.append(self.receiver)
@@ -133,47 +149,48 @@ class _Channel:
 class _Rendezvous(_Channel):
     """The same without slots: a message starts when both ranks have come to it."""
 
-    def __init__(
-        self, slots: int, latency: float, ends: tuple[int, int], ready: deque[int]
-    ) -> None:
-        super().__init__(slots, latency, ends, ready)
-        self.completed = 0
+    completed = 0
 
-    def send(self, clock: float) -> float | None:
-        if len(self.sent) == self.completed:
-            self.sent.append(clock)
-            self._wake_receiver()
+    def send(self, action: Action, clock: float) -> float | None:
+        """Start a message at a time; return when it has arrived."""
+        if self.num_sent == self.completed:
+            self._start(action, clock)
         if len(self.received) == self.completed:
             self.sender_waits = True
             return None
         self.completed += 1
         return self.received[-1]
 
-    def receive(self, clock: float) -> float | None:
-        number = len(self.received)
-        if number == len(self.sent):
-            self.receiver_waits = True
-            return None
-        clock = max(clock, self.sent[number]) + self.latency
-        self.received.append(clock)
-        self._wake_sender()
-        return clock
+    def _arrival(self, message: Action, clock: float) -> float:
+        return max(clock, self.pending.pop(message)) + self.latency(message.stage)
 
 
-def _operation(
-    kind: Kind,
-    stage: int,
-    channels: Mapping[tuple[int, int], _Channel],
-    duration: Callable[[Kind, int], float],
-) -> _Operation:
-    if kind in SENDS:
-        return channels[stage, SENDS[kind][1]].send
-    if kind in RECEIVES:
-        step = RECEIVES[kind][1]
-        channel = channels.get((stage + step, -step))
-        # A stage that is on no rank never sends.
-        return channel.receive if channel is not None else lambda _: None
-    return partial(add, duration(kind, stage))
+class _AllReduce:
+    """The norms of all ranks, summed at the optimizer step: each rank waits for the last one."""
+
+    def __init__(self, members: Sequence[int], ready: deque[int]) -> None:
+        self.members = members
+        self.ready = ready
+        self.joined: dict[int, dict[int, float]] = {}
+
+    def join(self, rank: int, action: Action, clock: float) -> float | None:
+        """Come to a step's norm at a time; return when all ranks have."""
+        joined = self.joined.setdefault(action.micro_batch, {})
+        if rank not in joined:
+            joined[rank] = clock
+            if len(joined) == len(self.members):
+                self.ready.extend(member for member in self.members if member != rank)
+        return max(joined.values()) if len(joined) == len(self.members) else None
+
+
+def _has_norm(actions: Sequence[Action]) -> bool:
+    return any(action.kind is Kind.NORM for action in actions)
+
+
+def _sent_as(receive: Action) -> Action:
+    """Return the send that a receive meets, without the version of its weights."""
+    kind, distance = RECEIVES[receive.kind]
+    return receive._replace(kind=kind, stage=receive.stage + distance, version=-1)
 
 
 def _rank_of(plan: Plan) -> dict[int, int]:
@@ -183,7 +200,7 @@ def _rank_of(plan: Plan) -> dict[int, int]:
 def _stuck(plan: Plan, ranks: Mapping[int, int], positions: list[int]) -> PlanError:
     """Return the error that shows where every stuck rank stands, and who waits in a circle."""
     awaited = {
-        rank: _awaited(plan, rank, position)
+        rank: _awaited(plan, ranks, rank, positions)
         for rank, position in enumerate(positions)
         if position < len(plan.ranks[rank])
     }
@@ -203,22 +220,27 @@ def _stuck(plan: Plan, ranks: Mapping[int, int], positions: list[int]) -> PlanEr
     return PlanError("plan", plan.schedule, reason, remedy)
 
 
-def _awaited(plan: Plan, rank: int, position: int) -> Action:
-    """Return the neighbour's action for which the action at a position of a rank waits."""
-    actions = plan.ranks[rank]
-    kind, stage, micro_batch, _, wave = actions[position]
-    if kind in RECEIVES:
-        send, step = RECEIVES[kind]
-        return Action(send, stage + step, micro_batch, wave=wave)
-    step = SENDS[kind][1]
-    sends = [
-        action
-        for action in actions[: position + 1]
-        if action.stage == stage and action.kind in SENDS and SENDS[action.kind][1] == step
-    ]
-    blocking = sends[-1 - plan.send_slots]
-    receive, _ = SENDS[blocking.kind]
-    return Action(receive, stage + step, blocking.micro_batch, wave=blocking.wave)
+def _awaited(
+    plan: Plan, ranks: Mapping[int, int], rank: int, positions: Sequence[int]
+) -> Action:
+    """Return the other rank's action for which the next action of a rank waits."""
+    actions, position = plan.ranks[rank], positions[rank]
+    action = actions[position]
+    if action.kind in RECEIVES:
+        return _sent_as(action)
+    if action.kind is Kind.NORM:
+        for row, done in zip(plan.ranks, positions, strict=True):
+            norms = [a for a in row if a.kind is Kind.NORM]
+            if norms and action[::2] not in [a[::2] for a in row[: done + 1]]:
+                return action._replace(stage=norms[0].stage, version=-1)
+    receiver = ranks.get(action.stage + SENDS[action.kind][1], -1)
+    sends = [a for a in actions[: position + 1] if a.kind in SENDS]
+    sends = [a for a in sends if ranks.get(a.stage + SENDS[a.kind][1], -1) == receiver]
+    received = plan.ranks[receiver][: positions[receiver]] if receiver >= 0 else ()
+    taken = {_sent_as(a) for a in received if a.kind in RECEIVES}
+    blocking = next(a for a in sends if a._replace(version=-1) not in taken)
+    kind, distance = SENDS[blocking.kind]
+    return blocking._replace(kind=kind, stage=blocking.stage + distance, version=-1)
 
 
 def _circle(waits_for: Mapping[int, int]) -> list[int]:

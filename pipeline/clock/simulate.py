@@ -203,7 +203,7 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
 
     title = f"{plan.schedule}, simulated"
     for name in _OF_SEGMENTS:
-        if any(by_stage[name]) and not plan.on_one_rank:
+        if any(by_stage[name]) and not plan.in_waves:
             reason = f"the plan has {len(plan.ranks)} ranks"
             raise PlanError(name, getattr(costs, name), reason, "Give it for plans of one rank")
     if any(by_stage["sum_output_s"]) or any(by_stage["sum_gradient_s"]):

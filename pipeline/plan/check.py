@@ -3,17 +3,26 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.clock import execute
-from wavemare.pipeline.plan.cursor import PlanCursor
-from wavemare.pipeline.plan.plan import COMPUTE, SENDS, Action, Kind, Plan
+from wavemare.pipeline.plan.cursor import OF_A_STEP, PlanCursor
+from wavemare.pipeline.plan.plan import (
+    COMPUTE,
+    INPUT_GRADIENTS,
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    Plan,
+)
 
-__all__ = ["Report", "check"]
+__all__ = ["Memory", "Report", "check", "check_shape"]
 
 _MESSAGES = {
     Kind.SEND_ACTIVATION: "activations",
@@ -21,6 +30,51 @@ _MESSAGES = {
     Kind.SEND_NORM: "norms",
     Kind.SEND_TOTAL: "total norms",
 }
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What activations take on each stage, in bytes or in any other unit.
+
+    Args:
+        activations: What a micro-batch keeps from its forward pass on.
+        for_weights: The part of it that stays, where the backward pass is split, until the
+            gradients of the weights are there.
+        limit: The most on each rank.
+    """
+
+    activations: tuple[float, ...]
+    for_weights: tuple[float, ...]
+    limit: float
+
+    @classmethod
+    def in_micro_batches(cls, plan: Plan, limit: float = math.inf) -> Memory:
+        """Count activations of whole ranks, all of which live until the last gradient is there."""
+        stages = Counter(plan.rank_of)
+        shares = tuple(1 / stages[rank] for rank in plan.rank_of)
+        return cls(shares, shares, limit)
+
+    def peak(self, actions: Iterable[Action]) -> float:
+        """Return the most that a rank keeps.
+
+        Raises:
+            PlanError: It is more than the limit.
+        """
+        kept = most = 0.0
+        for action in actions:
+            kept += self._change(action)
+            most = max(most, kept)
+            if most > self.limit * (1 + 1e-9):
+                reason = f"with it the rank keeps {most:.6g}, and the limit is {self.limit:.6g}"
+                remedy = "Put gradients of earlier micro-batches before it, or raise memory_limit"
+                raise PlanError("action", str(action), reason, remedy)
+        return most
+
+    def _change(self, action: Action) -> float:
+        whole, rest = self.activations[action.stage], self.for_weights[action.stage]
+        changes = {Kind.FORWARD: whole, Kind.BACKWARD: -whole}
+        changes |= {Kind.BACKWARD_INPUT: rest - whole, Kind.BACKWARD_WEIGHT: -rest}
+        return changes.get(action.kind, 0.0)
 
 
 @dataclass(frozen=True)
@@ -36,7 +90,8 @@ class Report:
         num_steps: Optimizer steps.
         actions: For each rank the number of its actions.
         peak_activations: For each stage the most micro-batches whose forward pass was done and
-            whose backward pass was not; 0 where there are no backward passes.
+            whose backward pass was not, or not all of it; 0 where there are no backward passes.
+        peak_memory: For each rank that has several stages the most that it keeps (see `Memory`).
         staleness: For each stage and, in their order, each micro-batch: the optimizer steps of the
             stage between the micro-batch's forward and backward pass. Empty without backward
             passes.
@@ -51,6 +106,7 @@ class Report:
     num_steps: int
     actions: tuple[int, ...]
     peak_activations: tuple[int, ...]
+    peak_memory: tuple[float, ...]
     staleness: tuple[tuple[int, ...], ...]
     ticks: int
     idle_ticks: tuple[int, ...]
@@ -87,55 +143,84 @@ class Report:
         return "\n".join(lines + _table(self)) + "\n"
 
 
-def check(plan: Plan) -> Report:
+def check(plan: Plan, memory: Memory | None = None) -> Report:
     """Prove that a plan can be run and trains what it should.
 
-    * Every stage has its actions on one rank, with as many ranks as stages on the rank of its
-      number, and does each of them once: for every micro-batch load (first and last stage),
-      receive, forward, send, receive, backward, send, as far as it has that neighbour.
+    * Every stage has its actions on one rank, its home, and does each of them once: for every
+      micro-batch load (first and last stage, or the first for both), receive, forward, send,
+      receive, backward, send, as far as it has that neighbour on another rank. A neighbour on the
+      same rank comes before it.
+    * A backward pass is whole, or split into the gradients of the input and, later, of the weights.
+      The gradients of the weights are added up in the order of micro-batches.
+    * With homes, split passes or `NORM`, no forward pass comes before the step that it belongs
+      behind; a rank has one step, of its first stage; and all ranks have the norm, or none.
+    * No rank keeps more activations than the limit of ``memory``, if there is one.
     * The gradients of optimizer step ``k`` are reduced after all backward passes of its
       micro-batches and before all others, and once; the step comes after it, and before the next
       backward pass or the plan's `step_delay` later. Versions that are filled in are the
       number of optimizer steps so far; `CORRECT` names that of the forward pass, and between it
       and its `RESTORE` there is only that backward pass with its messages.
-    * In each direction between two stages the messages are received in the order in which they are
+    * Each message is sent once and received once, without homes in the order in which they are
       sent, and the first and last stage load in the same order.
     * No ranks wait for each other in a circle, with the plan's `send_slots`.
-    * One rank with several stages has no messages, and the first stage loads for all. Each
-      micro-batch is forwarded by the stages in their order and backwarded in the opposite one; the
-      last stage goes backward right after its forward pass. There are two waves at most, and each
+    * In waves, which have all stages on one rank and no homes, the last stage goes backward right after its forward pass. There are two waves at most, and each
       has one micro-batch under way.
 
     Raises:
         PlanError: The plan is wrong; the message names the actions in question.
     """
-    _check_shape(plan)
+    check_shape(plan)
     cursors = [PlanCursor(stage, plan) for stage in range(plan.num_stages)]
     for actions in plan.ranks:
-        for stage in sorted({action.stage for action in actions}):
-            cursors[stage].follow(action for action in actions if action.stage == stage)
-    if plan.on_one_rank:
-        _check_segments(plan)
-    else:
-        for before, after in pairwise(cursors):
-            _check_messages(before.sent[1], after.received[1])
-            _check_messages(after.sent[-1], before.received[-1])
+        stages = sorted({action.stage for action in actions})
+        for stage in stages:
+            cursors[stage].follow(
+                action
+                for action in actions
+                # With homes the step is that of all stages of its rank.
+                if action.stage == stage or (plan.homes and action.kind in OF_A_STEP)
+            )
+        if plan.homes:
+            _check_first(actions, stages[0])
+    if plan.in_waves:
+        _check_waves(plan)
+    for actions in plan.ranks:
+        _check_local(plan, actions)
+    for before, after in pairwise(cursors):
+        _check_messages(before.sent[1], after.received[1], in_order=not plan.homes)
+        _check_messages(after.sent[-1], before.received[-1], in_order=not plan.homes)
+    if cursors[-1].loads:
         _check_loads(cursors[0].loads, cursors[-1].loads)
+    _check_norms(plan)
+    memory = memory or Memory.in_micro_batches(plan)
+    peaks = [memory.peak(actions) for actions in plan.ranks] if plan.num_steps else []
     times = execute(plan, lambda kind, _: int(kind in COMPUTE), lambda _: 0)
-    return _report(plan, cursors, times)
+    return _report(plan, cursors, times, peaks)
 
 
-def _check_shape(plan: Plan) -> None:
-    """Check the plan's numbers, and that each stage is on one rank."""
+def check_shape(plan: Plan) -> None:
+    """Check the plan's numbers, and that each stage is on its rank.
+
+    Raises:
+        PlanError: They are wrong; the message names the number or an action.
+    """
     numbers = {"stages": (plan.num_stages, 1), "micro_batches": (plan.micro_batches, 1)}
     numbers |= {"steps": (plan.num_steps, 0), "send_slots": (plan.send_slots, 0)}
     numbers |= {"step_delay": (plan.step_delay, 0)}
     for key, (value, least) in numbers.items():
         if value < least:
             raise PlanError(key, value, "it is too small", f"Give {least} or more")
-    homes: dict[int, int] = {}
+    homes = dict(enumerate(plan.homes))
+    given = ",".join(map(str, plan.homes))
+    if homes and len(homes) != plan.num_stages:
+        reason = f"these are {len(homes)} ranks for {plan.num_stages} stages"
+        raise PlanError("homes", given, reason, "Give the rank of each stage")
+    if homes and not plan.send_slots and not plan.is_compute_only:
+        reason = "sends that block are for plans without homes"
+        raise PlanError("send_slots", plan.send_slots, reason, "Give 1 or more")
+    stages = [{action.stage for action in actions} for actions in plan.ranks]
     for rank, actions in enumerate(plan.ranks):
-        for stage in {action.stage for action in actions}:
+        for stage in stages[rank]:
             sample = str(next(action for action in actions if action.stage == stage))
             if not 0 <= stage < plan.num_stages:
                 reason = f"a plan of {plan.num_stages} stages has no stage {stage}"
@@ -146,15 +231,60 @@ def _check_shape(plan: Plan) -> None:
                 raise PlanError("action", sample, reason, "Keep each stage's actions on its rank")
     idle = [rank for rank, actions in enumerate(plan.ranks) if not actions]
     # Not all of them: the number of stages may be a mistyped one.
-    missing = next((stage for stage in range(plan.num_stages) if stage not in homes), None)
+    found = set().union(*stages)
+    missing = next((stage for stage in range(plan.num_stages) if stage not in found), None)
     if idle or missing is not None:
         reason = f"rank {idle[0]} does nothing" if idle else f"stage {missing} does nothing"
         raise PlanError("plan", plan.schedule, reason, "Give each stage its actions")
+    if not plan.homes and len(plan.ranks) not in {1, plan.num_stages}:
+        reason = f"there are {plan.num_stages} stages on {len(plan.ranks)} ranks"
+        given = ",".join(str(homes[stage]) for stage in range(plan.num_stages))
+        raise PlanError("homes", "", reason, f"Add homes={given} to the plan's header")
 
 
-def _check_messages(sent: list[Action], received: list[Action]) -> None:
-    """Check that the messages of one direction are received in the order of their sends."""
+def _check_local(plan: Plan, actions: Sequence[Action]) -> None:
+    """Check the order of what a rank's stages hand each other without a message."""
+    homes, head = plan.rank_of, plan.num_stages - 1
+    done: set[tuple[Kind, int, int, int]] = set()
+    for action in actions:
+        kind, stage, micro_batch, _, wave = action
+        step = -1 if kind is Kind.FORWARD else 1 if kind in INPUT_GRADIENTS else 0
+        other = stage + step
+        if step and 0 <= other <= head and homes[other] == homes[stage]:
+            same = INPUT_GRADIENTS if step > 0 else (kind,)
+            if not any((each, other, micro_batch, wave) in done for each in same):
+                needed = Action(kind, other, micro_batch, wave=wave)
+                reason = f"{needed} does not come before it"
+                raise PlanError("action", str(action), reason, f"Put {needed} before it")
+        done.add((kind, stage, micro_batch, wave))
+
+
+def _check_first(actions: Sequence[Action], first: int) -> None:
+    """Check that a rank's steps are those of its first stage."""
+    for action in actions:
+        if action.kind in OF_A_STEP and action.stage != first:
+            reason = f"a rank steps once, for all its stages, as stage {first}"
+            remedy = f"Write {action._replace(stage=first, version=-1)}"
+            raise PlanError("action", str(action), reason, remedy)
+
+
+def _check_norms(plan: Plan) -> None:
+    """Check that all ranks sum their norms at the same steps."""
+    norms = [[a for a in actions if a.kind is Kind.NORM] for actions in plan.ranks]
+    steps = [{a.micro_batch for a in rank} for rank in norms]
+    for one, other in pairwise(range(len(norms))):
+        if odd := steps[one] ^ steps[other]:
+            norm = next(a for a in [*norms[one], *norms[other]] if a.micro_batch in odd)
+            without = other if norm in norms[one] else one
+            reason = f"rank {without} does not take part in this sum over all ranks"
+            raise PlanError("action", str(norm), reason, "Add it to all ranks, or leave it out")
+
+
+def _check_messages(sent: list[Action], received: list[Action], *, in_order: bool) -> None:
+    """Check that messages between two stages are received, and where asked in their order."""
     meets = {kind: receive for kind, (receive, _) in SENDS.items()}
+    if not in_order:
+        sent, received = sorted(sent, key=_by_message), sorted(received, key=_by_message)
     coming = [(meets[kind], micro_batch, wave) for kind, _, micro_batch, _, wave in sent]
     if coming == [(kind, micro_batch, wave) for kind, _, micro_batch, _, wave in received]:
         return
@@ -173,6 +303,11 @@ def _check_messages(sent: list[Action], received: list[Action]) -> None:
             raise PlanError("action", str(receive), reason, remedy)
 
 
+def _by_message(action: Action) -> tuple[Kind, int, int]:
+    kind, _, micro_batch, _, wave = action
+    return RECEIVES[kind][0] if kind in RECEIVES else kind, micro_batch, wave
+
+
 def _check_loads(first: list[Action], last: list[Action]) -> None:
     """Check that the first and last stage read the same stream of micro-batches."""
     for one, other in zip(first, last, strict=True):
@@ -181,24 +316,15 @@ def _check_loads(first: list[Action], last: list[Action]) -> None:
             raise PlanError("action", str(other), reason, "Load in the same order on both stages")
 
 
-def _check_segments(plan: Plan) -> None:
-    """Check what takes the place of messages where one rank has several stages."""
+def _check_waves(plan: Plan) -> None:
+    """Check that the head's passes follow each other, and that each wave has one micro-batch."""
     head = plan.num_stages - 1
-    if not head:
+    if not head or not plan.num_steps:
         return
     actions = plan.ranks[0]
-    done: set[Action] = set()
     under_way: dict[int, int] = {}
     for action, following in zip_longest(actions, actions[1:]):
-        kind, stage, micro_batch, _, wave = action
-        step = {Kind.FORWARD: -1, Kind.BACKWARD: 1}.get(kind, 0)
-        needed = Action(kind, stage + step, micro_batch, wave=wave)
-        if step and 0 <= needed.stage <= head and needed not in done:
-            reason = f"{needed} does not come before it"
-            raise PlanError("action", str(action), reason, f"Put {needed} before it")
-        done.add(action._replace(version=-1))
-        if not plan.num_steps:
-            continue
+        kind, stage, _, _, wave = action
         if kind is Kind.FORWARD and stage == head:
             backward = action._replace(kind=Kind.BACKWARD, version=-1)
             if following is None or following._replace(version=-1) != backward:
@@ -221,7 +347,9 @@ def _check_wave(action: Action, under_way: dict[int, int]) -> None:
     under_way[action.wave] = action.micro_batch
 
 
-def _report(plan: Plan, cursors: list[PlanCursor], times: list[list[float]]) -> Report:
+def _report(
+    plan: Plan, cursors: list[PlanCursor], times: list[list[float]], peaks: list[float]
+) -> Report:
     """Put together what the cursors and the execution in ticks have found."""
     ends = [
         [end for end, action in zip(rank, actions, strict=True) if action.kind in COMPUTE]
@@ -236,6 +364,7 @@ def _report(plan: Plan, cursors: list[PlanCursor], times: list[list[float]]) -> 
         num_steps=plan.num_steps,
         actions=tuple(map(len, plan.ranks)),
         peak_activations=tuple(cursor.peak if plan.num_steps else 0 for cursor in cursors),
+        peak_memory=tuple(peaks) if plan.homes else (),
         staleness=tuple(
             tuple(s for _, s in sorted(cursor.staleness.items())) for cursor in cursors
         ),
@@ -247,11 +376,12 @@ def _report(plan: Plan, cursors: list[PlanCursor], times: list[list[float]]) -> 
 
 def _table(report: Report) -> list[str]:
     """Return a line for each stage and for each rank: the same lines where these are the same."""
-    ranks = [("rank", "actions", "idle ticks")]
-    ranks += [
-        (str(rank), str(actions), str(idle))
-        for rank, (actions, idle) in enumerate(zip(report.actions, report.idle_ticks, strict=True))
-    ]
+    columns = [("actions", report.actions), ("idle ticks", report.idle_ticks)]
+    if report.peak_memory:
+        columns.append(("peak memory", tuple(f"{peak:.6g}" for peak in report.peak_memory)))
+    ranks = [("rank", *(str(rank) for rank in range(len(report.actions))))]
+    ranks += [(name, *map(str, column)) for name, column in columns]
+    ranks = list(zip(*ranks, strict=True))
     stages = [("stage", "peak activations", "max staleness", "mean")]
     stages += [
         (str(stage), str(peak), str(highest), f"{mean:.3f}")

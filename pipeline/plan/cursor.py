@@ -7,14 +7,23 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind, Plan
+from wavemare.pipeline.plan.plan import (
+    INPUT_GRADIENTS,
+    RECEIVES,
+    SENDS,
+    WEIGHT_GRADIENTS,
+    Action,
+    Kind,
+    Plan,
+)
 
 _Key = tuple[int, ...]
 """A micro-batch and its wave."""
 
-_OF_A_STEP = frozenset(
+OF_A_STEP = frozenset(
     {
         Kind.REDUCE,
+        Kind.NORM,
         Kind.SEND_NORM,
         Kind.RECV_NORM,
         Kind.SEND_TOTAL,
@@ -22,8 +31,9 @@ _OF_A_STEP = frozenset(
         Kind.STEP,
     }
 )
-_OF_A_CORRECTION = frozenset({Kind.RECV_GRAD, Kind.BACKWARD, Kind.SEND_GRAD, Kind.RESTORE})
-_OPTIONAL = frozenset({Kind.CORRECT, Kind.RESTORE})
+_OF_A_CORRECTION = frozenset({Kind.RECV_GRAD, *INPUT_GRADIENTS, Kind.SEND_GRAD, Kind.RESTORE})
+_SPLIT = frozenset({Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+_OPTIONAL = frozenset({Kind.CORRECT, Kind.RESTORE, *_SPLIT})
 
 
 class PlanCursor:
@@ -38,7 +48,8 @@ class PlanCursor:
         received: Its receives, of messages that go to the next stage (1) or to the one before (-1).
         loads: Its loads.
         staleness: By micro-batch and wave, the optimizer steps between forward and backward pass.
-        peak: The most micro-batches that were forwarded and not yet backwarded.
+        peak: The most micro-batches that were forwarded and whose gradients of the weights were not
+            yet there.
     """
 
     def __init__(self, stage: int, plan: Plan) -> None:
@@ -49,9 +60,7 @@ class PlanCursor:
         self.peak = 0
         self._stage = stage
         self._plan = plan
-        self._needs = _requirements(
-            stage, plan.num_stages, trains=plan.num_steps > 0, on_one_rank=plan.on_one_rank
-        )
+        self._needs = _requirements(stage, plan)
         self._logs = {Kind.LOAD: self.loads}
         self._logs |= {kind: self.sent[step] for kind, (_, step) in SENDS.items()}
         self._logs |= {kind: self.received[-step] for kind, (_, step) in RECEIVES.items()}
@@ -60,6 +69,7 @@ class PlanCursor:
         self._forward_version: dict[_Key, int] = {}
         self._steps = 0
         self._reduced = 0  # optimizer steps whose gradients are complete
+        self._complete = 0  # micro-batches whose gradients are
         self._corrected: Action | None = None
 
     def follow(self, actions: Iterable[Action]) -> None:
@@ -72,7 +82,10 @@ class PlanCursor:
             kind, key = action.kind, action[2::2]
             if kind not in self._needs:
                 raise _refusal(action, "this stage has nothing of this kind to do", "Leave it out")
-            done = self._done_for_step if kind in _OF_A_STEP else self._done[key]
+            done = self._done_for_step if kind in OF_A_STEP else self._done[key]
+            if _is_mixed(kind, done):
+                reason = "this backward pass is whole in one place and split in another"
+                raise _refusal(action, reason, "Do B, or I and W")
             if kind in done:
                 raise _refusal(action, "it is done a second time", "Leave it out")
             if missing := self._needs[kind] - done:
@@ -86,19 +99,38 @@ class PlanCursor:
             if -1 != action.version != expected:
                 reason = f"the weights' version is {expected} here"
                 raise _refusal(action, reason, "Let 'Versions' count the optimizer steps")
-            if kind in _OF_A_STEP:
+            if kind in OF_A_STEP:
                 self._meet_step(action)
             done.add(kind)
             if kind is Kind.STEP:
                 done.clear()
             elif kind is Kind.FORWARD:
-                self._forward_version[key] = self._steps
-                self.peak = max(self.peak, len(self._forward_version) - len(self.staleness))
-            elif kind is Kind.BACKWARD:
+                self._meet_forward(action, key)
+            if kind in INPUT_GRADIENTS:
+                done.add(Kind.BACKWARD)  # for what needs no more than the gradient of the input
                 self._meet_backward(action, key)
+            if kind in WEIGHT_GRADIENTS:
+                self._meet_weight_gradient(action)
             if kind in self._logs:
                 self._logs[kind].append(action)
         self._finish()
+
+    def _meet_forward(self, action: Action, key: _Key) -> None:
+        step = action.micro_batch // self._plan.micro_batches
+        if self._plan.flushes and step != self._steps:
+            reason = f"it belongs to optimizer step {step}, but {self._steps} steps come before it"
+            raise _refusal(action, reason, "Put it between the steps to which it belongs")
+        self._forward_version[key] = self._steps
+        self.peak = max(self.peak, len(self._forward_version) - self._complete)
+
+    def _meet_weight_gradient(self, action: Action) -> None:
+        if action.micro_batch < self._complete:  # done in another wave, too
+            return
+        if action.micro_batch > self._complete:
+            reason = f"the stage's next gradients of the weights are those of {self._complete}"
+            remedy = "Add them up in the order of micro-batches, which makes their bits the same"
+            raise _refusal(action, reason, remedy)
+        self._complete += 1
 
     def _meet_backward(self, action: Action, key: _Key) -> None:
         step = action.micro_batch // self._plan.micro_batches
@@ -117,11 +149,10 @@ class PlanCursor:
         if action.wave:
             reason = "an optimizer step is that of both waves"
             raise _refusal(action, reason, "Leave out its wave")
-        if action.kind is Kind.REDUCE and len(self.staleness) < end:
-            backwarded = {micro_batch for micro_batch, _ in self.staleness}
-            missing = Action(
-                Kind.BACKWARD, self._stage, next(m for m in range(end) if m not in backwarded)
-            )
+        if action.kind is Kind.REDUCE and self._complete < end:
+            begun = any(m == self._complete for m, _ in self.staleness)
+            kind = Kind.BACKWARD_WEIGHT if begun else Kind.BACKWARD
+            missing = Action(kind, self._stage, self._complete)
             raise _refusal(action, f"{missing} does not come before it", f"Put {missing} before it")
         if action.kind is Kind.REDUCE:
             self._reduced += 1
@@ -152,7 +183,7 @@ class PlanCursor:
             reason = f"stage {stage} does {self._steps} optimizer steps"
             raise PlanError("steps", plan.num_steps, reason, "Give each stage all steps")
         total = plan.micro_batches * max(1, plan.num_steps)
-        needed = self._needs.keys() - _OF_A_STEP - _OPTIONAL
+        needed = self._needs.keys() - OF_A_STEP - _OPTIONAL
         waves: dict[int, int] = {}
         for micro_batch, wave in self._done:
             if micro_batch >= total or waves.setdefault(micro_batch, wave) != wave:
@@ -166,27 +197,26 @@ class PlanCursor:
                 raise _refusal(action, "it is missing", "Add it")
 
 
-def _requirements(
-    stage: int, num_stages: int, *, trains: bool, on_one_rank: bool
-) -> dict[Kind, frozenset[Kind]]:
+def _requirements(stage: int, plan: Plan) -> dict[Kind, frozenset[Kind]]:
     """Return the kinds of actions that a stage has to do, each with those that come before it."""
-    first, last = stage == 0, stage == num_stages - 1
-    loads = [Kind.LOAD] if first or (last and not on_one_rank) else []
-    if on_one_rank:  # no stage has a neighbour with which it exchanges messages
-        first = last = True
+    homes, head = plan.rank_of, plan.num_stages - 1
+    loads = [Kind.LOAD] if stage == 0 or (stage == head and homes[0] != homes[head]) else []
+    # Neighbours on one rank exchange no messages.
+    first = stage == 0 or homes[stage - 1] == homes[stage]
+    last = stage == head or homes[stage + 1] == homes[stage]
     from_before = [Kind.RECV_ACTIVATION] if not first else []
     rules: dict[Kind, list[Kind]] = {kind: [] for kind in [*loads, *from_before]}
     rules[Kind.FORWARD] = [*loads, *from_before]
     if not last:
         rules[Kind.SEND_ACTIVATION] = [Kind.FORWARD]
-    if not trains:
+    if not plan.num_steps:
         return {kind: frozenset(needs) for kind, needs in rules.items()}
     from_after = [Kind.RECV_GRAD] if not last else []
-    norms = [Kind.RECV_NORM] if not last else []
-    totals = [Kind.RECV_TOTAL] if not first else [Kind.REDUCE, *norms]
-    rules |= {kind: [] for kind in [*from_after, *norms]}
+    rules |= {kind: [] for kind in from_after}
     rules |= {
         Kind.BACKWARD: [Kind.FORWARD, *from_after],
+        Kind.BACKWARD_INPUT: [Kind.FORWARD, *from_after],
+        Kind.BACKWARD_WEIGHT: [Kind.BACKWARD_INPUT],
         Kind.CORRECT: [Kind.FORWARD],
         Kind.RESTORE: [Kind.CORRECT, Kind.BACKWARD],
         Kind.REDUCE: [],
@@ -194,11 +224,25 @@ def _requirements(
     }
     if not first:
         rules[Kind.SEND_GRAD] = [Kind.BACKWARD]
+    if plan.flushes:
+        rules[Kind.NORM] = [Kind.REDUCE]
+        return {kind: frozenset(needs) for kind, needs in rules.items()}
+    norms = [Kind.RECV_NORM] if not last else []
+    totals = [Kind.RECV_TOTAL] if not first else [Kind.REDUCE, *norms]
+    rules |= {kind: [] for kind in norms}
+    if not first:
         rules[Kind.SEND_NORM] = [Kind.REDUCE, *norms]
         rules[Kind.RECV_TOTAL] = []
     if not last:
         rules[Kind.SEND_TOTAL] = totals
     return {kind: frozenset(needs) for kind, needs in rules.items()}
+
+
+def _is_mixed(kind: Kind, done: set[Kind]) -> bool:
+    """Whether a backward pass is split, and whole as well."""
+    split = Kind.BACKWARD_INPUT in done
+    whole = Kind.BACKWARD in done and not split
+    return (kind is Kind.BACKWARD and split) or (kind in _SPLIT and whole)
 
 
 def _first(kinds: Iterable[Kind]) -> Kind:

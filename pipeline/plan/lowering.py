@@ -6,18 +6,31 @@ up to ``m + P - 1 - s`` (`ahead`), unless a limit stops it. Without a limit this
 continuous pipeline, which idles only while it fills. With a limit at the end of every optimizer
 step it is 1F1B, which empties the pipeline at each step.
 
-The other functions map the actions of one stage to new ones. The order is `add_steps`,
+The other functions map the actions of one rank to new ones. The order is `add_steps`,
 `Versions.annotate`, `add_communication`, and then `overlap_forward_backward` where a stage runs
-two passes together, or `defer_sends` where sends block.
+two passes together, or `defer_sends` where sends block. `lower` does the first three for a plan
+that holds nothing but passes, whatever stages a rank has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from wavemare.pipeline.plan.plan import Action, Kind
+from wavemare.errors import PlanError
+from wavemare.pipeline.clock.clock import execute
+from wavemare.pipeline.plan.check import check_shape
+from wavemare.pipeline.plan.plan import (
+    COMPUTE,
+    INPUT_GRADIENTS,
+    SENDS,
+    WEIGHT_GRADIENTS,
+    Action,
+    Kind,
+    Plan,
+)
 
 __all__ = [
     "Pair",
@@ -28,46 +41,90 @@ __all__ = [
     "ahead",
     "defer_sends",
     "in_pairs",
+    "lower",
     "overlap_forward_backward",
 ]
 
+_STEP = Kind.REDUCE, Kind.NORM, Kind.STEP
 _BETWEEN = frozenset({Kind.SEND_GRAD, Kind.RECV_ACTIVATION, Kind.LOAD})
 
 
-def add_steps(
-    actions: Iterable[Action],
-    num_stages: int,
-    *,
-    ends: Container[int],
-    norms: bool = False,
-    synchronous: bool = False,
-) -> Iterator[Action]:
-    """Add an optimizer step after each backward pass that completes one.
+def lower(plan: Plan) -> Plan:
+    """Add everything but passes to a plan that holds nothing else: steps, messages and loads.
+
+    Each rank steps once, after its last gradient of the step, and has one slot for messages more
+    than the plan needs to end.
 
     Args:
-        actions: Of one stage.
+        plan: With its homes, unless each rank has the stage of its number.
+
+    Raises:
+        PlanError: A stage is not where it should be, or ranks wait for each other with any number
+            of slots.
+    """
+    check_shape(plan)
+    ranks = []
+    for passes in plan.ranks:
+        gradients = (action for action in passes if action.kind in WEIGHT_GRADIENTS)
+        ends = {action.micro_batch // plan.micro_batches: action for action in gradients}
+        stage = min(action.stage for action in passes)
+        actions = Versions().annotate(add_steps(passes, _STEP, ends=ends.values(), stage=stage))
+        ranks.append(tuple(add_communication(actions, plan.rank_of)))
+    plan = replace(plan, ranks=tuple(ranks))
+    most = 1 + sum(action.kind in SENDS for actions in ranks for action in actions)
+    _run(plan, most)
+    return replace(plan, send_slots=1 + next(n for n in range(1, most + 1) if _ends(plan, n)))
+
+
+def _ends(plan: Plan, send_slots: int) -> bool:
+    try:
+        _run(plan, send_slots)
+    except PlanError:
+        return False
+    return True
+
+
+def _run(plan: Plan, send_slots: int) -> None:
+    plan = replace(plan, send_slots=send_slots)
+    execute(plan, lambda kind, _: int(kind in COMPUTE), lambda _: 0)
+
+
+def add_steps(
+    actions: Iterable[Action], kinds: Iterable[Kind], *, ends: Container[Action], stage: int
+) -> Iterator[Action]:
+    """Add an optimizer step after each pass that completes one.
+
+    Args:
+        actions: Of one rank.
+        kinds: What a step consists of.
+        ends: The passes that complete a step.
+        stage: The first one of the rank.
+    """
+    for action in actions:
+        yield action
+        if action in ends:
+            yield from (Action(kind, stage, action.micro_batch) for kind in kinds)
+
+
+def _step_kinds(stage: int, num_stages: int, *, norms: bool, synchronous: bool) -> list[Kind]:
+    """Return what an optimizer step of a stage consists of.
+
+    Args:
+        stage: Counted from 0.
         num_stages: Length of the pipeline.
-        ends: The last micro-batches of the optimizer steps.
         norms: Whether stages exchange gradient norms. Each stage then knows the norm of all later
             stages for this very step.
         synchronous: Whether the step empties the pipeline. The norm of all stages then travels
             back, so that it is exact on every stage.
     """
-    for action in actions:
-        yield action
-        if action.kind is not Kind.BACKWARD or action.micro_batch not in ends:
-            continue
-        stage, micro_batch = action.stage, action.micro_batch
-        yield Action(Kind.REDUCE, stage, micro_batch)
-        if norms and stage < num_stages - 1:
-            yield Action(Kind.RECV_NORM, stage, micro_batch)
-        if norms and stage > 0:
-            yield Action(Kind.SEND_NORM, stage, micro_batch)
-        if norms and synchronous and stage > 0:
-            yield Action(Kind.RECV_TOTAL, stage, micro_batch)
-        if norms and synchronous and stage < num_stages - 1:
-            yield Action(Kind.SEND_TOTAL, stage, micro_batch)
-        yield Action(Kind.STEP, stage, micro_batch)
+    first, last = stage == 0, stage == num_stages - 1
+    wanted = {
+        Kind.RECV_NORM: norms and not last,
+        Kind.SEND_NORM: norms and not first,
+        Kind.RECV_TOTAL: norms and synchronous and not first,
+        Kind.SEND_TOTAL: norms and synchronous and not last,
+    }
+    return [Kind.REDUCE, *(kind for kind, is_wanted in wanted.items() if is_wanted), Kind.STEP]
 
 
 class Versions:
@@ -102,25 +159,32 @@ class Versions:
             yield Action(kind, stage, micro_batch, newest, wave)
 
 
-def add_communication(actions: Iterable[Action], num_stages: int) -> Iterator[Action]:
-    """Add loading, receives and sends around the passes of one stage."""
+def add_communication(actions: Iterable[Action], homes: Sequence[int]) -> Iterator[Action]:
+    """Add loading, receives and sends around the passes of one rank.
+
+    Args:
+        actions: In their order.
+        homes: For each stage its rank. What stays on a rank is neither sent nor received.
+    """
+    head = len(homes) - 1
     for action in actions:
-        kind, stage, micro_batch, version, wave = action
-        first, last = stage == 0, stage == num_stages - 1
+        kind, stage = action.kind, action.stage
+        before = stage > 0 and homes[stage - 1] != homes[stage]
+        after = stage < head and homes[stage + 1] != homes[stage]
         if kind is Kind.FORWARD:
-            if not first:
-                yield Action(Kind.RECV_ACTIVATION, stage, micro_batch, version, wave)
-            if first or last:
-                yield Action(Kind.LOAD, stage, micro_batch, version, wave)
+            if before:
+                yield action._replace(kind=Kind.RECV_ACTIVATION)
+            if stage == 0 or (stage == head and homes[0] != homes[head]):
+                yield action._replace(kind=Kind.LOAD)
             yield action
-            if not last:
-                yield Action(Kind.SEND_ACTIVATION, stage, micro_batch, version, wave)
-        elif kind is Kind.BACKWARD:
-            if not last:
-                yield Action(Kind.RECV_GRAD, stage, micro_batch, version, wave)
+            if after:
+                yield action._replace(kind=Kind.SEND_ACTIVATION)
+        elif kind in INPUT_GRADIENTS:
+            if after:
+                yield action._replace(kind=Kind.RECV_GRAD)
             yield action
-            if not first:
-                yield Action(Kind.SEND_GRAD, stage, micro_batch, version, wave)
+            if before:
+                yield action._replace(kind=Kind.SEND_GRAD)
         else:
             yield action
 
@@ -265,15 +329,16 @@ class StageSchedule:
                 the end of the step, the pipeline is empty after it.
         """
         last = self.first + self._micro_batches
-        actions = add_steps(
-            self._passes(last, stop),
+        kinds = _step_kinds(
+            self._stage,
             self._num_stages,
-            ends={last - 1},
             norms=self._norms,
             synchronous=self._empty_at == self.first and stop == last,
         )
+        end = Action(Kind.BACKWARD, self._stage, last - 1)
+        actions = add_steps(self._passes(last, stop), kinds, ends={end}, stage=self._stage)
         actions = self._versions.annotate(actions)
-        result = list(add_communication(actions, self._num_stages))
+        result = list(add_communication(actions, range(self._num_stages)))
         self.first = last
         if stop == last:
             self._empty_at = last

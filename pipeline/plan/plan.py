@@ -4,13 +4,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from wavemare.errors import PlanError
 
-__all__ = ["COLLECTIVES", "COMPUTE", "RECEIVES", "SENDS", "Action", "Kind", "Plan", "check_numbers"]
+__all__ = [
+    "COLLECTIVES",
+    "COMPUTE",
+    "INPUT_GRADIENTS",
+    "RECEIVES",
+    "SENDS",
+    "WEIGHT_GRADIENTS",
+    "Action",
+    "Kind",
+    "Plan",
+    "check_numbers",
+]
 
 
 class Kind(StrEnum):
@@ -23,7 +36,13 @@ class Kind(StrEnum):
     """Forward pass with the newest weights."""
 
     BACKWARD = "B"
-    """Backward pass."""
+    """Whole backward pass."""
+
+    BACKWARD_INPUT = "I"
+    """The part of a backward pass that computes the gradient of the stage's input."""
+
+    BACKWARD_WEIGHT = "W"
+    """The part that computes the gradients of the stage's weights."""
 
     SEND_ACTIVATION = "SA"
     """To the next stage."""
@@ -39,6 +58,10 @@ class Kind(StrEnum):
 
     REDUCE = "R"
     """Average the stage's gradients over its data-parallel ranks."""
+
+    NORM = "N"
+    """Sum of the ranks' squared gradient norms: an all-reduce over the pipeline, in place of the
+    messages below."""
 
     SEND_NORM = "SN"
     """Squared gradient norm of this stage and all later ones, to the stage before."""
@@ -68,8 +91,16 @@ class Kind(StrEnum):
     """Sum of the gradient of a segment's input, in the same way."""
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+COMPUTE = frozenset(
+    {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+)
 """Kinds that keep a device busy with a micro-batch."""
+
+INPUT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+"""Kinds that give the gradient of a stage's input."""
+
+WEIGHT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+"""Kinds that complete a micro-batch's gradients of the weights."""
 
 COLLECTIVES = frozenset({Kind.SUM_OUTPUT, Kind.SUM_GRADIENT})
 """Kinds that run beside a device's passes."""
@@ -81,7 +112,7 @@ SENDS = {
     Kind.SEND_NORM: (Kind.RECV_NORM, -1),
 }
 """For each kind of send the kind of receive that meets it, and where its stage is: +1 next, -1
-before. The messages of one direction between two stages keep their order."""
+before. The messages from one rank to another keep their order."""
 
 RECEIVES = {receive: (send, -step) for send, (receive, step) in SENDS.items()}
 """The same from the receiver's side."""
@@ -95,7 +126,8 @@ class Action(NamedTuple):
 
     Args:
         kind: What is done.
-        stage: Counted from 0.
+        stage: Counted from 0 over all ranks; a rank may have several. For `REDUCE`, `NORM` and
+            `STEP` of a rank with several: its first.
         micro_batch: Counted from 0 over the whole run. For `REDUCE`, `STEP` and the norms: the last
             micro-batch of the optimizer step.
         version: Of the stage's weights, counted in its optimizer steps: the newest when the action
@@ -142,7 +174,8 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 _DIGITS = 18
 _HEADER = ("schedule", "stages", "micro_batches", "steps", "send_slots")
-_DELAY = "step_delay"  # written if there is one
+# Written if there are any.
+_DELAY, _HOMES = "step_delay", "homes"
 
 
 @dataclass(frozen=True)
@@ -154,12 +187,13 @@ class Plan:
         num_stages: Number of pipeline stages.
         micro_batches: Micro-batches per optimizer step.
         num_steps: Optimizer steps; 0 for inference.
-        ranks: For each rank its actions. A single rank has all stages, which then are the segments
-            of a model and exchange no messages.
+        ranks: For each rank its actions. Without homes each rank has one stage, or a single rank
+            has all: the segments of a model, in waves.
         send_slots: How many messages of one direction a rank may leave unreceived before a send
             waits: 0 where a send waits for its receive (DeepSpeed's blocking sends).
         step_delay: How many optimizer steps may be missing when backward passes of the next one
             begin: their gradients are reduced, and applied later.
+        homes: For each stage its rank; stages on one rank exchange no messages.
     """
 
     schedule: str
@@ -169,11 +203,35 @@ class Plan:
     ranks: tuple[tuple[Action, ...], ...]
     send_slots: int = 0
     step_delay: int = 0
+    homes: tuple[int, ...] = ()
 
     @property
-    def on_one_rank(self) -> bool:
-        """Whether one rank has all stages."""
-        return len(self.ranks) == 1
+    def in_waves(self) -> bool:
+        """Whether one rank has all stages, as the segments of one model."""
+        return len(self.ranks) == 1 and not self.homes
+
+    @property
+    def rank_of(self) -> Sequence[int]:
+        """For each stage its rank."""
+        if self.homes:
+            return self.homes
+        return (0,) * self.num_stages if self.in_waves else range(self.num_stages)
+
+    @cached_property
+    def is_compute_only(self) -> bool:
+        """Whether nothing but passes is in it: no message, no load and no step."""
+        return all(action.kind in COMPUTE for rank in self.ranks for action in rank)
+
+    @cached_property
+    def is_split(self) -> bool:
+        """Whether a backward pass is split."""
+        return any(a.kind is Kind.BACKWARD_INPUT for rank in self.ranks for a in rank)
+
+    @cached_property
+    def flushes(self) -> bool:
+        """Whether its kind of schedule must empty the pipeline at each step."""
+        norms = any(a.kind is Kind.NORM for rank in self.ranks for a in rank)
+        return bool(self.homes) or self.is_split or norms
 
     def __str__(self) -> str:
         values = (
@@ -184,8 +242,9 @@ class Plan:
             self.send_slots,
         )
         header = " ".join(f"{key}={value}" for key, value in zip(_HEADER, values, strict=True))
-        delay = f" {_DELAY}={self.step_delay}" if self.step_delay else ""
-        lines = [f"plan {header}{delay}"]
+        header += f" {_DELAY}={self.step_delay}" if self.step_delay else ""
+        header += f" {_HOMES}={','.join(map(str, self.homes))}" if self.homes else ""
+        lines = [f"plan {header}"]
         for rank, actions in enumerate(self.ranks):
             lines.append(f"{rank}: {' '.join(map(str, actions))}".rstrip())
         return "\n".join(lines) + "\n"
@@ -209,6 +268,9 @@ class Plan:
             num_steps=_number(values, "steps"),
             send_slots=_number(values, "send_slots"),
             step_delay=_number(values, _DELAY),
+            homes=tuple(
+                _number({_HOMES: home}, _HOMES) for home in values[_HOMES].split(",") if home
+            ),
             ranks=tuple(_rank(line, number) for number, line in enumerate(lines[1:])),
         )
 
@@ -229,11 +291,11 @@ def check_numbers(num_stages: int, micro_batches: int, num_steps: int) -> None:
 def _header(line: str) -> dict[str, str]:
     word, *pairs = line.split()
     values = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    keys = {*_HEADER, *values.keys() & {_DELAY}}
+    keys = {*_HEADER, *values.keys() & {_DELAY, _HOMES}}
     if word != "plan" or set(values) != keys or len(pairs) != len(keys):
         example = "plan " + " ".join(f"{key}=..." for key in _HEADER)
         raise PlanError("plan", line, "this is no header of a plan", f"Write '{example}'")
-    return {_DELAY: "0", **values}
+    return {_DELAY: "0", _HOMES: "", **values}
 
 
 def _number(values: dict[str, str], key: str) -> int:

@@ -34,7 +34,7 @@ class RunPlan:
         micro_batches: Per optimizer step.
         asynchronous: Whether it is PipeMare; otherwise each run is one step of 1F1B.
         overlap: See `overlap_forward_backward`.
-        norms: See `add_steps`.
+        norms: Whether stages exchange gradient norms.
         correct: See `Versions`.
         slack: See `ahead`.
     """

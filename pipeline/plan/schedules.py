@@ -127,7 +127,7 @@ def pipemare(
         warmup_steps: Number of first steps that are synchronous (PipeMare's T3).
         drain_interval: Steps between drains; 0 for none.
         slack: See `ahead`.
-        norms: See `add_steps`.
+        norms: Whether stages exchange gradient norms.
         correct: See `Versions`.
         overlap: See `overlap_forward_backward`.
 
@@ -192,7 +192,7 @@ def inference(num_stages: int, micro_batches: int, num_steps: int = 0) -> Plan:
 
     def actions(stage: int) -> tuple[Action, ...]:
         passes = (Action(Kind.FORWARD, stage, m, 0) for m in range(micro_batches))
-        return tuple(add_communication(passes, num_stages))
+        return tuple(add_communication(passes, range(num_stages)))
 
     ranks = tuple(actions(stage) for stage in range(num_stages))
     return Plan("inference", num_stages, micro_batches, 0, ranks)

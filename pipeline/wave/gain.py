@@ -158,7 +158,7 @@ def peak_bytes(plan: Plan, saved_bytes: Sequence[int]) -> int:
     Raises:
         PlanError: There are numbers for another number of segments, or the plan has several ranks.
     """
-    if not plan.on_one_rank:
+    if not plan.in_waves:
         reason = f"it has {len(plan.ranks)} ranks"
         raise PlanError("plan", plan.schedule, reason, "Give a plan of waves, which is for one")
     if len(saved_bytes) != plan.num_stages:

@@ -9,7 +9,7 @@ from pathlib import Path
 from wavemare.pipeline.clock.simulate import Costs, bubble, simulate
 from wavemare.pipeline.draw import grid, svg
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.lowering import add_communication, add_steps
+from wavemare.pipeline.plan.lowering import lower
 from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.schedules import one_f_one_b
 
@@ -17,18 +17,13 @@ from wavemare.pipeline.plan.schedules import one_f_one_b
 def gpipe(num_stages: int, micro_batches: int) -> Plan:
     """Return GPipe's schedule: all forward passes, then all backward passes, then the step."""
 
-    def actions(stage: int) -> tuple[Action, ...]:
-        passes = [
-            Action(kind, stage, micro_batch, version=0)
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
-            for micro_batch in range(micro_batches)
-        ]
-        steps = add_steps(passes, num_stages, ends={micro_batches - 1})
-        # Sends, receives and loads follow from the order of the passes.
-        return tuple(add_communication(steps, num_stages))
-
-    ranks = tuple(actions(stage) for stage in range(num_stages))
-    return Plan("gpipe", num_stages, micro_batches, 1, ranks, send_slots=2)
+    kinds = Kind.FORWARD, Kind.BACKWARD
+    ranks = tuple(
+        tuple(Action(kind, stage, m) for kind in kinds for m in range(micro_batches))
+        for stage in range(num_stages)
+    )
+    # Steps, sends, receives and loads follow from the order of the passes.
+    return lower(Plan("gpipe", num_stages, micro_batches, 1, ranks))
 
 
 def main() -> None:

@@ -262,7 +262,7 @@ def _costs(plan: Plan, texts: Mapping[str, str]) -> Costs:
 
     seconds = {key: _seconds(key, text, plan.num_stages) for key, text in texts.items()}
     sums = seconds.get("--collective-ms")
-    if sums is not None and not plan.on_one_rank:
+    if sums is not None and not plan.in_waves:
         reason = f"the schedule {plan.schedule!r} has no collectives between its passes"
         remedy = "Leave it out, or give it with tick-tock, accumulation or in-phase"
         raise ConfigError("--collective-ms", texts["--collective-ms"], reason, remedy)

@@ -295,23 +295,25 @@ def test_waves_are_checked_apart():
 def test_a_rank_may_hold_several_stages():
     """A pipeline of 4 stages that is folded: ranks 0 and 1 hold stages 0 and 3, 1 and 2."""
     ranks = (
-        parsed("0L0 0F0 0SA0 0L1 0F1 0SA1 3RA0 3L0 3F0 3RA1 3L1 3F1"),
-        parsed("1RA0 1F0 1SA0 2RA0 2F0 2SA0 1RA1 1F1 1SA1 2RA1 2F1 2SA1"),
+        parsed("0L0 0F0 0SA0 0L1 0F1 0SA1 3RA0 3F0 3RA1 3F1"),
+        parsed("1RA0 1F0 2F0 2SA0 1RA1 1F1 2F1 2SA1"),
     )
-    plan = Plan("folded", 4, 2, 0, tuple(map(tuple, ranks)), send_slots=1)
+    plan = Plan("folded", 4, 2, 0, tuple(map(tuple, ranks)), send_slots=1, homes=(0, 1, 1, 0))
     report = check(plan)
     assert report.ticks == 6
     assert report.idle_ticks == (2, 2)
     assert str(report).splitlines()[-3:] == [
         "rank  actions  idle ticks",
-        "   0       12           2",
-        "   1       12           2",
+        "   0       10           2",
+        "   1        8           2",
     ]
     twice = with_rank(plan, 1, [*plan.ranks[1], Action(Kind.LOAD, 0, 0)])
     with pytest.raises(PlanError, match="'0L0': it is on rank 1, but stage 0 is on rank 0"):
         check(twice)
-    with pytest.raises(PlanError, match="in a circle"):
+    with pytest.raises(PlanError, match="send_slots = 0: sends that block are for plans without"):
         check(replace(plan, send_slots=0))
+    with pytest.raises(PlanError, match=r"there are 4 stages on 2 ranks\. Add homes=0,1,1,0 to"):
+        check(replace(plan, homes=()))
 
 
 # Waves: all stages on one rank.
