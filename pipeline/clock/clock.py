@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind, Plan
 
 _Operation = Callable[[Action, float], float | None]
-"""Takes an action and the time at which it starts; gives that of its end, or None where it waits."""
+"""Takes an action and the time at which it starts; gives that of its end, or None if it waits."""
 
 
 def execute(
@@ -220,9 +221,7 @@ def _stuck(plan: Plan, ranks: Mapping[int, int], positions: list[int]) -> PlanEr
     return PlanError("plan", plan.schedule, reason, remedy)
 
 
-def _awaited(
-    plan: Plan, ranks: Mapping[int, int], rank: int, positions: Sequence[int]
-) -> Action:
+def _awaited(plan: Plan, ranks: Mapping[int, int], rank: int, positions: Sequence[int]) -> Action:
     """Return the other rank's action for which the next action of a rank waits."""
     actions, position = plan.ranks[rank], positions[rank]
     action = actions[position]

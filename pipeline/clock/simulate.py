@@ -114,6 +114,7 @@ _COST_OF = {
     Kind.LOAD: "load_s",
     Kind.FORWARD: "forward_s",
     Kind.BACKWARD: "backward_s",
+    Kind.BACKWARD_WEIGHT: "weight_s",
     Kind.REDUCE: "reduce_s",
     Kind.STEP: "step_s",
     Kind.SUM_OUTPUT: "sum_output_s",
@@ -129,7 +130,8 @@ class Costs:
 
     Args:
         forward_s: A forward pass of one micro-batch.
-        backward_s: A backward pass of one micro-batch.
+        backward_s: A whole backward pass of one micro-batch.
+        weight_s: The part of it that computes the gradients of the weights, where it is split.
         step_s: An optimizer step.
         send_s: From a message's start to its arrival, by the sending stage. Messages that are
             under way at the same time do not slow each other down.
@@ -153,6 +155,7 @@ class Costs:
     sum_output_s: Seconds = 0.0
     sum_gradient_s: Seconds = 0.0
     contention: float = 0.0
+    weight_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -179,6 +182,21 @@ class Costs:
             raise PlanError(name, value, reason, "Give one for all stages, or one for each")
         return value
 
+    def durations(self, num_stages: int) -> dict[Kind, tuple[float, ...]]:
+        """Return what each kind of action takes on each stage; kinds that are left out take none.
+
+        Raises:
+            PlanError: There are costs for another number of stages, or a part is longer than its
+                whole.
+        """
+        result = {kind: self.of(name, num_stages) for kind, name in _COST_OF.items()}
+        whole, part = result[Kind.BACKWARD], result[Kind.BACKWARD_WEIGHT]
+        rest = tuple(a - b for a, b in zip(whole, part, strict=True))
+        if min(rest) < 0:
+            reason = "it is a part of backward_s, and longer"
+            raise PlanError("weight_s", self.weight_s, reason, "Give a shorter time")
+        return result | {Kind.BACKWARD_INPUT: rest}
+
 
 def simulate(plan: Plan, costs: Costs) -> Timeline:
     """Run a plan on the clock.
@@ -198,8 +216,10 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
     """
     by_stage = {field.name: costs.of(field.name, plan.num_stages) for field in fields(costs)}
 
+    durations = costs.durations(plan.num_stages)
+
     def duration(kind: Kind, stage: int) -> float:
-        return by_stage[_COST_OF[kind]][stage] if kind in _COST_OF else 0.0
+        return durations[kind][stage] if kind in durations else 0.0
 
     title = f"{plan.schedule}, simulated"
     for name in _OF_SEGMENTS:

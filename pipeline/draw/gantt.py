@@ -27,6 +27,8 @@ COLOURS = {
     WAITING: "#f1f1f3",
     "forward": "#0072b2",
     "backward": "#f0a830",
+    "gradient of inputs": "#d55e00",
+    "gradient of weights": "#56b4e9",
     STEP: "#1f2328",
     "weight correction": "#009e73",
     "collective": "#cc79a7",
@@ -36,6 +38,8 @@ COLOURS = {
 _KINDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "gradient of inputs",
+    Kind.BACKWARD_WEIGHT: "gradient of weights",
     Kind.STEP: STEP,
     Kind.CORRECT: "weight correction",
     Kind.RESTORE: "weight correction",
@@ -51,7 +55,7 @@ _POINTS_PER_PX = 72 / _DPI
 _DIGIT = 0.64
 _FONT_POINTS = 6, 10
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_LIGHT = "#f0a830", "#cc79a7"
+_LIGHT = "#f0a830", "#cc79a7", "#56b4e9"
 
 
 def png(timelines: Timeline | Sequence[Timeline], **options: Any) -> bytes:
@@ -118,7 +122,7 @@ def figure(
         for kind, colour in COLOURS.items()
         if kind in used
     ]
-    chart.legend(handles=keys, loc="outside lower left", ncols=len(COLOURS), frameon=False)
+    chart.legend(handles=keys, loc="outside lower left", ncols=len(keys), frameon=False)
     if title:
         chart.suptitle(title, fontsize=14)
     return chart

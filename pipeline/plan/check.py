@@ -163,8 +163,8 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
     * Each message is sent once and received once, without homes in the order in which they are
       sent, and the first and last stage load in the same order.
     * No ranks wait for each other in a circle, with the plan's `send_slots`.
-    * In waves, which have all stages on one rank and no homes, the last stage goes backward right after its forward pass. There are two waves at most, and each
-      has one micro-batch under way.
+    * In waves, which have all stages on one rank and no homes, the last stage goes backward right
+      after its forward pass. There are two waves at most, and each has one micro-batch under way.
 
     Raises:
         PlanError: The plan is wrong; the message names the actions in question.
@@ -376,9 +376,10 @@ def _report(
 
 def _table(report: Report) -> list[str]:
     """Return a line for each stage and for each rank: the same lines where these are the same."""
+    columns: list[tuple[str, Sequence[object]]]
     columns = [("actions", report.actions), ("idle ticks", report.idle_ticks)]
     if report.peak_memory:
-        columns.append(("peak memory", tuple(f"{peak:.6g}" for peak in report.peak_memory)))
+        columns.append(("peak memory", [f"{peak:.6g}" for peak in report.peak_memory]))
     ranks = [("rank", *(str(rank) for rank in range(len(report.actions))))]
     ranks += [(name, *map(str, column)) for name, column in columns]
     ranks = list(zip(*ranks, strict=True))

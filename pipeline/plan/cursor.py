@@ -104,16 +104,20 @@ class PlanCursor:
             done.add(kind)
             if kind is Kind.STEP:
                 done.clear()
-            elif kind is Kind.FORWARD:
-                self._meet_forward(action, key)
-            if kind in INPUT_GRADIENTS:
+            elif kind is Kind.BACKWARD_INPUT:
                 done.add(Kind.BACKWARD)  # for what needs no more than the gradient of the input
-                self._meet_backward(action, key)
-            if kind in WEIGHT_GRADIENTS:
-                self._meet_weight_gradient(action)
+            self._meet_pass(action, key)
             if kind in self._logs:
                 self._logs[kind].append(action)
         self._finish()
+
+    def _meet_pass(self, action: Action, key: _Key) -> None:
+        if action.kind is Kind.FORWARD:
+            self._meet_forward(action, key)
+        if action.kind in INPUT_GRADIENTS:
+            self._meet_backward(action, key)
+        if action.kind in WEIGHT_GRADIENTS:
+            self._meet_weight_gradient(action)
 
     def _meet_forward(self, action: Action, key: _Key) -> None:
         step = action.micro_batch // self._plan.micro_batches

@@ -91,9 +91,7 @@ class Kind(StrEnum):
     """Sum of the gradient of a segment's input, in the same way."""
 
 
-COMPUTE = frozenset(
-    {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
-)
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 """Kinds that keep a device busy with a micro-batch."""
 
 INPUT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from wavemare.errors import PlanError, did_you_mean
+from wavemare.pipeline.plan.automatic import automatic
+from wavemare.pipeline.plan.chunked import interleaved, zb_h1, zbv
 from wavemare.pipeline.plan.lowering import (
     StageSchedule,
     add_communication,
@@ -198,26 +200,35 @@ def inference(num_stages: int, micro_batches: int, num_steps: int = 0) -> Plan:
     return Plan("inference", num_stages, micro_batches, 0, ranks)
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], Plan]] = {
+SCHEDULES: dict[str, Callable[..., Plan]] = {
     "1f1b": one_f_one_b,
     "1f1b-paired": overlapped_one_f_one_b,
     "accumulation": accumulation,
+    "auto": automatic,
     "in-phase": in_phase,
     "inference": inference,
+    "interleaved": interleaved,
     "pipemare": pipemare,
     "tick-tock": tick_tock,
+    "zb-h1": zb_h1,
+    "zbv": zbv,
 }
-"""Generators by the names that the command line takes; the stages of waves are segments."""
+"""Generators by the names that the command line takes, of (length of the pipeline, micro-batches,
+steps). The stages of waves are segments. Those that engines train with are in
+`wavemare.pipeline.config.Schedule`."""
 
 
-def build_plan(schedule: str, num_stages: int, micro_batches: int, num_steps: int) -> Plan:
+def build_plan(
+    schedule: str, num_stages: int, micro_batches: int, num_steps: int, **options: Any
+) -> Plan:
     """Return a plan by the name of its schedule.
 
     Args:
         schedule: One of `SCHEDULES`.
-        num_stages: One for each rank of a pipeline.
+        num_stages: Length of the pipeline in ranks; segments of waves.
         micro_batches: Per optimizer step.
         num_steps: Optimizer steps of the plan.
+        **options: Those of the schedule's function.
 
     Raises:
         PlanError: There is no such schedule, or a number is out of range.
@@ -225,4 +236,4 @@ def build_plan(schedule: str, num_stages: int, micro_batches: int, num_steps: in
     if schedule not in SCHEDULES:
         reason = "there is no such schedule"
         raise PlanError("schedule", schedule, reason, did_you_mean(schedule, SCHEDULES))
-    return SCHEDULES[schedule](num_stages, micro_batches, num_steps)
+    return SCHEDULES[schedule](num_stages, micro_batches, num_steps, **options)

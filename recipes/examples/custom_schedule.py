@@ -16,7 +16,6 @@ from wavemare.pipeline.plan.schedules import one_f_one_b
 
 def gpipe(num_stages: int, micro_batches: int) -> Plan:
     """Return GPipe's schedule: all forward passes, then all backward passes, then the step."""
-
     kinds = Kind.FORWARD, Kind.BACKWARD
     ranks = tuple(
         tuple(Action(kind, stage, m) for kind in kinds for m in range(micro_batches))

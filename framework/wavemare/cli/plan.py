@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,17 +23,15 @@ app = typer.Typer(
     no_args_is_help=True, help="Look at schedules without running them; find layouts of jobs."
 )
 _MS_PER_S = 1e3
+_OF_A_PASS = "--forward-ms", "--backward-ms", "--weight-ms"
+_FILE = "file:"  # as in the configuration
 _MOST_PASSES = 1_000_000  # minutes, and some gigabytes
 _FILES = ("plan.txt", "trace.json", "plan.svg", "plan.png")
-_MAKE_A_PLAN = (
-    "schedule",
-    "stages",
-    "micro_batches",
-    "steps",
-    "warmup_steps",
-    "drain_interval",
-    "slack",
-)
+_OF_A_SCHEDULE = {
+    "pipemare": ("warmup_steps", "drain_interval", "slack"),
+    "interleaved": ("chunks",),
+}
+_MAKE_A_PLAN = ("schedule", "stages", "micro_batches", "steps", *sum(_OF_A_SCHEDULE.values(), ()))
 
 
 @app.command()
@@ -106,12 +105,13 @@ def show(
     schedule: Annotated[
         str,
         typer.Option(
-            help="A pipeline: 1f1b, 1f1b-paired, pipemare or inference. Waves on one rank: "
-            "tick-tock, accumulation or in-phase."
+            help="A pipeline: 1f1b, 1f1b-paired, pipemare, inference, interleaved, zb-h1, zbv, "
+            "auto or file:PATH (torch's if it ends in .csv). Waves on one rank: tick-tock, "
+            "accumulation or in-phase."
         ),
     ] = "pipemare",
     stages: Annotated[
-        int, typer.Option(help="Stages of the pipeline; of waves: segments, with the head.")
+        int, typer.Option(help="Ranks of the pipeline; of waves: segments, with the head.")
     ] = 4,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 8,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 4,
@@ -124,16 +124,40 @@ def show(
     slack: Annotated[
         int, typer.Option(min=0, help="PipeMare: micro-batches further ahead, by following stage.")
     ] = 0,
+    chunks: Annotated[
+        int | None, typer.Option(min=1, help="Interleaved: stages per rank; 2 if omitted.")
+    ] = None,
+    memory_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="The most activations of a rank, as a share of 1f1b's. The schedule auto keeps to "
+            "it (1 if omitted), others are checked."
+        ),
+    ] = None,
     forward_ms: Annotated[
-        str, typer.Option(help="Forward pass: one number, or one per stage (1,1,2,1).")
+        str,
+        typer.Option(
+            help="Forward pass: one number for each rank's stages together, or one per stage "
+            "(1,1,2,1)."
+        ),
     ] = "1",
     backward_ms: Annotated[str, typer.Option(help="Backward pass, likewise.")] = "2",
+    weight_ms: Annotated[
+        str | None,
+        typer.Option(
+            help="The part of a split backward pass that computes the gradients of the weights, "
+            "likewise; half of it if omitted."
+        ),
+    ] = None,
     step_ms: Annotated[str, typer.Option(help="Optimizer step, likewise.")] = "0",
     send_ms: Annotated[str, typer.Option(help="Message to a neighbour, likewise.")] = "0",
     collective_ms: Annotated[
         str | None,
         typer.Option(help="Waves: all-reduce of a segment's output and of its input's gradient."),
     ] = None,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Print the plan's passes alone, in torch's CSV form.")
+    ] = False,
     text: Annotated[
         bool, typer.Option("--text", help="Print the plan's text form alone, for --file.")
     ] = False,
@@ -157,45 +181,39 @@ def show(
     }
     if collective_ms is not None:
         costs_ms["--collective-ms"] = collective_ms
-    if file is not None:
-        _refuse_beside_file(context)
-        plan = _read_plan(file)
+    if weight_ms is not None:
+        costs_ms["--weight-ms"] = weight_ms
+    if schedule.startswith(_FILE):
+        file = Path(schedule.removeprefix(_FILE))
+        plan = _read_plan(context, "--schedule", file, ("file", *_MAKE_A_PLAN[1:]))
+    elif file is not None:
+        plan = _read_plan(context, "--file", file, _MAKE_A_PLAN)
     else:
-        plan = _make_plan(
-            schedule,
-            (stages, micro_batches, steps),
-            {"warmup_steps": warmup_steps, "drain_interval": drain_interval, "slack": slack},
-            costs_ms,
-        )
-    _present(plan, costs_ms, text_only=text, folder=output)
+        options = {name: context.params[name] or None for name in _OF_A_SCHEDULE["pipemare"]}
+        options["chunks"] = chunks
+        if schedule == "auto":
+            options["memory_limit"] = memory_limit
+        plan = _make_plan(schedule, (stages, micro_batches, steps), options, costs_ms)
+    form = "csv" if csv else "text" if text else None
+    _present(plan, costs_ms, memory_limit=memory_limit, form=form, folder=output)
 
 
-def _refuse_beside_file(context: typer.Context) -> None:
-    for name in _MAKE_A_PLAN:
+def _read_plan(context: typer.Context, option: str, file: Path, made: Sequence[str]) -> Plan:
+    from wavemare.pipeline.plan.files import read_plan
+
+    for name in made:
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
             key = f"--{name.replace('_', '-')}"
-            reason = "the plan in the file of --file has its own"
-            raise ConfigError(key, context.params[name], reason, f"Leave out {key} or --file")
-
-
-def _read_plan(file: Path) -> Plan:
-    from wavemare.pipeline.plan.plan import Plan
-
-    remedy = "Name a file with the text that 'wavemare plan show --text' prints"
-    try:
-        return Plan.parse(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ConfigError("--file", str(file), reason, remedy) from None
-    except UnicodeDecodeError:
-        raise ConfigError("--file", str(file), "this is not text", remedy) from None
+            reason = f"the plan in the file of {option} has its own"
+            raise ConfigError(key, context.params[name], reason, f"Leave out {key} or {option}")
+    return read_plan(file, option)
 
 
 def _make_plan(
     schedule: str,
     sizes: tuple[int, int, int],
-    asynchronous: Mapping[str, Any],
+    options: Mapping[str, Any],
     costs_ms: Mapping[str, str],
 ) -> Plan:
     from wavemare.pipeline.plan import schedules
@@ -205,16 +223,19 @@ def _make_plan(
         reason = f"{stages} x {micro_batches} x {steps} forward passes are more than can be shown"
         remedy = f"Give numbers whose product is at most {_MOST_PASSES}"
         raise ConfigError("--stages", stages, reason, remedy)
-    if schedule == "pipemare":
-        return schedules.pipemare(*sizes, **asynchronous)
-    plan = schedules.build_plan(schedule, *sizes)
+    given = {name: value for name, value in options.items() if value is not None}
+    for other, names in _OF_A_SCHEDULE.items():
+        for name in given.keys() & names if other != schedule else ():
+            key = f"--{name.replace('_', '-')}"
+            reason = f"the schedule {schedule!r} does not have it"
+            raise ConfigError(key, given[name], reason, f"Leave it out, or give {key} with {other}")
+    if schedule == "auto":
+        # The times of a V's stages, whatever its order.
+        vee = replace(schedules.build_plan("zbv", stages, micro_batches, 1), schedule=schedule)
+        given["costs"] = _costs(vee, costs_ms)
+    plan = schedules.build_plan(schedule, *sizes, **given)
     if schedule in {"tick-tock", "in-phase"}:
         plan = _interleave(plan, _costs(plan, costs_ms))
-    for name, value in asynchronous.items():
-        if value:
-            key = f"--{name.replace('_', '-')}"
-            reason = f"the schedule {schedule!r} never overlaps two steps"
-            raise ConfigError(key, value, reason, f"Leave it out, or give {key} with pipemare")
     return plan
 
 
@@ -233,43 +254,56 @@ def _present(
     plan: Plan,
     costs_ms: Mapping[str, str],
     *,
-    text_only: bool,
+    memory_limit: float | None,
+    form: str | None,
     folder: Path | None,
 ) -> None:
-    """Check a plan, simulate it, and show both."""
+    """Check a plan, simulate it, and show both; with a form, "text" or "csv", the plan alone."""
     from wavemare.pipeline.clock.simulate import simulate
     from wavemare.pipeline.draw import grid
-    from wavemare.pipeline.plan.check import check
+    from wavemare.pipeline.plan.check import Memory, check
+    from wavemare.pipeline.plan.files import to_csv
 
     costs = _costs(plan, costs_ms)
-    report = check(plan)
+    memory = None
+    if memory_limit is not None:
+        limit = memory_limit * min(len(plan.ranks), plan.micro_batches)
+        memory = Memory.in_micro_batches(plan, limit)
+    report = check(plan, memory)
     timeline = simulate(plan, costs)
-    prediction = [_prediction(plan, timeline, costs_ms), _hidden(plan, timeline, costs)]
-    if text_only:
-        typer.echo(str(plan), nl=False)
+    prediction = [
+        _prediction(plan, timeline, costs_ms) + _gap(plan, timeline, costs),
+        _hidden(plan, timeline, costs),
+    ]
+    if form is not None:
+        typer.echo(str(plan) if form == "text" else to_csv(plan), nl=False)
     else:
         typer.echo("\n".join([str(report), *prediction]))
         typer.echo(grid(plan, width=shutil.get_terminal_size().columns))
     if folder is not None:
         _write(plan, timeline, folder)
         # Not into the plan's text, which is read back.
-        start = "" if text_only else "\n"
-        typer.echo(f"{start}{folder}: {', '.join(_FILES)}", err=text_only)
+        start = "\n" if form is None else ""
+        typer.echo(f"{start}{folder}: {', '.join(_FILES)}", err=form is not None)
 
 
 def _costs(plan: Plan, texts: Mapping[str, str]) -> Costs:
     from wavemare.pipeline.clock.simulate import Costs
 
-    seconds = {key: _seconds(key, text, plan.num_stages) for key, text in texts.items()}
+    num_stages = plan.num_stages
+    chunks = num_stages // len(plan.ranks) if plan.homes else 1
+    seconds = {key: _seconds(key, text, num_stages, chunks) for key, text in texts.items()}
     sums = seconds.get("--collective-ms")
     if sums is not None and not plan.in_waves:
         reason = f"the schedule {plan.schedule!r} has no collectives between its passes"
         remedy = "Leave it out, or give it with tick-tock, accumulation or in-phase"
         raise ConfigError("--collective-ms", texts["--collective-ms"], reason, remedy)
-    sums = sums or (0.0,) * plan.num_stages
+    sums = sums or (0.0,) * num_stages
+    backward = seconds["--backward-ms"]
     return Costs(
         forward_s=seconds["--forward-ms"],
-        backward_s=seconds["--backward-ms"],
+        backward_s=backward,
+        weight_s=seconds.get("--weight-ms", tuple(number / 2 for number in backward)),
         step_s=seconds["--step-ms"],
         send_s=seconds["--send-ms"],
         # The first segment's input needs no gradient, and the head's output is the loss.
@@ -278,8 +312,15 @@ def _costs(plan: Plan, texts: Mapping[str, str]) -> Costs:
     )
 
 
-def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:
-    """Read one number of milliseconds for all stages, or one for each."""
+def _seconds(key: str, text: str, num_stages: int, chunks: int) -> tuple[float, ...]:
+    """Read one number of milliseconds for all stages, or one for each.
+
+    Args:
+        key: The option.
+        text: What it was given.
+        num_stages: Of all ranks.
+        chunks: Stages of a rank, which share the one number of a pass.
+    """
     remedy = f"Give one number of milliseconds, or one for each of the {num_stages} stages: 1,2,..."
     try:
         numbers = [float(part) for part in text.split(",")]
@@ -291,7 +332,7 @@ def _seconds(key: str, text: str, num_stages: int) -> tuple[float, ...]:
         reason = f"there are {len(numbers)} numbers for {num_stages} stages"
         raise ConfigError(key, text, reason, remedy)
     if len(numbers) == 1:
-        numbers *= num_stages
+        numbers = [numbers[0] / (chunks if key in _OF_A_PASS else 1)] * num_stages
     return tuple(number / _MS_PER_S for number in numbers)
 
 
@@ -312,6 +353,19 @@ def _prediction(plan: Plan, timeline: Timeline, costs_ms: Mapping[str, str]) -> 
         f"busy: {_spread(shares)}",
     ]
     return "\n".join(lines)
+
+
+def _gap(plan: Plan, timeline: Timeline, costs: Costs) -> str:
+    """Return how far a plan of homes or split passes is from the lower bound, on a new line."""
+    from wavemare.pipeline.plan.automatic import lower_bound
+
+    if not (plan.flushes and plan.num_steps):
+        return ""
+    bound_s = lower_bound(plan.rank_of, plan.micro_batches, costs, split=plan.is_split)
+    gap = timeline.makespan_s / plan.num_steps / bound_s - 1 if bound_s else 0.0
+    return (
+        f"\nlower bound: {bound_s * _MS_PER_S:.4g} ms per step, which the plan exceeds by {gap:.1%}"
+    )
 
 
 def _hidden(plan: Plan, timeline: Timeline, costs: Costs) -> str:

@@ -201,7 +201,9 @@ def damaged(plan, data):
         actions[i], actions[j] = actions[j], actions[i]
     elif how == "edit":
         field = data.draw(st.sampled_from(["kind", "stage", "micro_batch", "version", "wave"]))
-        values = st.sampled_from(sorted(set(Kind) - SPLIT)) if field == "kind" else st.integers(0, 4)
+        values = (
+            st.sampled_from(sorted(set(Kind) - SPLIT)) if field == "kind" else st.integers(0, 4)
+        )
         actions[i] = actions[i]._replace(**{field: data.draw(values)})
     else:
         plan = replace(plan, send_slots=data.draw(st.integers(0, 2)))

@@ -13,7 +13,7 @@ from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Event, Timeline
 from wavemare.pipeline.draw import png, svg
 from wavemare.pipeline.draw.gantt import COLOURS, WAITING, figure, lanes, waiting_spans
-from wavemare.pipeline.plan.plan import Action, Kind
+from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind
 
 
 def event(kind, rank, micro_batch, start_s, end_s):
@@ -106,7 +106,7 @@ def test_png_is_as_wide_as_asked(width):
     assert (image.format, image.width) == ("PNG", width)
 
 
-BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.CORRECT, Kind.RESTORE}
+BUSY = {*COMPUTE, Kind.STEP, Kind.CORRECT, Kind.RESTORE}
 EVENTS = st.lists(
     st.builds(
         lambda kind, start, size: Event(Action(kind, 0, 0), start, start + size),

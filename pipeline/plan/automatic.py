@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A list scheduler that finds the order of passes for given times and a limit of memory.
+
+A list schedule takes, again and again, the pass that can start first. Settings say which of several
+comes first, and what gap the gradients of the weights fill. The best of all settings and of the
+known orders is taken. Ranks hold their activations until the last gradient of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from wavemare.errors import PlanError
+from wavemare.pipeline.clock.clock import execute
+from wavemare.pipeline.clock.simulate import Costs
+from wavemare.pipeline.plan.check import Memory
+from wavemare.pipeline.plan.chunked import passes_to_plan, vee, zbv
+from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan, check_numbers
+
+__all__ = ["EQUAL_PASSES", "automatic", "lower_bound", "search"]
+
+EQUAL_PASSES = Costs(forward_s=0.5, backward_s=1.0, weight_s=0.5)
+"""Passes of two stages per rank where nothing is measured: F, I and W take the same time."""
+
+_F, _B = Kind.FORWARD, Kind.BACKWARD
+_I, _W = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_TOLERANCE = 1e-9  # of a micro-batch's time
+_PATIENCE = 0.0, 0.5, 1.0
+_PREFERENCES = "backward", "forward", "alternate"
+_ORDERS = "deepest", "oldest", "rounds"
+
+
+class _Setting(NamedTuple):
+    """How a list schedule chooses.
+
+    Args:
+        slots: Stages' activations that a rank keeps at most.
+        patience: A gap of so many times W is filled with W.
+        prefer: What comes first of forward and backward passes that can start.
+        order: Which of several comes first: the deepest stage's, the oldest micro-batch's, or in
+            rounds of as many micro-batches as ranks, stage by stage.
+    """
+
+    slots: int
+    patience: float
+    prefer: str
+    order: str
+
+
+def automatic(
+    num_ranks: int,
+    micro_batches: int,
+    num_steps: int = 1,
+    *,
+    costs: Costs = EQUAL_PASSES,
+    memory_limit: float = 1.0,
+) -> Plan:
+    """Return the best plan that is found for a V of two stages per rank with split passes.
+
+    Args:
+        num_ranks: Length of the pipeline.
+        micro_batches: Per optimizer step.
+        num_steps: Optimizer steps.
+        costs: Of the stages.
+        memory_limit: Activations of each rank, as a share of 1F1B's on its first rank.
+
+    Raises:
+        PlanError: A number is out of range, or the limit leaves less than one micro-batch.
+    """
+    check_numbers(num_ranks, micro_batches, num_steps)
+    most = min(num_ranks, micro_batches)
+    if not 1 - _TOLERANCE <= memory_limit * most < math.inf:
+        reason = f"1F1B keeps {most} micro-batches, and a rank has to keep one"
+        remedy = f"Give {1 / most:.3g} or more"
+        raise PlanError("memory_limit", memory_limit, reason, remedy)
+    homes, known = vee(num_ranks), [zbv(num_ranks, micro_batches)]
+    limit = memory_limit * most
+    passes = search(homes, micro_batches, costs, limit, split=True, known=known)
+    return passes_to_plan("auto", homes, passes, micro_batches, num_steps)
+
+
+def search(
+    homes: Sequence[int],
+    micro_batches: int,
+    costs: Costs,
+    limit: float,
+    *,
+    split: bool,
+    known: Iterable[Plan] = (),
+) -> list[list[Action]]:
+    """Return for each rank the passes of the shortest step that is found.
+
+    Args:
+        homes: For each stage its rank; all ranks have as many.
+        micro_batches: Per optimizer step.
+        costs: Of the stages.
+        limit: Micro-batches whose activations a rank keeps at most.
+        split: Whether backward passes are split.
+        known: Plans of the same stages, which are taken if they fit and are shorter.
+
+    Raises:
+        PlanError: No schedule keeps to the limit.
+    """
+    chunks = max(Counter(homes).values())
+    best, best_s = None, math.inf
+    for plan in known:
+        memory = Memory.in_micro_batches(plan)
+        if max(map(memory.peak, plan.ranks)) > limit + _TOLERANCE:
+            continue
+        if (length_s := _length_s(plan, costs)) < best_s:
+            ranks = [[a._replace(version=-1) for a in r if a.kind in COMPUTE] for r in plan.ranks]
+            best, best_s = ranks, length_s
+    slots = int(limit * chunks + _TOLERANCE)
+    levels = sorted({slots, max(slots - 1, chunks), max(slots - 2, chunks)}, reverse=True)
+    patience = _PATIENCE if split else _PATIENCE[:1]
+    for setting in product(levels, patience, _PREFERENCES, _ORDERS[: chunks + 1]):
+        schedule = _ListSchedule(homes, micro_batches, costs, split=split)
+        if schedule.fill(_Setting(*setting), best_s):
+            best, best_s = schedule.ranks, max(schedule.clocks)
+    if best is None:
+        reason = f"no schedule of {len(homes)} stages keeps to it"
+        raise PlanError("memory_limit", limit, reason, "Give more micro-batches")
+    return best
+
+
+def lower_bound(homes: Sequence[int], micro_batches: int, costs: Costs, *, split: bool) -> float:
+    """Return the seconds that no optimizer step of these passes can fall below.
+
+    It is the longer of two: the work of a rank after its first micro-batch has come to it, and the
+    way of one micro-batch through all passes. The last one's W is on the way if it is split.
+    """
+    durations, sends = costs.durations(len(homes)), costs.of("send_s", len(homes))
+    backward = durations[_I if split else _B]
+    hops = [
+        sends[stage] * (homes[stage] != homes[stage + 1]) for stage in range(len(homes) - 1)
+    ] + [0.0]
+    back = [0.0] + [sends[s] * (homes[s] != homes[s - 1]) for s in range(1, len(homes))]
+    path = sum(durations[_F]) + sum(backward) + sum(hops) + sum(back)
+    work = dict.fromkeys(homes, 0.0)
+    starts: dict[int, float] = {}
+    start = 0.0
+    for stage, rank in enumerate(homes):
+        starts.setdefault(rank, start)
+        start += durations[_F][stage] + hops[stage]
+        work[rank] += durations[_F][stage] + durations[_B][stage]
+    busy = max(starts[rank] + micro_batches * work[rank] for rank in starts)
+    return max(busy, path + split * durations[_W][0])
+
+
+def _length_s(plan: Plan, costs: Costs) -> float:
+    """Return the seconds of a plan's passes where no send waits."""
+    durations, sends = costs.durations(plan.num_stages), costs.of("send_s", plan.num_stages)
+    free = replace(plan, send_slots=2 * plan.num_stages * plan.micro_batches + 1)
+    times = execute(
+        free,
+        lambda kind, stage: durations[kind][stage] if kind in COMPUTE else 0.0,
+        lambda stage: sends[stage],
+    )
+    return max(rank[-1] for rank in times)
+
+
+class _ListSchedule:
+    """One list schedule, as far as it is filled.
+
+    Attributes:
+        ranks: For each rank its passes.
+        clocks: For each rank the end of the last one, in seconds.
+    """
+
+    def __init__(
+        self, homes: Sequence[int], micro_batches: int, costs: Costs, *, split: bool
+    ) -> None:
+        self._homes = homes
+        self._head = len(homes) - 1
+        self._micro_batches = micro_batches
+        self._durations = costs.durations(len(homes))
+        self._sends = costs.of("send_s", len(homes))
+        self._backward = _I if split else _B
+        num_ranks = max(homes) + 1
+        self._stages: list[list[int]] = [[] for _ in range(num_ranks)]
+        self._round = []
+        for stage, rank in enumerate(homes):
+            self._round.append(len(self._stages[rank]))
+            self._stages[rank].append(stage)
+        self._kinds = [_F, self._backward, *([_W] if split else [])]
+        self._frees = self._kinds[-1]
+        self._done = {kind: [0] * len(homes) for kind in self._kinds}
+        self._ends: dict[Action, float] = {}
+        self._kept = [0] * num_ranks
+        self._last = [self._backward] * num_ranks
+        self._left = [
+            micro_batches * sum(self._durations[k][s] for s in stages for k in self._kinds)
+            for stages in self._stages
+        ]
+        self._tolerance = _TOLERANCE * max(self._left) / micro_batches
+        self.ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
+        self.clocks = [0.0] * num_ranks
+
+    def fill(self, setting: _Setting, bound_s: float) -> bool:
+        """Schedule all passes; return whether they end before a bound.
+
+        Args:
+            setting: How to choose.
+            bound_s: In seconds.
+        """
+        self._setting = setting
+        choices = [self._choose(rank) for rank in range(len(self.ranks))]
+        for _ in range(len(self._kinds) * len(self._homes) * self._micro_batches):
+            ready = [(choice[0], r, choice[1]) for r, choice in enumerate(choices) if choice]
+            if not ready:
+                return False  # the limit leaves no way
+            start, rank, action = min(ready)
+            self._do(rank, start, action)
+            if self.clocks[rank] + self._left[rank] >= bound_s - self._tolerance:
+                return False
+            # Only this rank, and the one that waited for this pass, may choose anew.
+            step = 1 if action.kind is _F else -1
+            neighbour = min(max(action.stage + step, 0), self._head)
+            for other in {rank, self._homes[neighbour]}:
+                choices[other] = self._choose(other)
+        return True
+
+    def _do(self, rank: int, start: float, action: Action) -> None:
+        kind, stage = action.kind, action.stage
+        length = self._durations[kind][stage]
+        self.clocks[rank] = self._ends[action] = start + length
+        self._left[rank] -= length
+        self._done[kind][stage] += 1
+        self._kept[rank] += (kind is _F) - (kind is self._frees)
+        if kind is not _W:
+            self._last[rank] = kind
+        self.ranks[rank].append(action)
+
+    def _choose(self, rank: int) -> tuple[float, Action] | None:
+        """Return a rank's next pass and its start; None if there is none yet."""
+        now = self.clocks[rank]
+        waiting = list(self._candidates(rank))
+        first = {"forward": _F, "backward": self._backward}.get(self._setting.prefer)
+        if first is None:
+            first = _F if self._last[rank] is self._backward else self._backward
+        if ready := [a for start, a in waiting if start <= now + self._tolerance]:
+            return now, min(
+                ready, key=lambda a: (a.kind is not first, self._place(a), a.micro_batch)
+            )
+        soonest = min(
+            waiting, key=lambda w: (w[0], w[1].kind is not first, -w[1].stage), default=None
+        )
+        owed = self._owed(rank)
+        if owed is not None:
+            gap = self._setting.patience * self._durations[_W][owed.stage] - self._tolerance
+            if soonest is None or soonest[0] - now >= gap:
+                return now, owed
+        return soonest
+
+    def _candidates(self, rank: int) -> Iterator[tuple[float, Action]]:
+        """Yield a rank's forward and input-gradient passes whose inputs have a known time."""
+        forwards, backwards = self._done[_F], self._done[self._backward]
+        for stage in self._stages[rank]:
+            m = backwards[stage]
+            if m < forwards[stage] and (stage == self._head or backwards[stage + 1] > m):
+                kind, source = (_F, stage) if stage == self._head else (self._backward, stage + 1)
+                yield self._arrival(rank, Action(kind, source, m)), Action(self._backward, stage, m)
+            m = forwards[stage]
+            # Each later round keeps a slot, or the earlier ones might fill the memory for good.
+            later = len(self._stages[rank]) - 1 - self._round[stage]
+            if m == self._micro_batches or self._kept[rank] >= self._setting.slots - later:
+                continue
+            if stage == 0:
+                yield 0.0, Action(_F, stage, m)
+            elif forwards[stage - 1] > m:
+                yield self._arrival(rank, Action(_F, stage - 1, m)), Action(_F, stage, m)
+
+    def _arrival(self, rank: int, source: Action) -> float:
+        sent = self._homes[source.stage] != rank
+        return self._ends[source] + sent * self._sends[source.stage]
+
+    def _owed(self, rank: int) -> Action | None:
+        """Return the oldest gradient of weights that a rank can compute."""
+        if self._frees is not _W:
+            return None
+        inputs, weights = self._done[self._backward], self._done[_W]
+        owed = [(weights[s], -s) for s in self._stages[rank] if weights[s] < inputs[s]]
+        return Action(_W, -min(owed)[1], min(owed)[0]) if owed else None
+
+    def _place(self, action: Action) -> int:
+        """Return a pass's place in the setting's order."""
+        if self._setting.order == "deepest":
+            return -action.stage
+        if self._setting.order == "oldest":
+            return action.micro_batch
+        chunks, number = len(self._stages[self._homes[action.stage]]), self._round[action.stage]
+        if action.kind is not _F:
+            number = chunks - 1 - number
+        return action.micro_batch // len(self.ranks) * chunks + number

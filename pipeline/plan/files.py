@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans in files: our own text form, and the CSV of ``torch.distributed.pipelining``.
+
+Either may hold passes alone. torch's form (``_dump_csv`` with ``compute_only``) has a line for each
+rank with a cell for each pass, ``0F0,0I0,0W0``; a cell may be empty.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wavemare.errors import ConfigError, PlanError
+from wavemare.pipeline.plan.lowering import lower
+from wavemare.pipeline.plan.plan import COMPUTE, Action, Plan
+
+__all__ = ["parse_csv", "read_plan", "to_csv"]
+
+
+def read_plan(file: Path, key: str) -> Plan:
+    """Read a plan, and complete it if it holds passes alone.
+
+    Args:
+        file: Its name ends in ``.csv`` if it is torch's form.
+        key: What names the file, for errors.
+
+    Raises:
+        ConfigError: The file cannot be read.
+        PlanError: It holds no plan.
+    """
+    remedy = "Name a file with the text that 'wavemare plan show --text' prints, or torch's .csv"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(key, str(file), reason, remedy) from None
+    except UnicodeDecodeError:
+        raise ConfigError(key, str(file), "this is not text", remedy) from None
+    plan = parse_csv(text, file.stem) if file.suffix == ".csv" else Plan.parse(text)
+    return lower(plan) if plan.is_compute_only else plan
+
+
+def parse_csv(text: str, schedule: str) -> Plan:
+    """Return the passes of torch's form, as one optimizer step.
+
+    Args:
+        text: The file.
+        schedule: Name of the plan.
+
+    Raises:
+        PlanError: A cell is no pass, or a stage has none.
+    """
+    cells = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    ranks = tuple(tuple(Action.parse(cell) for cell in row if cell) for row in cells)
+    homes = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
+    for action in (action for rank in ranks for action in rank):
+        if action.kind not in COMPUTE:
+            reason = "a file of torch holds passes alone"
+            raise PlanError("action", str(action), reason, "Dump the schedule as compute_only")
+    missing = next((stage for stage in range(len(homes)) if stage not in homes), None)
+    if not homes or missing is not None:
+        reason = f"stage {missing or 0} does nothing"
+        raise PlanError("plan", schedule, reason, "Give each stage its passes")
+    placed = tuple(homes[stage] for stage in range(len(homes)))
+    if placed == tuple(range(len(ranks))):
+        placed = ()
+    micro_batches = 1 + max(action.micro_batch for rank in ranks for action in rank)
+    return Plan(schedule, len(homes), micro_batches, 1, ranks, homes=placed)
+
+
+def to_csv(plan: Plan) -> str:
+    """Return a plan's passes in torch's form."""
+    lines = [
+        ",".join(str(a._replace(version=-1)) for a in actions if a.kind in COMPUTE)
+        for actions in plan.ranks
+    ]
+    return "\n".join(lines) + "\n"
