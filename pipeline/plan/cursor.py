@@ -89,7 +89,7 @@ class PlanCursor:
             if kind in done:
                 raise _refusal(action, "it is done a second time", "Leave it out")
             if missing := self._needs[kind] - done:
-                needed = action._replace(kind=_first(missing), version=-1)
+                needed = action._replace(kind=self._first(missing), version=-1)
                 raise _refusal(
                     action, f"{needed} does not come before it", f"Put {needed} before it"
                 )
@@ -110,6 +110,12 @@ class PlanCursor:
             if kind in self._logs:
                 self._logs[kind].append(action)
         self._finish()
+
+    def _first(self, kinds: Iterable[Kind]) -> Kind:
+        """Return the first of some missing kinds, in the order of `Kind`."""
+        kind = min(kinds, key=list(Kind).index)
+        split = kind is Kind.BACKWARD and self._plan.is_split
+        return Kind.BACKWARD_INPUT if split else kind
 
     def _meet_pass(self, action: Action, key: _Key) -> None:
         if action.kind is Kind.FORWARD:
@@ -155,7 +161,7 @@ class PlanCursor:
             raise _refusal(action, reason, "Leave out its wave")
         if action.kind is Kind.REDUCE and self._complete < end:
             begun = any(m == self._complete for m, _ in self.staleness)
-            kind = Kind.BACKWARD_WEIGHT if begun else Kind.BACKWARD
+            kind = Kind.BACKWARD_WEIGHT if begun else self._first({Kind.BACKWARD})
             missing = Action(kind, self._stage, self._complete)
             raise _refusal(action, f"{missing} does not come before it", f"Put {missing} before it")
         if action.kind is Kind.REDUCE:
@@ -197,7 +203,7 @@ class PlanCursor:
         for micro_batch in range(total):
             wave = waves.get(micro_batch, 0)
             if missing := needed - self._done.get((micro_batch, wave), set()):
-                action = Action(_first(missing), stage, micro_batch, wave=wave)
+                action = Action(self._first(missing), stage, micro_batch, wave=wave)
                 raise _refusal(action, "it is missing", "Add it")
 
 
@@ -247,11 +253,6 @@ def _is_mixed(kind: Kind, done: set[Kind]) -> bool:
     split = Kind.BACKWARD_INPUT in done
     whole = Kind.BACKWARD in done and not split
     return (kind is Kind.BACKWARD and split) or (kind in _SPLIT and whole)
-
-
-def _first(kinds: Iterable[Kind]) -> Kind:
-    """Return the first of some kinds, in the order of `Kind`."""
-    return min(kinds, key=list(Kind).index)
 
 
 def _refusal(action: Action, reason: str, remedy: str) -> PlanError:

@@ -7,14 +7,19 @@ from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from wavemare.cli import app
 from wavemare.errors import ConfigError, PlanError
 from wavemare.parallel.layout.layout import Layout
 from wavemare.pipeline.clock.simulate import Costs, simulate
+from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.draw import grid
+from wavemare.pipeline.plan.automatic import automatic
 from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.chunked import interleaved, zb_h1, zbv
+from wavemare.pipeline.plan.files import to_csv
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
@@ -64,6 +69,85 @@ def test_options_choose_the_plan(options, plan):
     text = show(*numbers, *options)
     assert text.startswith(str(check(plan)))
     assert text.endswith(f"\n{grid(plan)}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "plan"),
+    [
+        (["--schedule", "zbv"], zbv(4, 8, 2)),
+        (["--schedule", "zb-h1"], zb_h1(4, 8, 2)),
+        (["--schedule", "interleaved"], interleaved(4, 8, 2)),
+        (["--schedule", "interleaved", "--chunks", "3"], interleaved(4, 8, 2, chunks=3)),
+        (["--schedule", "auto"], automatic(4, 8, 2)),
+        (["--schedule", "auto", "--memory-limit", "0.75"], automatic(4, 8, 2, memory_limit=0.75)),
+    ],
+    ids=str,
+)
+def test_synchronous_schedules_are_shown(options, plan, tmp_path):
+    numbers = ["--stages", "4", "--micro-batches", "8", "--steps", "2"]
+    assert Plan.parse(show(*numbers, "--text", *options)) == plan
+    assert show(*numbers, "--csv", *options) == to_csv(plan)
+    text = show(*numbers, *options, "--output", str(tmp_path))
+    assert text.startswith(str(check(plan)))
+    assert f"\n{grid(plan)}\n" in text
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert (">gradient of weights</text>" in drawn) == plan.is_split
+    # Read back, by either option, it is the same plan.
+    text = show(*numbers, *options)
+    for source in (["--file"], ["--schedule"]):
+        name = f"file:{tmp_path}/plan.txt" if source == ["--schedule"] else f"{tmp_path}/plan.txt"
+        assert show(*source, name) == text
+    # torch's form is of one step.
+    one = show(*numbers[:-1], "1", *options, "--csv")
+    (tmp_path / "torch.csv").write_text(one)
+    assert show("--schedule", f"file:{tmp_path}/torch.csv", "--csv") == one
+
+
+def test_one_time_is_that_of_all_stages_of_a_rank():
+    # Idle (P - 1) T / v if interleaved, (P - 1) (F + B - W) for ZB-H1, (P - 1) max(F, B) / 2 for V.
+    numbers = ("--stages", "4", "--micro-batches", "8", "--steps", "1")
+    times = ("--forward-ms", "1", "--backward-ms", "2", "--weight-ms", "0.7")
+    for schedule, time, bound, gap in [
+        ("interleaved", 24 + 4.5, 24 + 1.5, "11.8"),
+        ("zb-h1", 24 + 3 * 1.6, 24 + 3, "6.7"),
+        ("zbv", 24 + 3 * 1.3 / 2, 24 + 1.5, "1.8"),
+    ]:
+        text = show("--schedule", schedule, *numbers, *times)
+        assert f"time: {time:g} ms, {time:.4g} ms per step\n" in text
+        assert f"lower bound: {bound:.4g} ms per step, which the plan exceeds by {gap}%\n" in text
+    # A number for each stage is that stage's own; W is half of the backward pass if it is omitted.
+    text = show("--schedule", "zbv", *numbers, "--forward-ms", ",".join(["0.5"] * 8))
+    assert "time: 25.5 ms, 25.5 ms per step" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--schedule", "zbv", "--chunks", "2"], "--chunks = 2: .*or give --chunks with interleav"),
+        (
+            ["--schedule", "interleaved", "--slack", "1"],
+            "--slack = 1: .* give --slack with pipemare",
+        ),
+        (["--schedule", "1f1b", "--memory-limit", "0.5"], "'0F2@0': with it the rank keeps 3, and"),
+        (["--schedule", "auto", "--memory-limit", "0"], "memory_limit = 0.0: 1F1B keeps 4"),
+        (["--schedule", "zbv", "--weight-ms", "3"], "weight_s = .* it is a part of backward_s"),
+        (
+            ["--schedule", "file:x", "--steps", "1"],
+            "--steps = 1: .*Leave out --steps or --schedule",
+        ),
+        (["--schedule", "file:x", "--file", "y"], "--file = .*Leave out --file or --schedule"),
+        (["--schedule", "file:nosuch.csv"], "--schedule = 'nosuch.csv': No such file"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises((ConfigError, PlanError), match=message):
+        show(*options)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-h1", "zbv", "auto", "file:x.csv"])
+def test_engines_do_not_train_with_what_only_plans_know(name):
+    with pytest.raises(ValidationError, match="'1f1b' or 'pipemare'"):
+        PipelineConfig(schedule=name)
 
 
 def test_hidden_collectives_are_predicted(tmp_path):

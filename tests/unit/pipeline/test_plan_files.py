@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans in files: our text form, torch's CSV, and passes alone in either."""
+
+import csv
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _Action
+
+from wavemare.errors import ConfigError, PlanError
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.chunked import interleaved, zb_h1, zbv
+from wavemare.pipeline.plan.files import parse_csv, read_plan, to_csv
+from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import one_f_one_b
+
+plans = st.one_of(
+    st.builds(zbv, st.integers(1, 4), st.integers(1, 6)),
+    st.builds(zb_h1, st.integers(1, 4), st.integers(1, 6)),
+    st.builds(interleaved, st.just(2), st.sampled_from([2, 4, 6]), chunks=st.integers(1, 3)),
+)
+
+
+@given(plan=plans)
+def test_torch_reads_what_we_write(plan):
+    text = to_csv(plan)
+    for actions, row in zip(plan.ranks, csv.reader(text.splitlines()), strict=True):
+        passes = [a for a in actions if str(a.kind) in "FBIW"]
+        assert [tuple(_Action.from_str(cell))[::2] for cell in row] == [
+            (a.stage, a.micro_batch) for a in passes
+        ]
+        assert [str(_Action.from_str(cell)) for cell in row] == row
+    again = parse_csv(text, plan.schedule)
+    assert to_csv(again) == text
+    assert again.homes == plan.homes
+
+
+def test_both_forms_may_hold_passes_alone(tmp_path):
+    plan = zbv(2, 3)
+    torchs, ours, whole = (tmp_path / name for name in ("zbv.csv", "passes.txt", "zbv.txt"))
+    torchs.write_text(to_csv(plan).replace(",3F0", ",,3F0"))
+    ours.write_text(str(replace(parse_csv(to_csv(plan), "zbv"), send_slots=7)))
+    whole.write_text(str(plan))
+    assert [read_plan(file, "--file") for file in (torchs, ours, whole)] == [plan] * 3
+    # A schedule of torch with one stage per rank, and backward passes whole.
+    torchs.write_text(to_csv(one_f_one_b(3, 4)))
+    read = read_plan(torchs, "--file")
+    assert read.homes == ()
+    assert check(read).messages == check(one_f_one_b(3, 4)).messages
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,1XY0\n", "'1XY0': this is no action"),
+        ("0F0,(0F1;0B0)OVERLAP_F_B\n", "this is no action"),
+        ("0F0,0SA0,0B0\n", r"'0SA0': a file of torch holds passes alone\. Dump .* compute_only"),
+        ("0F0,0B0\n2F0,2B0\n", "stage 1 does nothing"),
+        ("\n", "stage 0 does nothing"),
+    ],
+)
+def test_what_is_no_schedule_of_torch_is_refused(text, message):
+    with pytest.raises(PlanError, match=message):
+        parse_csv(text, "x")
+
+
+def test_an_impossible_order_is_refused(tmp_path):
+    file = tmp_path / "x.csv"
+    file.write_text("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1\n")
+    with pytest.raises(PlanError, match="'0B1@0': the stage's next gradients of the weights"):
+        check(read_plan(file, "--file"))
+    file.write_text("0B0,0F0\n1F0,1B0\n")
+    with pytest.raises(PlanError, match="ranks 0, 1 wait for each other in a circle"):
+        read_plan(file, "--file")
+    file.write_text("0F0,0B0,1F0\n1B0\n")
+    with pytest.raises(PlanError, match="stage 1 is on rank"):
+        read_plan(file, "--file")
+    with pytest.raises(ConfigError, match=r"--file = .*No such file"):
+        read_plan(tmp_path / "y.csv", "--file")
+
+
+def test_the_header_names_the_homes():
+    text = str(zbv(2, 1))
+    assert text.splitlines()[0].endswith(" send_slots=2 homes=0,1,1,0")
+    assert Plan.parse(text).homes == (0, 1, 1, 0)
+    with pytest.raises(PlanError, match="homes = 'x': it is not a whole number"):
+        Plan.parse(text.replace("0,1,1,0", "0,x,1,0"))
