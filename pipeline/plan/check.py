@@ -17,6 +17,7 @@ from wavemare.pipeline.plan.plan import (
     INPUT_GRADIENTS,
     RECEIVES,
     SENDS,
+    WEIGHT_GRADIENTS,
     Action,
     Kind,
     Plan,
@@ -62,19 +63,19 @@ class Memory:
         """
         kept = most = 0.0
         for action in actions:
-            kept += self._change(action)
+            whole, rest = self.activations[action.stage], self.for_weights[action.stage]
+            if action.kind is Kind.FORWARD:
+                kept += whole
+            elif action.kind is Kind.BACKWARD_INPUT:
+                kept -= whole - rest
+            elif action.kind in WEIGHT_GRADIENTS:
+                kept -= whole if action.kind is Kind.BACKWARD else rest
             most = max(most, kept)
             if most > self.limit * (1 + 1e-9):
                 reason = f"with it the rank keeps {most:.6g}, and the limit is {self.limit:.6g}"
                 remedy = "Put gradients of earlier micro-batches before it, or raise memory_limit"
                 raise PlanError("action", str(action), reason, remedy)
         return most
-
-    def _change(self, action: Action) -> float:
-        whole, rest = self.activations[action.stage], self.for_weights[action.stage]
-        changes = {Kind.FORWARD: whole, Kind.BACKWARD: -whole}
-        changes |= {Kind.BACKWARD_INPUT: rest - whole, Kind.BACKWARD_WEIGHT: -rest}
-        return changes.get(action.kind, 0.0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Report:
         actions: For each rank the number of its actions.
         peak_activations: For each stage the most micro-batches whose forward pass was done and
             whose backward pass was not, or not all of it; 0 where there are no backward passes.
-        peak_memory: For each rank that has several stages the most that it keeps (see `Memory`).
+        peak_memory: For each rank the most that it keeps (see `Memory`); empty for plans without
+            homes unless a memory was given.
         staleness: For each stage and, in their order, each micro-batch: the optimizer steps of the
             stage between the micro-batch's forward and backward pass. Empty without backward
             passes.
@@ -153,15 +155,16 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
     * A backward pass is whole, or split into the gradients of the input and, later, of the weights.
       The gradients of the weights are added up in the order of micro-batches.
     * With homes, split passes or `NORM`, no forward pass comes before the step that it belongs
-      behind; a rank has one step, of its first stage; and all ranks have the norm, or none.
+      behind; a rank has one step, of its first stage; and all steps have the norm, or none.
     * No rank keeps more activations than the limit of ``memory``, if there is one.
     * The gradients of optimizer step ``k`` are reduced after all backward passes of its
       micro-batches and before all others, and once; the step comes after it, and before the next
       backward pass or the plan's `step_delay` later. Versions that are filled in are the
       number of optimizer steps so far; `CORRECT` names that of the forward pass, and between it
       and its `RESTORE` there is only that backward pass with its messages.
-    * Each message is sent once and received once, without homes in the order in which they are
-      sent, and the first and last stage load in the same order.
+    * Each message is sent once and received once, and the first and last stage load in the same
+      order. Without homes, split passes and `NORM`, messages are received in the order in which
+      they are sent, and only then may sends block.
     * No ranks wait for each other in a circle, with the plan's `send_slots`.
     * In waves, which have all stages on one rank and no homes, the last stage goes backward right
       after its forward pass. There are two waves at most, and each has one micro-batch under way.
@@ -187,13 +190,15 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
     for actions in plan.ranks:
         _check_local(plan, actions)
     for before, after in pairwise(cursors):
-        _check_messages(before.sent[1], after.received[1], in_order=not plan.homes)
-        _check_messages(after.sent[-1], before.received[-1], in_order=not plan.homes)
+        _check_messages(before.sent[1], after.received[1], in_order=not plan.flushes)
+        _check_messages(after.sent[-1], before.received[-1], in_order=not plan.flushes)
     if cursors[-1].loads:
         _check_loads(cursors[0].loads, cursors[-1].loads)
     _check_norms(plan)
-    memory = memory or Memory.in_micro_batches(plan)
-    peaks = [memory.peak(actions) for actions in plan.ranks] if plan.num_steps else []
+    peaks: list[float] = []
+    if plan.num_steps and (plan.homes or memory):
+        memory = memory or Memory.in_micro_batches(plan)
+        peaks = [memory.peak(actions) for actions in plan.ranks]
     times = execute(plan, lambda kind, _: int(kind in COMPUTE), lambda _: 0)
     return _report(plan, cursors, times, peaks)
 
@@ -215,8 +220,8 @@ def check_shape(plan: Plan) -> None:
     if homes and len(homes) != plan.num_stages:
         reason = f"these are {len(homes)} ranks for {plan.num_stages} stages"
         raise PlanError("homes", given, reason, "Give the rank of each stage")
-    if homes and not plan.send_slots and not plan.is_compute_only:
-        reason = "sends that block are for plans without homes"
+    if plan.flushes and not plan.send_slots and not plan.is_compute_only:
+        reason = "sends that block are for plans of whole passes without homes and N"
         raise PlanError("send_slots", plan.send_slots, reason, "Give 1 or more")
     stages = [{action.stage for action in actions} for actions in plan.ranks]
     for rank, actions in enumerate(plan.ranks):
@@ -269,15 +274,16 @@ def _check_first(actions: Sequence[Action], first: int) -> None:
 
 
 def _check_norms(plan: Plan) -> None:
-    """Check that all ranks sum their norms at the same steps."""
-    norms = [[a for a in actions if a.kind is Kind.NORM] for actions in plan.ranks]
-    steps = [{a.micro_batch for a in rank} for rank in norms]
-    for one, other in pairwise(range(len(norms))):
-        if odd := steps[one] ^ steps[other]:
-            norm = next(a for a in [*norms[one], *norms[other]] if a.micro_batch in odd)
-            without = other if norm in norms[one] else one
-            reason = f"rank {without} does not take part in this sum over all ranks"
-            raise PlanError("action", str(norm), reason, "Add it to all ranks, or leave it out")
+    """Check that all ranks sum their norms at each step, if any does at any."""
+    norms = [action for actions in plan.ranks for action in actions if action.kind is Kind.NORM]
+    done = {(plan.rank_of[norm.stage], norm.micro_batch) for norm in norms}
+    for step in range(plan.num_steps if norms else 0):
+        end = (step + 1) * plan.micro_batches - 1
+        for rank, actions in enumerate(plan.ranks):
+            if (rank, end) not in done:
+                missing = Action(Kind.NORM, min(action.stage for action in actions), end)
+                reason = f"it is missing, though the plan has {norms[0]}"
+                raise PlanError("action", str(missing), reason, "Add it, or leave out all norms")
 
 
 def _check_messages(sent: list[Action], received: list[Action], *, in_order: bool) -> None:
@@ -364,7 +370,7 @@ def _report(
         num_steps=plan.num_steps,
         actions=tuple(map(len, plan.ranks)),
         peak_activations=tuple(cursor.peak if plan.num_steps else 0 for cursor in cursors),
-        peak_memory=tuple(peaks) if plan.homes else (),
+        peak_memory=tuple(peaks),
         staleness=tuple(
             tuple(s for _, s in sorted(cursor.staleness.items())) for cursor in cursors
         ),

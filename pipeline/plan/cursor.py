@@ -85,7 +85,7 @@ class PlanCursor:
             done = self._done_for_step if kind in OF_A_STEP else self._done[key]
             if _is_mixed(kind, done):
                 reason = "this backward pass is whole in one place and split in another"
-                raise _refusal(action, reason, "Do B, or I and W")
+                raise _refusal(action, reason, "Do B, or I and W; U restores weights")
             if kind in done:
                 raise _refusal(action, "it is done a second time", "Leave it out")
             if missing := self._needs[kind] - done:

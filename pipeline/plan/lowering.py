@@ -14,7 +14,7 @@ that holds nothing but passes, whatever stages a rank has.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -66,9 +66,10 @@ def lower(plan: Plan) -> Plan:
     ranks = []
     for passes in plan.ranks:
         gradients = (action for action in passes if action.kind in WEIGHT_GRADIENTS)
-        ends = {action.micro_batch // plan.micro_batches: action for action in gradients}
+        completing = {action.micro_batch // plan.micro_batches: action for action in gradients}
+        ends = {action: (step + 1) * plan.micro_batches - 1 for step, action in completing.items()}
         stage = min(action.stage for action in passes)
-        actions = Versions().annotate(add_steps(passes, _STEP, ends=ends.values(), stage=stage))
+        actions = Versions().annotate(add_steps(passes, _STEP, ends=ends, stage=stage))
         ranks.append(tuple(add_communication(actions, plan.rank_of)))
     plan = replace(plan, ranks=tuple(ranks))
     most = 1 + sum(action.kind in SENDS for actions in ranks for action in actions)
@@ -90,20 +91,20 @@ def _run(plan: Plan, send_slots: int) -> None:
 
 
 def add_steps(
-    actions: Iterable[Action], kinds: Iterable[Kind], *, ends: Container[Action], stage: int
+    actions: Iterable[Action], kinds: Iterable[Kind], *, ends: Mapping[Action, int], stage: int
 ) -> Iterator[Action]:
     """Add an optimizer step after each pass that completes one.
 
     Args:
         actions: Of one rank.
         kinds: What a step consists of.
-        ends: The passes that complete a step.
+        ends: The passes that complete a step, with the step's last micro-batch.
         stage: The first one of the rank.
     """
     for action in actions:
         yield action
         if action in ends:
-            yield from (Action(kind, stage, action.micro_batch) for kind in kinds)
+            yield from (Action(kind, stage, ends[action]) for kind in kinds)
 
 
 def _step_kinds(stage: int, num_stages: int, *, norms: bool, synchronous: bool) -> list[Kind]:
@@ -336,7 +337,9 @@ class StageSchedule:
             synchronous=self._empty_at == self.first and stop == last,
         )
         end = Action(Kind.BACKWARD, self._stage, last - 1)
-        actions = add_steps(self._passes(last, stop), kinds, ends={end}, stage=self._stage)
+        actions = add_steps(
+            self._passes(last, stop), kinds, ends={end: last - 1}, stage=self._stage
+        )
         actions = self._versions.annotate(actions)
         result = list(add_communication(actions, range(self._num_stages)))
         self.first = last

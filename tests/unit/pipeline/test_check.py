@@ -310,7 +310,7 @@ def test_a_rank_may_hold_several_stages():
     twice = with_rank(plan, 1, [*plan.ranks[1], Action(Kind.LOAD, 0, 0)])
     with pytest.raises(PlanError, match="'0L0': it is on rank 1, but stage 0 is on rank 0"):
         check(twice)
-    with pytest.raises(PlanError, match="send_slots = 0: sends that block are for plans without"):
+    with pytest.raises(PlanError, match="send_slots = 0: sends that block are for plans of"):
         check(replace(plan, send_slots=0))
     with pytest.raises(PlanError, match=r"there are 4 stages on 2 ranks\. Add homes=0,1,1,0 to"):
         check(replace(plan, homes=()))

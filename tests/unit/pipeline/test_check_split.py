@@ -59,7 +59,7 @@ VEE = Plan.parse(str(zbv(2, 2)).replace("@0", ""))
         ([(" 0W1 0R1", " 0R1 0W1")], "'0R1': 0W1 does not come before it"),
         ([(" 0R1 0N1", " 0N1 0R1")], "'0N1': 0R1 does not come before it"),
         ([(" 0N1 0S1", " 0S1 0N1")], "'0N1': 0R1 does not come before it"),
-        ([(" 0N1", "")], "'1N1': rank 0 does not take part in this sum over all ranks"),
+        ([(" 0N1", "")], "'0N1': it is missing, though the plan has 1N1"),
         (
             [(" 0R1 0N1 0S1", " 3R1 3N1 3S1")],
             r"'3R1': a rank steps once, .* as stage 0\. Write 0R1",
@@ -79,7 +79,7 @@ VEE = Plan.parse(str(zbv(2, 2)).replace("@0", ""))
         ([("homes=0,1,1,0", "homes=0,1,1")], "homes = '0,1,1': these are 3 ranks for 4 stages"),
         ([("homes=0,1,1,0", "homes=0,1,0,1")], "it is on rank 0, but stage 3 is on rank 1"),
         ([(" homes=0,1,1,0", "")], r"there are 4 stages on 2 ranks\. Add homes=0,1,1,0"),
-        ([("send_slots=2", "send_slots=0")], "send_slots = 0: sends that block are for plans with"),
+        ([("send_slots=2", "send_slots=0")], "send_slots = 0: sends that block are for plans of"),
     ],
 )
 def test_a_damaged_plan_is_refused_by_its_action(changes, message):
@@ -204,9 +204,14 @@ def is_sound(plan):
             steps += kind is Kind.STEP
             where[key] = place
     keys, pairs = expected(plan, norms=norms)
+    loads = [
+        [a.micro_batch for a in plan.ranks[plan.rank_of[stage]] if a[:2] == (Kind.LOAD, stage)]
+        for stage in (0, plan.num_stages - 1)
+    ]
     return (
         where.keys() == keys
         and all(where[one] < where[other] for one, other in pairs)
+        and (not loads[1] or loads[0] == loads[1])
         and ends(plan)
     )
 
@@ -247,7 +252,7 @@ small = st.one_of(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=400)
 @given(plan=small, changes=st.integers(0, 2), data=st.data())
 def test_the_check_agrees_with_its_twin(plan, changes, data):
     for _ in range(changes):
