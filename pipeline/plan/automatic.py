@@ -16,8 +16,7 @@ from itertools import product
 from typing import NamedTuple
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.clock.clock import execute
-from wavemare.pipeline.clock.simulate import Costs
+from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.plan.check import Memory
 from wavemare.pipeline.plan.chunked import passes_to_plan, vee, zbv
 from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan, check_numbers
@@ -107,14 +106,14 @@ def search(
         PlanError: No schedule keeps to the limit.
     """
     chunks = max(Counter(homes).values())
+    costs = replace(costs, step_s=0.0, reduce_s=0.0, load_s=0.0)
     best, best_s = None, math.inf
     for plan in known:
         memory = Memory.in_micro_batches(plan)
-        if max(map(memory.peak, plan.ranks)) > limit + _TOLERANCE:
-            continue
-        if (length_s := _length_s(plan, costs)) < best_s:
+        step_s = simulate(plan, costs).makespan_s
+        if step_s < best_s and max(map(memory.peak, plan.ranks)) <= limit + _TOLERANCE:
             ranks = [[a._replace(version=-1) for a in r if a.kind in COMPUTE] for r in plan.ranks]
-            best, best_s = ranks, length_s
+            best, best_s = ranks, step_s
     slots = int(limit * chunks + _TOLERANCE)
     levels = sorted({slots, max(slots - 1, chunks), max(slots - 2, chunks)}, reverse=True)
     patience = _PATIENCE if split else _PATIENCE[:1]
@@ -135,33 +134,19 @@ def lower_bound(homes: Sequence[int], micro_batches: int, costs: Costs, *, split
     way of one micro-batch through all passes. The last one's W is on the way if it is split.
     """
     durations, sends = costs.durations(len(homes)), costs.of("send_s", len(homes))
-    backward = durations[_I if split else _B]
-    hops = [
-        sends[stage] * (homes[stage] != homes[stage + 1]) for stage in range(len(homes) - 1)
-    ] + [0.0]
-    back = [0.0] + [sends[s] * (homes[s] != homes[s - 1]) for s in range(1, len(homes))]
-    path = sum(durations[_F]) + sum(backward) + sum(hops) + sum(back)
-    work = dict.fromkeys(homes, 0.0)
     starts: dict[int, float] = {}
-    start = 0.0
+    work = dict.fromkeys(homes, 0.0)
+    path = back = 0.0
     for stage, rank in enumerate(homes):
-        starts.setdefault(rank, start)
-        start += durations[_F][stage] + hops[stage]
+        if stage and homes[stage - 1] != rank:
+            path += sends[stage - 1]
+            back += sends[stage]
+        starts.setdefault(rank, path)
+        path += durations[_F][stage]
+        back += durations[_I if split else _B][stage]
         work[rank] += durations[_F][stage] + durations[_B][stage]
     busy = max(starts[rank] + micro_batches * work[rank] for rank in starts)
-    return max(busy, path + split * durations[_W][0])
-
-
-def _length_s(plan: Plan, costs: Costs) -> float:
-    """Return the seconds of a plan's passes where no send waits."""
-    durations, sends = costs.durations(plan.num_stages), costs.of("send_s", plan.num_stages)
-    free = replace(plan, send_slots=2 * plan.num_stages * plan.micro_batches + 1)
-    times = execute(
-        free,
-        lambda kind, stage: durations[kind][stage] if kind in COMPUTE else 0.0,
-        lambda stage: sends[stage],
-    )
-    return max(rank[-1] for rank in times)
+    return max(busy, path + back + split * durations[_W][0])
 
 
 class _ListSchedule:
@@ -182,11 +167,8 @@ class _ListSchedule:
         self._sends = costs.of("send_s", len(homes))
         self._backward = _I if split else _B
         num_ranks = max(homes) + 1
-        self._stages: list[list[int]] = [[] for _ in range(num_ranks)]
-        self._round = []
-        for stage, rank in enumerate(homes):
-            self._round.append(len(self._stages[rank]))
-            self._stages[rank].append(stage)
+        self._stages = [[s for s, r in enumerate(homes) if r == rank] for rank in range(num_ranks)]
+        self._round = [self._stages[rank].index(stage) for stage, rank in enumerate(homes)]
         self._kinds = [_F, self._backward, *([_W] if split else [])]
         self._frees = self._kinds[-1]
         self._done = {kind: [0] * len(homes) for kind in self._kinds}

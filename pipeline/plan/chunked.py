@@ -51,20 +51,16 @@ def passes_to_plan(
         micro_batches: Per optimizer step.
         num_steps: Optimizer steps.
     """
-    homes = tuple(homes)
-    if homes == tuple(range(len(homes))):
-        homes = ()
-    rows = [list(rank) for rank in ranks]
     repeated = tuple(
         tuple(
             action._replace(micro_batch=action.micro_batch + step * micro_batches)
             for step in range(num_steps)
             for action in row
         )
-        for row in rows
+        for row in map(list, ranks)
     )
-    num_stages = len(homes) or len(rows)
-    return lower(Plan(schedule, num_stages, micro_batches, num_steps, repeated, homes=homes))
+    sizes = len(homes), micro_batches, num_steps
+    return lower(Plan(schedule, *sizes, repeated, homes=tuple(homes)))
 
 
 def interleaved(num_ranks: int, micro_batches: int, num_steps: int = 1, *, chunks: int = 2) -> Plan:

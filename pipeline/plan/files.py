@@ -61,8 +61,6 @@ def parse_csv(text: str, schedule: str) -> Plan:
         reason = f"stage {missing or 0} does nothing"
         raise PlanError("plan", schedule, reason, "Give each stage its passes")
     placed = tuple(homes[stage] for stage in range(len(homes)))
-    if placed == tuple(range(len(ranks))):
-        placed = ()
     micro_batches = 1 + max(action.micro_batch for rank in ranks for action in rank)
     return Plan(schedule, len(homes), micro_batches, 1, ranks, homes=placed)
 

@@ -71,7 +71,8 @@ def lower(plan: Plan) -> Plan:
         stage = min(action.stage for action in passes)
         actions = Versions().annotate(add_steps(passes, _STEP, ends=ends, stage=stage))
         ranks.append(tuple(add_communication(actions, plan.rank_of)))
-    plan = replace(plan, ranks=tuple(ranks))
+    own = plan.homes == tuple(range(len(ranks)))  # which need not be said
+    plan = replace(plan, ranks=tuple(ranks), homes=() if own else plan.homes)
     most = 1 + sum(action.kind in SENDS for actions in ranks for action in actions)
     _run(plan, most)
     return replace(plan, send_slots=1 + next(n for n in range(1, most + 1) if _ends(plan, n)))
