@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -290,15 +291,19 @@ def _present(
 def _costs(plan: Plan, texts: Mapping[str, str]) -> Costs:
     from wavemare.pipeline.clock.simulate import Costs
 
-    num_stages = plan.num_stages
-    chunks = num_stages // len(plan.ranks) if plan.homes else 1
-    seconds = {key: _seconds(key, text, num_stages, chunks) for key, text in texts.items()}
+    # The stages of a rank share the one number of a pass.
+    stages, alone = Counter(plan.homes), [1] * plan.num_stages
+    shares = [stages[rank] for rank in plan.homes] or alone
+    seconds = {
+        key: _seconds(key, text, shares if key in _OF_A_PASS else alone)
+        for key, text in texts.items()
+    }
     sums = seconds.get("--collective-ms")
     if sums is not None and not plan.in_waves:
         reason = f"the schedule {plan.schedule!r} has no collectives between its passes"
         remedy = "Leave it out, or give it with tick-tock, accumulation or in-phase"
         raise ConfigError("--collective-ms", texts["--collective-ms"], reason, remedy)
-    sums = sums or (0.0,) * num_stages
+    sums = sums or (0.0,) * plan.num_stages
     backward = seconds["--backward-ms"]
     return Costs(
         forward_s=seconds["--forward-ms"],
@@ -312,15 +317,9 @@ def _costs(plan: Plan, texts: Mapping[str, str]) -> Costs:
     )
 
 
-def _seconds(key: str, text: str, num_stages: int, chunks: int) -> tuple[float, ...]:
-    """Read one number of milliseconds for all stages, or one for each.
-
-    Args:
-        key: The option.
-        text: What it was given.
-        num_stages: Of all ranks.
-        chunks: Stages of a rank, which share the one number of a pass.
-    """
+def _seconds(key: str, text: str, shares: Sequence[int]) -> tuple[float, ...]:
+    """Read one number of milliseconds, of which each stage has a part, or one for each stage."""
+    num_stages = len(shares)
     remedy = f"Give one number of milliseconds, or one for each of the {num_stages} stages: 1,2,..."
     try:
         numbers = [float(part) for part in text.split(",")]
@@ -332,7 +331,7 @@ def _seconds(key: str, text: str, num_stages: int, chunks: int) -> tuple[float, 
         reason = f"there are {len(numbers)} numbers for {num_stages} stages"
         raise ConfigError(key, text, reason, remedy)
     if len(numbers) == 1:
-        numbers = [numbers[0] / (chunks if key in _OF_A_PASS else 1)] * num_stages
+        numbers = [numbers[0] / share for share in shares]
     return tuple(number / _MS_PER_S for number in numbers)
 
 
