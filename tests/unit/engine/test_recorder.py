@@ -7,7 +7,7 @@ from wavemare.engine.observe.recorder import Recorder
 from wavemare.pipeline.clock.simulate import Event, Timeline
 from wavemare.pipeline.plan.plan import Action, Kind
 
-BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP}
+BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.STEP}
 WAITING = {
     Kind.SEND_ACTIVATION,
     Kind.RECV_ACTIVATION,

@@ -18,7 +18,7 @@ from wavemare.pipeline.plan.schedules import build_plan
 
 NUMBERS = st.sampled_from(["0", "1", "2", "3", "-1", "9" * 18, "9" * 19, "1.5", "x", "²", ""])
 PIECES = [*"0F0 1B0 0S1 @ @0 @9 /1 /9 : = plan XO".split(), "\n", "# x\n", " "]
-NAMES = ["1f1b", "pipemare", "inference", "accumulation", "tick-tock"]
+NAMES = ["1f1b", "pipemare", "inference", "accumulation", "tick-tock", "zbv", "interleaved"]
 PLANS = [str(build_plan(name, 3, 3, 0 if name == "inference" else 1)) for name in NAMES]
 
 
