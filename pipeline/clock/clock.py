@@ -237,7 +237,7 @@ def _awaited(plan: Plan, ranks: Mapping[int, int], rank: int, positions: Sequenc
     sends = [a for a in sends if ranks.get(a.stage + SENDS[a.kind][1], -1) == receiver]
     received = plan.ranks[receiver][: positions[receiver]] if receiver >= 0 else ()
     taken = {_sent_as(a) for a in received if a.kind in RECEIVES}
-    blocking = next(a for a in sends if a._replace(version=-1) not in taken)
+    blocking = next((a for a in sends if a._replace(version=-1) not in taken), action)
     kind, distance = SENDS[blocking.kind]
     return blocking._replace(kind=kind, stage=blocking.stage + distance, version=-1)
 

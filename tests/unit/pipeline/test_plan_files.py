@@ -70,6 +70,9 @@ def test_an_impossible_order_is_refused(tmp_path):
     file.write_text("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1\n")
     with pytest.raises(PlanError, match="'0B1@0': the stage's next gradients of the weights"):
         check(read_plan(file, "--file"))
+    file.write_text("0F0,0F0,0F0,0F0,0B0\n1F0,1B0\n")
+    with pytest.raises(PlanError, match="'0L0@0': it is done a second time"):
+        check(read_plan(file, "--file"))
     file.write_text("0B0,0F0\n1F0,1B0\n")
     with pytest.raises(PlanError, match="ranks 0, 1 wait for each other in a circle"):
         read_plan(file, "--file")
