@@ -119,3 +119,9 @@ def test_any_number_of_micro_batches_is_scheduled(num_ranks, micro_batches):
     plan = automatic(num_ranks, micro_batches, 2)
     most = max(check(plan).peak_memory)
     assert most <= max(check(one_f_one_b(num_ranks, micro_batches)).peak_activations)
+    if micro_batches == 1:  # the way of one micro-batch is the bound
+        slow = costs(1, 1.5, 0.5, 0.25)
+        step_s = simulate(automatic(num_ranks, 1, costs=slow), slow).makespan_s
+        way = num_ranks * (1 + 1.5) + 4 * (num_ranks - 1) * 0.25 + 0.5 / 2
+        expected = pytest.approx(max(way, 3) if num_ranks == 1 else way)
+        assert step_s == lower_bound(plan.homes, 1, slow, split=True) == expected
