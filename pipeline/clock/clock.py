@@ -13,6 +13,9 @@ from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind, Plan
 _Operation = Callable[[Action, float], float | None]
 """Takes an action and the time at which it starts; gives that of its end, or None if it waits."""
 
+_Message = tuple[Kind, int, int, int]
+"""The kind, stage, micro-batch and wave of a send."""
+
 
 def execute(
     plan: Plan,
@@ -107,7 +110,7 @@ class _Channel:
         self.sender, self.receiver = ends
         self.ready = ready
         self.num_sent = 0
-        self.pending: dict[Action, float] = {}  # messages and when they were sent
+        self.pending: dict[_Message, float] = {}  # when each was sent
         self.received: list[float] = []
         self.sender_waits = False
         self.receiver_waits = False
@@ -125,7 +128,7 @@ class _Channel:
 
     def receive(self, action: Action, clock: float) -> float | None:
         """Take a message from a time on; return when it is there."""
-        message = _sent_as(action)
+        message = _message(action)
         if message not in self.pending:
             self.receiver_waits = True
             return None
@@ -136,11 +139,11 @@ class _Channel:
             self.ready.append(self.sender)
         return clock
 
-    def _arrival(self, message: Action, clock: float) -> float:
-        return max(clock, self.pending.pop(message) + self.latency(message.stage))
+    def _arrival(self, message: _Message, clock: float) -> float:
+        return max(clock, self.pending.pop(message) + self.latency(message[1]))
 
     def _start(self, action: Action, clock: float) -> None:
-        self.pending[action._replace(version=-1)] = clock
+        self.pending[_message(action)] = clock
         self.num_sent += 1
         if self.receiver_waits:
             self.receiver_waits = False
@@ -162,8 +165,8 @@ class _Rendezvous(_Channel):
         self.completed += 1
         return self.received[-1]
 
-    def _arrival(self, message: Action, clock: float) -> float:
-        return max(clock, self.pending.pop(message)) + self.latency(message.stage)
+    def _arrival(self, message: _Message, clock: float) -> float:
+        return max(clock, self.pending.pop(message)) + self.latency(message[1])
 
 
 class _AllReduce:
@@ -188,10 +191,13 @@ def _has_norm(actions: Sequence[Action]) -> bool:
     return any(action.kind is Kind.NORM for action in actions)
 
 
-def _sent_as(receive: Action) -> Action:
-    """Return the send that a receive meets, without the version of its weights."""
-    kind, distance = RECEIVES[receive.kind]
-    return receive._replace(kind=kind, stage=receive.stage + distance, version=-1)
+def _message(action: Action) -> _Message:
+    """Return what a send and its receive have in common: the send's fields but the version."""
+    kind, stage, micro_batch, _, wave = action
+    if kind in RECEIVES:
+        kind, distance = RECEIVES[kind]
+        stage += distance
+    return kind, stage, micro_batch, wave
 
 
 def _rank_of(plan: Plan) -> dict[int, int]:
@@ -226,7 +232,8 @@ def _awaited(plan: Plan, ranks: Mapping[int, int], rank: int, positions: Sequenc
     actions, position = plan.ranks[rank], positions[rank]
     action = actions[position]
     if action.kind in RECEIVES:
-        return _sent_as(action)
+        kind, stage, micro_batch, wave = _message(action)
+        return Action(kind, stage, micro_batch, wave=wave)
     if action.kind is Kind.NORM:
         for row, done in zip(plan.ranks, positions, strict=True):
             norms = [a for a in row if a.kind is Kind.NORM]
@@ -236,8 +243,8 @@ def _awaited(plan: Plan, ranks: Mapping[int, int], rank: int, positions: Sequenc
     sends = [a for a in actions[: position + 1] if a.kind in SENDS]
     sends = [a for a in sends if ranks.get(a.stage + SENDS[a.kind][1], -1) == receiver]
     received = plan.ranks[receiver][: positions[receiver]] if receiver >= 0 else ()
-    taken = {_sent_as(a) for a in received if a.kind in RECEIVES}
-    blocking = next((a for a in sends if a._replace(version=-1) not in taken), action)
+    taken = {_message(a) for a in received if a.kind in RECEIVES}
+    blocking = next(a for a in sends if _message(a) not in taken)
     kind, distance = SENDS[blocking.kind]
     return blocking._replace(kind=kind, stage=blocking.stage + distance, version=-1)
 

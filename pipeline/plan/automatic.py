@@ -28,8 +28,9 @@ EQUAL_PASSES = Costs(forward_s=0.5, backward_s=1.0, weight_s=0.5)
 
 _F, _B = Kind.FORWARD, Kind.BACKWARD
 _I, _W = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_MOST_PASSES = 10_000  # forward passes of ranks: about half a minute
 _TOLERANCE = 1e-9  # of a micro-batch's time
-_PATIENCE = 0.0, 0.5, 1.0
+_WEIGHT_GAPS = 0.0, 0.5, 1.0
 _PREFERENCES = "backward", "forward", "alternate"
 _ORDERS = "deepest", "oldest", "rounds"
 
@@ -39,14 +40,14 @@ class _Setting(NamedTuple):
 
     Args:
         slots: Stages' activations that a rank keeps at most.
-        patience: A gap of so many times W is filled with W.
+        weight_gap: The shortest gap that a gradient of the weights fills, in times of W.
         prefer: What comes first of forward and backward passes that can start.
         order: Which of several comes first: the deepest stage's, the oldest micro-batch's, or in
             rounds of as many micro-batches as ranks, stage by stage.
     """
 
     slots: int
-    patience: float
+    weight_gap: float
     prefer: str
     order: str
 
@@ -61,6 +62,8 @@ def automatic(
 ) -> Plan:
     """Return the best plan that is found for a V of two stages per rank with split passes.
 
+    A better one may exist: of the cases whose optimum is known, one is missed by 8 %.
+
     Args:
         num_ranks: Length of the pipeline.
         micro_batches: Per optimizer step.
@@ -72,10 +75,14 @@ def automatic(
         PlanError: A number is out of range, or the limit leaves less than one micro-batch.
     """
     check_numbers(num_ranks, micro_batches, num_steps)
+    if num_ranks * micro_batches > _MOST_PASSES:
+        reason = f"{num_ranks} x {micro_batches} forward passes take minutes to put into order"
+        remedy = f"Give numbers whose product is at most {_MOST_PASSES}, or choose zbv"
+        raise PlanError("micro_batches", micro_batches, reason, remedy)
     most = min(num_ranks, micro_batches)
     if not 1 - _TOLERANCE <= memory_limit * most < math.inf:
         reason = f"1F1B keeps {most} micro-batches, and a rank has to keep one"
-        remedy = f"Give {1 / most:.3g} or more"
+        remedy = f"Give {1 / most:.3g} or more, and finite"
         raise PlanError("memory_limit", memory_limit, reason, remedy)
     homes, known = vee(num_ranks), [zbv(num_ranks, micro_batches)]
     limit = memory_limit * most
@@ -115,15 +122,15 @@ def search(
             ranks = [[a._replace(version=-1) for a in r if a.kind in COMPUTE] for r in plan.ranks]
             best, best_s = ranks, step_s
     slots = int(limit * chunks + _TOLERANCE)
-    levels = sorted({slots, max(slots - 1, chunks), max(slots - 2, chunks)}, reverse=True)
-    patience = _PATIENCE if split else _PATIENCE[:1]
-    for setting in product(levels, patience, _PREFERENCES, _ORDERS[: chunks + 1]):
+    levels = [level for level in (slots, slots - 1, slots - 2) if level >= chunks]
+    weight_gap = _WEIGHT_GAPS if split else _WEIGHT_GAPS[:1]
+    for setting in product(levels, weight_gap, _PREFERENCES, _ORDERS[: chunks + 1]):
         schedule = _ListSchedule(homes, micro_batches, costs, split=split)
         if schedule.fill(_Setting(*setting), best_s):
             best, best_s = schedule.ranks, max(schedule.clocks)
     if best is None:
         reason = f"no schedule of {len(homes)} stages keeps to it"
-        raise PlanError("memory_limit", limit, reason, "Give more micro-batches")
+        raise PlanError("memory_limit", limit, reason, "Raise memory_limit")
     return best
 
 
@@ -131,7 +138,8 @@ def lower_bound(homes: Sequence[int], micro_batches: int, costs: Costs, *, split
     """Return the seconds that no optimizer step of these passes can fall below.
 
     It is the longer of two: the work of a rank after its first micro-batch has come to it, and the
-    way of one micro-batch through all passes. The last one's W is on the way if it is split.
+    time of one micro-batch for its passes on all stages, one after the other, with its messages.
+    Where backward passes are split, only the first stage's W counts.
     """
     durations, sends = costs.durations(len(homes)), costs.of("send_s", len(homes))
     starts: dict[int, float] = {}
@@ -234,7 +242,7 @@ class _ListSchedule:
         )
         owed = self._owed(rank)
         if owed is not None:
-            gap = self._setting.patience * self._durations[_W][owed.stage] - self._tolerance
+            gap = self._setting.weight_gap * self._durations[_W][owed.stage] - self._tolerance
             if soonest is None or soonest[0] - now >= gap:
                 return now, owed
         return soonest

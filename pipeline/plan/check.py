@@ -23,7 +23,7 @@ from wavemare.pipeline.plan.plan import (
     Plan,
 )
 
-__all__ = ["Memory", "Report", "check", "check_shape"]
+__all__ = ["Memory", "Report", "check", "check_shape", "check_stages"]
 
 _MESSAGES = {
     Kind.SEND_ACTIVATION: "activations",
@@ -41,19 +41,36 @@ class Memory:
         activations: What a micro-batch keeps from its forward pass on.
         for_weights: The part of it that stays, where the backward pass is split, until the
             gradients of the weights are there.
-        limit: The most on each rank.
+        limit: The most on each rank; None for none.
     """
 
     activations: tuple[float, ...]
     for_weights: tuple[float, ...]
-    limit: float
+    limit: float | None = None
 
     @classmethod
-    def in_micro_batches(cls, plan: Plan, limit: float = math.inf) -> Memory:
+    def in_micro_batches(cls, plan: Plan, limit: float | None = None) -> Memory:
         """Count activations of whole ranks, all of which live until the last gradient is there."""
         stages = Counter(plan.rank_of)
         shares = tuple(1 / stages[rank] for rank in plan.rank_of)
         return cls(shares, shares, limit)
+
+    def check(self, plan: Plan) -> None:
+        """Check that it is of a plan's stages, and its limit a positive number.
+
+        Raises:
+            PlanError: It is not, or the plan has no backward passes, which free the activations.
+        """
+        if not plan.num_steps:
+            reason = "a plan without backward passes keeps no activations"
+            raise PlanError("memory_limit", self.limit, reason, "Leave it out")
+        if self.limit is not None and not 0 < self.limit < math.inf:
+            reason = "it is not a positive finite number"
+            raise PlanError("memory_limit", self.limit, reason, "Give one, or leave it out")
+        if not plan.num_stages == len(self.activations) == len(self.for_weights):
+            numbers = len(self.activations), len(self.for_weights)
+            reason = f"the plan has {plan.num_stages} stages"
+            raise PlanError("memory", numbers, reason, "Give two numbers for each stage")
 
     def peak(self, actions: Iterable[Action]) -> float:
         """Return the most that a rank keeps.
@@ -71,7 +88,7 @@ class Memory:
             elif action.kind in WEIGHT_GRADIENTS:
                 kept -= whole if action.kind is Kind.BACKWARD else rest
             most = max(most, kept)
-            if most > self.limit * (1 + 1e-9):
+            if self.limit is not None and most > self.limit * (1 + 1e-9):
                 reason = f"with it the rank keeps {most:.6g}, and the limit is {self.limit:.6g}"
                 remedy = "Put gradients of earlier micro-batches before it, or raise memory_limit"
                 raise PlanError("action", str(action), reason, remedy)
@@ -154,8 +171,9 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
       same rank comes before it.
     * A backward pass is whole, or split into the gradients of the input and, later, of the weights.
       The gradients of the weights are added up in the order of micro-batches.
-    * With homes, split passes or `NORM`, no forward pass comes before the step that it belongs
-      behind; a rank has one step, of its first stage; and all steps have the norm, or none.
+    * With homes, split passes or `NORM`, the pipeline is empty at each step: no forward pass comes
+      before the step of the earlier micro-batches. With homes, a rank has one step, of its first
+      stage. All steps have the norm, or none.
     * No rank keeps more activations than the limit of ``memory``, if there is one.
     * The gradients of optimizer step ``k`` are reduced after all backward passes of its
       micro-batches and before all others, and once; the step comes after it, and before the next
@@ -166,29 +184,13 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
       order. Without homes, split passes and `NORM`, messages are received in the order in which
       they are sent, and only then may sends block.
     * No ranks wait for each other in a circle, with the plan's `send_slots`.
-    * In waves, which have all stages on one rank and no homes, the last stage goes backward right
-      after its forward pass. There are two waves at most, and each has one micro-batch under way.
+    * Only waves, which have all stages on one rank and no homes, may have a second wave. Their last
+      stage goes backward right after its forward pass, and a wave has one micro-batch at a time.
 
     Raises:
         PlanError: The plan is wrong; the message names the actions in question.
     """
-    check_shape(plan)
-    cursors = [PlanCursor(stage, plan) for stage in range(plan.num_stages)]
-    for actions in plan.ranks:
-        stages = sorted({action.stage for action in actions})
-        for stage in stages:
-            cursors[stage].follow(
-                action
-                for action in actions
-                # With homes the step is that of all stages of its rank.
-                if action.stage == stage or (plan.homes and action.kind in OF_A_STEP)
-            )
-        if plan.homes:
-            _check_first(actions, stages[0])
-    if plan.in_waves:
-        _check_waves(plan)
-    for actions in plan.ranks:
-        _check_local(plan, actions)
+    cursors = check_stages(plan)
     for before, after in pairwise(cursors):
         _check_messages(before.sent[1], after.received[1], in_order=not plan.flushes)
         _check_messages(after.sent[-1], before.received[-1], in_order=not plan.flushes)
@@ -196,11 +198,45 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
         _check_loads(cursors[0].loads, cursors[-1].loads)
     _check_norms(plan)
     peaks: list[float] = []
-    if plan.num_steps and (plan.homes or memory):
+    if memory or (plan.homes and plan.num_steps):
         memory = memory or Memory.in_micro_batches(plan)
+        memory.check(plan)
         peaks = [memory.peak(actions) for actions in plan.ranks]
     times = execute(plan, lambda kind, _: int(kind in COMPUTE), lambda _: 0)
     return _report(plan, cursors, times, peaks)
+
+
+def check_stages(plan: Plan) -> list[PlanCursor]:
+    """Check each stage's actions and their order, but neither messages nor that the plan ends.
+
+    Returns:
+        For each stage what was found.
+
+    Raises:
+        PlanError: The plan is wrong; the message names the action in question.
+    """
+    check_shape(plan)
+    cursors = [PlanCursor(stage, plan) for stage in range(plan.num_stages)]
+    for rank, actions in enumerate(plan.ranks):
+        rows = {s: list[Action]() for s, home in enumerate(plan.rank_of) if home == rank}
+        for action in actions:
+            if action.wave and not plan.in_waves:
+                reason = "only a plan with all stages on one rank has a second wave"
+                raise PlanError("action", str(action), reason, f"Write {action._replace(wave=0)}")
+            # With homes the step is that of all stages of its rank.
+            of_all = plan.homes and action.kind in OF_A_STEP
+            for stage in rows if of_all else (action.stage,):
+                rows[stage].append(action)
+        for stage, row in rows.items():
+            cursors[stage].follow(row)
+        if plan.homes:
+            _check_first(actions, min(rows))
+    if plan.in_waves:
+        _check_waves(plan)
+    if any(one == other for one, other in pairwise(plan.rank_of)):
+        for actions in plan.ranks:
+            _check_local(plan, actions)
+    return cursors
 
 
 def check_shape(plan: Plan) -> None:
@@ -223,6 +259,9 @@ def check_shape(plan: Plan) -> None:
     if plan.flushes and not plan.send_slots and not plan.is_compute_only:
         reason = "sends that block are for plans of whole passes without homes and N"
         raise PlanError("send_slots", plan.send_slots, reason, "Give 1 or more")
+    if plan.flushes and plan.step_delay:
+        reason = "a plan with homes, split passes or N is empty at each step"
+        raise PlanError("step_delay", plan.step_delay, reason, "Leave it out")
     stages = [{action.stage for action in actions} for actions in plan.ranks]
     for rank, actions in enumerate(plan.ranks):
         for stage in stages[rank]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synchronous schedules with a smaller bubble than 1F1B: several stages per rank, split backward.
 
-A rank has ``chunks`` stages. `loop` deals the stages out in rounds, rank 0 to the last one each
-time; `vee` goes back in its second round, so that the first and the last stage share rank 0. Each
-schedule is an order of passes, which `lower` completes.
+A rank has several stages. With `loop` stage ``s`` of ``P`` ranks is on rank ``s % P``. With `vee`
+rank ``r`` has stages ``r`` and ``2 P - 1 - r``, so that the first and the last stage share rank 0.
+Each schedule is an order of passes, which `lower` completes.
 
 The orders are those of PyTorch 2.13: ``ScheduleInterleaved1F1B`` (Megatron-LM's, arXiv 2104.04473),
 ``ScheduleInterleavedZeroBubble`` with one stage per rank (ZB-H1, arXiv 2401.10241) and
@@ -26,12 +26,12 @@ _I, _W = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 def loop(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return each stage's rank where every round begins at rank 0."""
+    """Return each stage's rank in a loop: 0, 1, 0, 1 for two ranks and two chunks."""
     return tuple(range(num_ranks)) * chunks
 
 
 def vee(num_ranks: int) -> tuple[int, ...]:
-    """Return each stage's rank where the second round goes back: 0, 1, 1, 0."""
+    """Return each stage's rank in a V: 0, 1, 1, 0 for two ranks."""
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
@@ -129,8 +129,8 @@ def zb_h1(num_ranks: int, micro_batches: int, num_steps: int = 1) -> Plan:
 def zbv(num_ranks: int, micro_batches: int, num_steps: int = 1) -> Plan:
     """Return ZBV: a V of two chunks, with 1F1B's memory on every rank.
 
-    The bubble is smallest from twice as many micro-batches as ranks on. Of fewer the order is that
-    of so many, without the surplus.
+    The bubble is smallest with at least twice as many micro-batches as ranks. With fewer, the order
+    is that of twice as many, without the passes of those that are not there.
 
     Raises:
         PlanError: A number is out of range.

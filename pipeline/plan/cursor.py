@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.plan import (
+    COMPUTE,
     INPUT_GRADIENTS,
     RECEIVES,
     SENDS,
@@ -83,7 +84,7 @@ class PlanCursor:
             if kind not in self._needs:
                 raise _refusal(action, "this stage has nothing of this kind to do", "Leave it out")
             done = self._done_for_step if kind in OF_A_STEP else self._done[key]
-            if _is_mixed(kind, done):
+            if kind in COMPUTE and _is_mixed(kind, done):
                 reason = "this backward pass is whole in one place and split in another"
                 raise _refusal(action, reason, "Do B, or I and W; U restores weights")
             if kind in done:
@@ -104,9 +105,8 @@ class PlanCursor:
             done.add(kind)
             if kind is Kind.STEP:
                 done.clear()
-            elif kind is Kind.BACKWARD_INPUT:
-                done.add(Kind.BACKWARD)  # for what needs no more than the gradient of the input
-            self._meet_pass(action, key)
+            if kind in COMPUTE:
+                self._meet_pass(action, key)
             if kind in self._logs:
                 self._logs[kind].append(action)
         self._finish()
@@ -121,6 +121,8 @@ class PlanCursor:
         if action.kind is Kind.FORWARD:
             self._meet_forward(action, key)
         if action.kind in INPUT_GRADIENTS:
+            # Also of a split pass, for what needs no more than the gradient of the input.
+            self._done[key].add(Kind.BACKWARD)
             self._meet_backward(action, key)
         if action.kind in WEIGHT_GRADIENTS:
             self._meet_weight_gradient(action)
@@ -227,8 +229,6 @@ def _requirements(stage: int, plan: Plan) -> dict[Kind, frozenset[Kind]]:
         Kind.BACKWARD: [Kind.FORWARD, *from_after],
         Kind.BACKWARD_INPUT: [Kind.FORWARD, *from_after],
         Kind.BACKWARD_WEIGHT: [Kind.BACKWARD_INPUT],
-        Kind.CORRECT: [Kind.FORWARD],
-        Kind.RESTORE: [Kind.CORRECT, Kind.BACKWARD],
         Kind.REDUCE: [],
         Kind.STEP: [Kind.REDUCE],
     }
@@ -237,6 +237,8 @@ def _requirements(stage: int, plan: Plan) -> dict[Kind, frozenset[Kind]]:
     if plan.flushes:
         rules[Kind.NORM] = [Kind.REDUCE]
         return {kind: frozenset(needs) for kind, needs in rules.items()}
+    rules[Kind.CORRECT] = [Kind.FORWARD]
+    rules[Kind.RESTORE] = [Kind.CORRECT, Kind.BACKWARD]
     norms = [Kind.RECV_NORM] if not last else []
     totals = [Kind.RECV_TOTAL] if not first else [Kind.REDUCE, *norms]
     rules |= {kind: [] for kind in norms}

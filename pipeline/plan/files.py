@@ -35,7 +35,11 @@ def read_plan(file: Path, key: str) -> Plan:
         raise ConfigError(key, str(file), reason, remedy) from None
     except UnicodeDecodeError:
         raise ConfigError(key, str(file), "this is not text", remedy) from None
-    plan = parse_csv(text, file.stem) if file.suffix == ".csv" else Plan.parse(text)
+    if not text.strip():
+        raise ConfigError(key, str(file), "it is empty", remedy)
+    # White space would end the name in the plan's text.
+    name = "_".join(file.stem.split())
+    plan = parse_csv(text, name) if file.suffix.lower() == ".csv" else Plan.parse(text)
     return lower(plan) if plan.is_compute_only else plan
 
 
@@ -49,7 +53,8 @@ def parse_csv(text: str, schedule: str) -> Plan:
     Raises:
         PlanError: A cell is no pass, or a stage has none.
     """
-    cells = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    lines = [line for line in text.splitlines() if line.strip()]
+    cells = [[cell.strip() for cell in line.split(",")] for line in lines]
     ranks = tuple(tuple(Action.parse(cell) for cell in row if cell) for row in cells)
     homes = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
     for action in (action for rank in ranks for action in rank):
@@ -66,7 +71,19 @@ def parse_csv(text: str, schedule: str) -> Plan:
 
 
 def to_csv(plan: Plan) -> str:
-    """Return a plan's passes in torch's form."""
+    """Return a plan's passes in torch's form.
+
+    Raises:
+        PlanError: It is not of one optimizer step, or has two waves, for neither of which the form
+            has a place.
+    """
+    if plan.num_steps != 1:
+        reason = "a file of torch holds one optimizer step"
+        raise PlanError("steps", plan.num_steps, reason, "Give 1, and a schedule that trains")
+    waved = (action for actions in plan.ranks for action in actions if action.wave)
+    if (action := next(waved, None)) is not None:
+        reason = "a file of torch has no second wave"
+        raise PlanError("action", str(action), reason, "Choose another schedule")
     lines = [
         ",".join(str(a._replace(version=-1)) for a in actions if a.kind in COMPUTE)
         for actions in plan.ranks

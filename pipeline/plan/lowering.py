@@ -14,6 +14,7 @@ that holds nothing but passes, whatever stages a rank has.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.clock import execute
-from wavemare.pipeline.plan.check import check_shape
+from wavemare.pipeline.plan.check import check_shape, check_stages
 from wavemare.pipeline.plan.plan import (
     COMPUTE,
     INPUT_GRADIENTS,
@@ -59,10 +60,17 @@ def lower(plan: Plan) -> Plan:
         plan: With its homes, unless each rank has the stage of its number.
 
     Raises:
-        PlanError: A stage is not where it should be, or ranks wait for each other with any number
-            of slots.
+        PlanError: A pass is missing or not where it should be, or ranks wait for each other with
+            any number of slots.
     """
     check_shape(plan)
+    if plan.in_waves and plan.num_stages > 1:
+        homes = ",".join("0" * plan.num_stages)
+        reason = f"rank 0 has {plan.num_stages} stages"
+        raise PlanError("homes", "", reason, f"Add homes={homes} to the plan's header")
+    passes_done = Counter(action[:3] for passes in plan.ranks for action in passes)
+    if twice := next((pass_ for pass_, times in passes_done.items() if times > 1), None):
+        raise PlanError("action", str(Action(*twice)), "it is done a second time", "Leave it out")
     ranks = []
     for passes in plan.ranks:
         gradients = (action for action in passes if action.kind in WEIGHT_GRADIENTS)
@@ -71,9 +79,9 @@ def lower(plan: Plan) -> Plan:
         stage = min(action.stage for action in passes)
         actions = Versions().annotate(add_steps(passes, _STEP, ends=ends, stage=stage))
         ranks.append(tuple(add_communication(actions, plan.rank_of)))
-    own = plan.homes == tuple(range(len(ranks)))  # which need not be said
-    plan = replace(plan, ranks=tuple(ranks), homes=() if own else plan.homes)
     most = 1 + sum(action.kind in SENDS for actions in ranks for action in actions)
+    plan = replace(plan, ranks=tuple(ranks), send_slots=most)
+    check_stages(plan)
     _run(plan, most)
     return replace(plan, send_slots=1 + next(n for n in range(1, most + 1) if _ends(plan, n)))
 

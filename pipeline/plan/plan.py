@@ -187,11 +187,12 @@ class Plan:
         num_steps: Optimizer steps; 0 for inference.
         ranks: For each rank its actions. Without homes each rank has one stage, or a single rank
             has all: the segments of a model, in waves.
-        send_slots: How many messages of one direction a rank may leave unreceived before a send
+        send_slots: How many messages from one rank to another may be unreceived before a send
             waits: 0 where a send waits for its receive (DeepSpeed's blocking sends).
         step_delay: How many optimizer steps may be missing when backward passes of the next one
             begin: their gradients are reduced, and applied later.
-        homes: For each stage its rank; stages on one rank exchange no messages.
+        homes: For each stage its rank; stages on one rank exchange no messages. Left out, and
+            empty here, where each rank has the stage of its number.
     """
 
     schedule: str
@@ -202,6 +203,10 @@ class Plan:
     send_slots: int = 0
     step_delay: int = 0
     homes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_stages == len(self.ranks) and self.homes == tuple(range(self.num_stages)):
+            object.__setattr__(self, "homes", ())
 
     @property
     def in_waves(self) -> bool:
@@ -259,6 +264,7 @@ class Plan:
         if not lines:
             raise PlanError("plan", text, "there is no line", "Give the text that 'plan show' has")
         values = _header(lines[0])
+        homes = values[_HOMES].split(",") if _HOMES in values else ()
         return cls(
             schedule=values["schedule"],
             num_stages=_number(values, "stages"),
@@ -266,9 +272,7 @@ class Plan:
             num_steps=_number(values, "steps"),
             send_slots=_number(values, "send_slots"),
             step_delay=_number(values, _DELAY),
-            homes=tuple(
-                _number({_HOMES: home}, _HOMES) for home in values[_HOMES].split(",") if home
-            ),
+            homes=tuple(_number({_HOMES: home}, _HOMES) for home in homes),
             ranks=tuple(_rank(line, number) for number, line in enumerate(lines[1:])),
         )
 
@@ -293,7 +297,7 @@ def _header(line: str) -> dict[str, str]:
     if word != "plan" or set(values) != keys or len(pairs) != len(keys):
         example = "plan " + " ".join(f"{key}=..." for key in _HEADER)
         raise PlanError("plan", line, "this is no header of a plan", f"Write '{example}'")
-    return {_DELAY: "0", _HOMES: "", **values}
+    return {_DELAY: "0", **values}
 
 
 def _number(values: dict[str, str], key: str) -> int:

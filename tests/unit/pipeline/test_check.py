@@ -186,8 +186,7 @@ ASYNCHRONOUS = pipemare(2, 2, 2, norms=True, correct=True)
         ({"r0": {"0L3@1": "0L3@1 0L4@1"}}, "'0F4': the plan has 4 micro-batches"),
         ({"r0": {"0F1@0": "0F1@0 1F1@0"}}, "'1F1@0': it is on rank 0, but stage 1 is on rank 1"),
         ({"r0": {"0F1@0": "0F1@0 2F1@0"}}, "'2F1@0': a plan of 2 stages has no stage 2"),
-        ({"r1": {"1R1@0": "1R1@0/1"}}, "'1R1@0/1': an optimizer step is that of both waves"),
-        ({"r0": {"0B0@0": "0B0@0/1"}}, "'0B0@0/1': 0F0/1 does not come before it"),
+        ({"r1": {"1F1@0": "1F1@0/1"}}, r"'1F1@0/1': only a plan with all stages on one .* 1F1@0\."),
     ],
 )
 def test_a_damaged_plan_is_refused_by_its_action(changes, message):
@@ -275,7 +274,7 @@ def test_blocking_sends_need_another_order():
 
 
 def test_waves_are_checked_apart():
-    plan = pipemare(2, 2, 2)
+    plan = pipemare(1, 2, 2)
     once = {Kind.REDUCE, Kind.STEP}
 
     def waved(action):
@@ -327,6 +326,7 @@ def test_a_rank_may_hold_several_stages():
         ({"2F0 2B0 1B0": "2F0 1B0 2B0"}, "'2F0': the last stage does not go backward next.*1B0"),
         ({"0L1/1 ": "", "0F1/1": "0L1/1 0F1/1 1SA1/1"}, "'1SA1/1': this stage has nothing of"),
         ({"0L0 0F0 1F0 2F0": "0L0 0F0 1F0 2L0 2F0"}, "'2L0': this stage has nothing of this kind"),
+        ({"0R1 ": "0R1/1 "}, "'0R1/1': an optimizer step is that of both waves"),
         ({"0R1 ": ""}, "'0S1': 0R1 does not come before it"),
         ({"1S1": ""}, "steps = 1: stage 1 does 0 optimizer steps"),
         ({"/1": ""}, "'0F1': wave 0 still has micro-batch 0 under way. Put 0B0 before it"),

@@ -15,7 +15,8 @@ from wavemare.pipeline.plan.chunked import interleaved, zb_h1, zbv
 from wavemare.pipeline.plan.files import parse_csv, read_plan, to_csv
 from wavemare.pipeline.plan.lowering import lower
 from wavemare.pipeline.plan.plan import Plan
-from wavemare.pipeline.plan.schedules import one_f_one_b
+from wavemare.pipeline.plan.schedules import inference, one_f_one_b
+from wavemare.pipeline.wave.schedule import tick_tock
 
 plans = st.one_of(
     st.builds(zbv, st.integers(1, 4), st.integers(1, 6)),
@@ -42,10 +43,10 @@ def test_both_forms_may_hold_passes_alone(tmp_path):
     torchs.write_text(to_csv(plan).replace(",3F0", ",,3F0"))
     ours.write_text(str(replace(parse_csv(to_csv(plan), "zbv"), send_slots=7)))
     whole.write_text(str(plan))
-    assert [read_plan(file, "--file") for file in (torchs, ours, whole)] == [plan] * 3
+    assert [read_plan(file, "--schedule") for file in (torchs, ours, whole)] == [plan] * 3
     # A schedule of torch with one stage per rank, and backward passes whole.
     torchs.write_text(to_csv(one_f_one_b(3, 4)))
-    read = read_plan(torchs, "--file")
+    read = read_plan(torchs, "--schedule")
     assert read.homes == ()
     assert check(read).messages == check(one_f_one_b(3, 4)).messages
 
@@ -65,22 +66,43 @@ def test_what_is_no_schedule_of_torch_is_refused(text, message):
         parse_csv(text, "x")
 
 
-def test_an_impossible_order_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1\n", "'0B1@0': the stage's next gradients of the wei"),
+        ("0B0,0F0\n1F0,1B0\n", "'0B0@0': 0F0 does not come before it"),
+        ("0F0,0B0\n1F0,1F0,1B0\n", "'1F0': it is done a second time"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n", "'1B1@0': 1F1 does not come before it"),
+        ("0F0,0I0\n1F0,1I0,1W0\n", "steps = 1: stage 0 does 0 optimizer steps"),
+        ("0F0,0F1,0I0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n", "'0W1@0': .* weights are those of 0"),
+        ("0F0,0B0,1F0\n1B0\n", "stage 1 is on rank"),
+        ("0F0,2F0,2B0,0B0\n3F0,3B0,1F0,1B0\n", "ranks 0, 1 wait for each other in a circle"),
+        ("\n \n", "it is empty"),
+    ],
+)
+def test_an_impossible_order_is_refused(text, message, tmp_path):
     file = tmp_path / "x.csv"
-    file.write_text("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1\n")
-    with pytest.raises(PlanError, match="'0B1@0': the stage's next gradients of the weights"):
-        check(read_plan(file, "--file"))
-    file.write_text("0F0,0F0,0F0,0F0,0B0\n1F0,1B0\n")
-    with pytest.raises(PlanError, match="'0L0@0': it is done a second time"):
-        check(read_plan(file, "--file"))
-    file.write_text("0B0,0F0\n1F0,1B0\n")
-    with pytest.raises(PlanError, match="ranks 0, 1 wait for each other in a circle"):
-        read_plan(file, "--file")
-    file.write_text("0F0,0B0,1F0\n1B0\n")
-    with pytest.raises(PlanError, match="stage 1 is on rank"):
-        read_plan(file, "--file")
-    with pytest.raises(ConfigError, match=r"--file = .*No such file"):
-        read_plan(tmp_path / "y.csv", "--file")
+    file.write_text(text)
+    with pytest.raises((ConfigError, PlanError), match=message):
+        read_plan(file, "--schedule")
+
+
+def test_the_file_gives_its_name(tmp_path):
+    file = tmp_path / "my first zbv.CSV"
+    file.write_text(to_csv(zbv(2, 3)) + "\n")
+    plan = read_plan(file, "--schedule")
+    assert plan.schedule == "my_first_zbv"
+    assert Plan.parse(str(plan)) == plan
+    with pytest.raises(ConfigError, match=r"--schedule = '.*/y.csv': No such file"):
+        read_plan(tmp_path / "y.csv", "--schedule")
+
+
+def test_what_torch_has_no_form_for_is_not_written():
+    for plan in (zbv(2, 3, 2), inference(2, 3)):
+        with pytest.raises(PlanError, match=r"steps = .: a file of torch holds one optimizer step"):
+            to_csv(plan)
+    with pytest.raises(PlanError, match="'0L1@0/1': a file of torch has no second wave"):
+        to_csv(tick_tock(2, 2))
 
 
 def test_the_header_names_the_homes():
@@ -89,3 +111,10 @@ def test_the_header_names_the_homes():
     assert Plan.parse(text).homes == (0, 1, 1, 0)
     with pytest.raises(PlanError, match="homes = 'x': it is not a whole number"):
         Plan.parse(text.replace("0,1,1,0", "0,x,1,0"))
+    # It need not where each rank has the stage of its number.
+    text = str(zb_h1(2, 1))
+    assert Plan.parse(text.replace("slots=2", "slots=2 homes=0,1")) == Plan.parse(text)
+    passes = "plan schedule=x stages=2 micro_batches=1 steps=1 send_slots=0\n0: 0F0 1F0 1B0 0B0"
+    with pytest.raises(PlanError, match=r"homes = '': rank 0 has 2 stages\. Add homes=0,0 to the"):
+        lower(Plan.parse(passes))
+    assert check(lower(Plan.parse(passes.replace("=0\n", "=0 homes=0,0\n")))).messages == {}
