@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind, Plan
+from wavemare.pipeline.plan.plan import (
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    Message,
+    Plan,
+    message_of,
+)
 
 _Operation = Callable[[Action, float], float | None]
 """Takes an action and the time at which it starts; gives that of its end, or None if it waits."""
-
-_Message = tuple[Kind, int, int, int]
-"""The kind, stage, micro-batch and wave of a send."""
 
 
 def execute(
@@ -44,13 +49,22 @@ def execute(
     ranks = _rank_of(plan)
     ready = deque(range(len(plan.ranks)))
     channels: dict[tuple[int, int], _Channel] = {}
-    members = [rank for rank, actions in enumerate(plan.ranks) if _has_norm(actions)]
-    norms = _AllReduce(members, ready)
+    norms = Counter(a.micro_batch for row in plan.ranks for a in row if a.kind is Kind.NORM)
+    joined: defaultdict[int, dict[int, float]] = defaultdict(dict)
 
     def channel(sender: int, receiver: int) -> _Channel:
         kind = _Channel if plan.send_slots else _Rendezvous
         new = kind(plan.send_slots, latency, (sender, receiver), ready)
         return channels.setdefault((sender, receiver), new)
+
+    def sum_norms(rank: int, action: Action, clock: float) -> float | None:
+        times = joined[action.micro_batch]
+        complete = norms[action.micro_batch]
+        if rank not in times:
+            times[rank] = clock
+            if len(times) == complete:
+                ready.extend(times)
+        return max(times.values()) if len(times) == complete else None
 
     def operation(kind: Kind, stage: int) -> _Operation:
         if kind in SENDS:
@@ -59,7 +73,7 @@ def execute(
             # A stage that is on no rank never sends.
             return channel(ranks.get(stage + RECEIVES[kind][1], -1), ranks[stage]).receive
         if kind is Kind.NORM:
-            return partial(norms.join, ranks[stage])
+            return partial(sum_norms, ranks[stage])
         cost = duration(kind, stage)
         return lambda _, clock: clock + cost
 
@@ -110,7 +124,7 @@ class _Channel:
         self.sender, self.receiver = ends
         self.ready = ready
         self.num_sent = 0
-        self.pending: dict[_Message, float] = {}  # when each was sent
+        self.pending: dict[Message, float] = {}  # when each was sent
         self.received: list[float] = []
         self.sender_waits = False
         self.receiver_waits = False
@@ -128,7 +142,7 @@ class _Channel:
 
     def receive(self, action: Action, clock: float) -> float | None:
         """Take a message from a time on; return when it is there."""
-        message = _message(action)
+        message = message_of(action)
         if message not in self.pending:
             self.receiver_waits = True
             return None
@@ -139,11 +153,11 @@ class _Channel:
             self.ready.append(self.sender)
         return clock
 
-    def _arrival(self, message: _Message, clock: float) -> float:
+    def _arrival(self, message: Message, clock: float) -> float:
         return max(clock, self.pending.pop(message) + self.latency(message[1]))
 
     def _start(self, action: Action, clock: float) -> None:
-        self.pending[_message(action)] = clock
+        self.pending[message_of(action)] = clock
         self.num_sent += 1
         if self.receiver_waits:
             self.receiver_waits = False
@@ -165,39 +179,8 @@ class _Rendezvous(_Channel):
         self.completed += 1
         return self.received[-1]
 
-    def _arrival(self, message: _Message, clock: float) -> float:
+    def _arrival(self, message: Message, clock: float) -> float:
         return max(clock, self.pending.pop(message)) + self.latency(message[1])
-
-
-class _AllReduce:
-    """The norms of all ranks, summed at the optimizer step: each rank waits for the last one."""
-
-    def __init__(self, members: Sequence[int], ready: deque[int]) -> None:
-        self.members = members
-        self.ready = ready
-        self.joined: dict[int, dict[int, float]] = {}
-
-    def join(self, rank: int, action: Action, clock: float) -> float | None:
-        """Come to a step's norm at a time; return when all ranks have."""
-        joined = self.joined.setdefault(action.micro_batch, {})
-        if rank not in joined:
-            joined[rank] = clock
-            if len(joined) == len(self.members):
-                self.ready.extend(member for member in self.members if member != rank)
-        return max(joined.values()) if len(joined) == len(self.members) else None
-
-
-def _has_norm(actions: Sequence[Action]) -> bool:
-    return any(action.kind is Kind.NORM for action in actions)
-
-
-def _message(action: Action) -> _Message:
-    """Return what a send and its receive have in common: the send's fields but the version."""
-    kind, stage, micro_batch, _, wave = action
-    if kind in RECEIVES:
-        kind, distance = RECEIVES[kind]
-        stage += distance
-    return kind, stage, micro_batch, wave
 
 
 def _rank_of(plan: Plan) -> dict[int, int]:
@@ -232,7 +215,7 @@ def _awaited(plan: Plan, ranks: Mapping[int, int], rank: int, positions: Sequenc
     actions, position = plan.ranks[rank], positions[rank]
     action = actions[position]
     if action.kind in RECEIVES:
-        kind, stage, micro_batch, wave = _message(action)
+        kind, stage, micro_batch, wave = message_of(action)
         return Action(kind, stage, micro_batch, wave=wave)
     if action.kind is Kind.NORM:
         for row, done in zip(plan.ranks, positions, strict=True):
@@ -243,8 +226,8 @@ def _awaited(plan: Plan, ranks: Mapping[int, int], rank: int, positions: Sequenc
     sends = [a for a in actions[: position + 1] if a.kind in SENDS]
     sends = [a for a in sends if ranks.get(a.stage + SENDS[a.kind][1], -1) == receiver]
     received = plan.ranks[receiver][: positions[receiver]] if receiver >= 0 else ()
-    taken = {_message(a) for a in received if a.kind in RECEIVES}
-    blocking = next(a for a in sends if _message(a) not in taken)
+    taken = {message_of(a) for a in received if a.kind in RECEIVES}
+    blocking = next(a for a in sends if message_of(a) not in taken)
     kind, distance = SENDS[blocking.kind]
     return blocking._replace(kind=kind, stage=blocking.stage + distance, version=-1)
 

@@ -15,12 +15,12 @@ from wavemare.pipeline.plan.cursor import OF_A_STEP, PlanCursor
 from wavemare.pipeline.plan.plan import (
     COMPUTE,
     INPUT_GRADIENTS,
-    RECEIVES,
     SENDS,
     WEIGHT_GRADIENTS,
     Action,
     Kind,
     Plan,
+    message_of,
 )
 
 __all__ = ["Memory", "Report", "check", "check_shape", "check_stages"]
@@ -35,38 +35,38 @@ _MESSAGES = {
 
 @dataclass(frozen=True)
 class Memory:
-    """What activations take on each stage, in bytes or in any other unit.
+    """What activations take on each stage.
 
     Args:
         activations: What a micro-batch keeps from its forward pass on.
         for_weights: The part of it that stays, where the backward pass is split, until the
             gradients of the weights are there.
         limit: The most on each rank; None for none.
+        unit: Of all these.
     """
 
     activations: tuple[float, ...]
     for_weights: tuple[float, ...]
     limit: float | None = None
+    unit: str = "bytes"
 
     @classmethod
     def in_micro_batches(cls, plan: Plan, limit: float | None = None) -> Memory:
         """Count activations of whole ranks, all of which live until the last gradient is there."""
         stages = Counter(plan.rank_of)
         shares = tuple(1 / stages[rank] for rank in plan.rank_of)
-        return cls(shares, shares, limit)
+        return cls(shares, shares, limit, "memory, in micro-batches")
 
     def check(self, plan: Plan) -> None:
-        """Check that it is of a plan's stages, and its limit a positive number.
+        """Check that it is for this plan, and its limit a positive number.
 
         Raises:
-            PlanError: It is not, or the plan has no backward passes, which free the activations.
+            PlanError: It is not.
         """
-        if not plan.num_steps:
-            reason = "a plan without backward passes keeps no activations"
+        is_number = self.limit is None or 0 < self.limit < math.inf
+        if not is_number or not plan.num_steps:
+            reason = "it has to be positive and finite, and the plan has to train"
             raise PlanError("memory_limit", self.limit, reason, "Leave it out")
-        if self.limit is not None and not 0 < self.limit < math.inf:
-            reason = "it is not a positive finite number"
-            raise PlanError("memory_limit", self.limit, reason, "Give one, or leave it out")
         if not plan.num_stages == len(self.activations) == len(self.for_weights):
             numbers = len(self.activations), len(self.for_weights)
             reason = f"the plan has {plan.num_stages} stages"
@@ -111,6 +111,7 @@ class Report:
             whose backward pass was not, or not all of it; 0 where there are no backward passes.
         peak_memory: For each rank the most that it keeps (see `Memory`); empty for plans without
             homes unless a memory was given.
+        memory_unit: Its unit.
         staleness: For each stage and, in their order, each micro-batch: the optimizer steps of the
             stage between the micro-batch's forward and backward pass. Empty without backward
             passes.
@@ -126,6 +127,7 @@ class Report:
     actions: tuple[int, ...]
     peak_activations: tuple[int, ...]
     peak_memory: tuple[float, ...]
+    memory_unit: str
     staleness: tuple[tuple[int, ...], ...]
     ticks: int
     idle_ticks: tuple[int, ...]
@@ -196,14 +198,12 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
         _check_messages(after.sent[-1], before.received[-1], in_order=not plan.flushes)
     if cursors[-1].loads:
         _check_loads(cursors[0].loads, cursors[-1].loads)
-    _check_norms(plan)
-    peaks: list[float] = []
-    if memory or (plan.homes and plan.num_steps):
-        memory = memory or Memory.in_micro_batches(plan)
+    if memory is None and plan.homes and plan.num_steps:
+        memory = Memory.in_micro_batches(plan)
+    if memory is not None:
         memory.check(plan)
-        peaks = [memory.peak(actions) for actions in plan.ranks]
     times = execute(plan, lambda kind, _: int(kind in COMPUTE), lambda _: 0)
-    return _report(plan, cursors, times, peaks)
+    return _report(plan, cursors, times, memory)
 
 
 def check_stages(plan: Plan) -> list[PlanCursor]:
@@ -219,18 +219,20 @@ def check_stages(plan: Plan) -> list[PlanCursor]:
     cursors = [PlanCursor(stage, plan) for stage in range(plan.num_stages)]
     for rank, actions in enumerate(plan.ranks):
         rows = {s: list[Action]() for s, home in enumerate(plan.rank_of) if home == rank}
+        first = min(rows)
         for action in actions:
             if action.wave and not plan.in_waves:
                 reason = "only a plan with all stages on one rank has a second wave"
                 raise PlanError("action", str(action), reason, f"Write {action._replace(wave=0)}")
-            # With homes the step is that of all stages of its rank.
             of_all = plan.homes and action.kind in OF_A_STEP
+            if of_all and action.stage != first:
+                reason = f"a rank steps once, for all its stages, as stage {first}"
+                remedy = f"Write {action._replace(stage=first, version=-1)}"
+                raise PlanError("action", str(action), reason, remedy)
             for stage in rows if of_all else (action.stage,):
                 rows[stage].append(action)
         for stage, row in rows.items():
             cursors[stage].follow(row)
-        if plan.homes:
-            _check_first(actions, min(rows))
     if plan.in_waves:
         _check_waves(plan)
     if any(one == other for one, other in pairwise(plan.rank_of)):
@@ -303,35 +305,11 @@ def _check_local(plan: Plan, actions: Sequence[Action]) -> None:
         done.add((kind, stage, micro_batch, wave))
 
 
-def _check_first(actions: Sequence[Action], first: int) -> None:
-    """Check that a rank's steps are those of its first stage."""
-    for action in actions:
-        if action.kind in OF_A_STEP and action.stage != first:
-            reason = f"a rank steps once, for all its stages, as stage {first}"
-            remedy = f"Write {action._replace(stage=first, version=-1)}"
-            raise PlanError("action", str(action), reason, remedy)
-
-
-def _check_norms(plan: Plan) -> None:
-    """Check that all ranks sum their norms at each step, if any does at any."""
-    norms = [action for actions in plan.ranks for action in actions if action.kind is Kind.NORM]
-    done = {(plan.rank_of[norm.stage], norm.micro_batch) for norm in norms}
-    for step in range(plan.num_steps if norms else 0):
-        end = (step + 1) * plan.micro_batches - 1
-        for rank, actions in enumerate(plan.ranks):
-            if (rank, end) not in done:
-                missing = Action(Kind.NORM, min(action.stage for action in actions), end)
-                reason = f"it is missing, though the plan has {norms[0]}"
-                raise PlanError("action", str(missing), reason, "Add it, or leave out all norms")
-
-
 def _check_messages(sent: list[Action], received: list[Action], *, in_order: bool) -> None:
     """Check that messages between two stages are received, and where asked in their order."""
-    meets = {kind: receive for kind, (receive, _) in SENDS.items()}
     if not in_order:
-        sent, received = sorted(sent, key=_by_message), sorted(received, key=_by_message)
-    coming = [(meets[kind], micro_batch, wave) for kind, _, micro_batch, _, wave in sent]
-    if coming == [(kind, micro_batch, wave) for kind, _, micro_batch, _, wave in received]:
+        sent, received = sorted(sent, key=message_of), sorted(received, key=message_of)
+    if list(map(message_of, sent)) == list(map(message_of, received)):
         return
     for send, receive in zip_longest(sent, received):
         if send is None:
@@ -346,11 +324,6 @@ def _check_messages(sent: list[Action], received: list[Action], *, in_order: boo
             remedy = f"Send and receive in the same order between stages {send.stage} and "
             remedy += f"{receive.stage}"
             raise PlanError("action", str(receive), reason, remedy)
-
-
-def _by_message(action: Action) -> tuple[Kind, int, int]:
-    kind, _, micro_batch, _, wave = action
-    return RECEIVES[kind][0] if kind in RECEIVES else kind, micro_batch, wave
 
 
 def _check_loads(first: list[Action], last: list[Action]) -> None:
@@ -393,7 +366,7 @@ def _check_wave(action: Action, under_way: dict[int, int]) -> None:
 
 
 def _report(
-    plan: Plan, cursors: list[PlanCursor], times: list[list[float]], peaks: list[float]
+    plan: Plan, cursors: list[PlanCursor], times: list[list[float]], memory: Memory | None
 ) -> Report:
     """Put together what the cursors and the execution in ticks have found."""
     ends = [
@@ -409,7 +382,8 @@ def _report(
         num_steps=plan.num_steps,
         actions=tuple(map(len, plan.ranks)),
         peak_activations=tuple(cursor.peak if plan.num_steps else 0 for cursor in cursors),
-        peak_memory=tuple(peaks),
+        peak_memory=tuple(map(memory.peak, plan.ranks)) if memory else (),
+        memory_unit=memory.unit if memory else "",
         staleness=tuple(
             tuple(s for _, s in sorted(cursor.staleness.items())) for cursor in cursors
         ),
@@ -421,13 +395,11 @@ def _report(
 
 def _table(report: Report) -> list[str]:
     """Return a line for each stage and for each rank: the same lines where these are the same."""
-    columns: list[tuple[str, Sequence[object]]]
-    columns = [("actions", report.actions), ("idle ticks", report.idle_ticks)]
+    columns: list[list[object]] = [["rank", *range(len(report.actions))]]
+    columns += [["actions", *report.actions], ["idle ticks", *report.idle_ticks]]
     if report.peak_memory:
-        columns.append(("peak memory", [f"{peak:.6g}" for peak in report.peak_memory]))
-    ranks = [("rank", *(str(rank) for rank in range(len(report.actions))))]
-    ranks += [(name, *map(str, column)) for name, column in columns]
-    ranks = list(zip(*ranks, strict=True))
+        columns.append([f"peak {report.memory_unit}", *(f"{p:.6g}" for p in report.peak_memory)])
+    ranks = [tuple(map(str, row)) for row in zip(*columns, strict=True)]
     stages = [("stage", "peak activations", "max staleness", "mean")]
     stages += [
         (str(stage), str(peak), str(highest), f"{mean:.3f}")

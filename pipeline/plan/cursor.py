@@ -234,8 +234,9 @@ def _requirements(stage: int, plan: Plan) -> dict[Kind, frozenset[Kind]]:
     }
     if not first:
         rules[Kind.SEND_GRAD] = [Kind.BACKWARD]
+    if plan.has_norms:
+        rules |= {Kind.NORM: [Kind.REDUCE], Kind.STEP: [Kind.NORM]}
     if plan.flushes:
-        rules[Kind.NORM] = [Kind.REDUCE]
         return {kind: frozenset(needs) for kind, needs in rules.items()}
     rules[Kind.CORRECT] = [Kind.FORWARD]
     rules[Kind.RESTORE] = [Kind.CORRECT, Kind.BACKWARD]

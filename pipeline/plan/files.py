@@ -51,23 +51,16 @@ def parse_csv(text: str, schedule: str) -> Plan:
         schedule: Name of the plan.
 
     Raises:
-        PlanError: A cell is no pass, or a stage has none.
+        PlanError: A cell is no action.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     cells = [[cell.strip() for cell in line.split(",")] for line in lines]
     ranks = tuple(tuple(Action.parse(cell) for cell in row if cell) for row in cells)
     homes = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
-    for action in (action for rank in ranks for action in rank):
-        if action.kind not in COMPUTE:
-            reason = "a file of torch holds passes alone"
-            raise PlanError("action", str(action), reason, "Dump the schedule as compute_only")
-    missing = next((stage for stage in range(len(homes)) if stage not in homes), None)
-    if not homes or missing is not None:
-        reason = f"stage {missing or 0} does nothing"
-        raise PlanError("plan", schedule, reason, "Give each stage its passes")
-    placed = tuple(homes[stage] for stage in range(len(homes)))
-    micro_batches = 1 + max(action.micro_batch for rank in ranks for action in rank)
-    return Plan(schedule, len(homes), micro_batches, 1, ranks, homes=placed)
+    # Of a stage that does nothing the plan's check says so.
+    placed = tuple(homes.get(stage, 0) for stage in range(len(homes)))
+    numbers = [action.micro_batch for rank in ranks for action in rank]
+    return Plan(schedule, len(homes), 1 + max(numbers, default=0), 1, ranks, homes=placed)
 
 
 def to_csv(plan: Plan) -> str:

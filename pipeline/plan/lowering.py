@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -82,20 +83,17 @@ def lower(plan: Plan) -> Plan:
     most = 1 + sum(action.kind in SENDS for actions in ranks for action in actions)
     plan = replace(plan, ranks=tuple(ranks), send_slots=most)
     check_stages(plan)
-    _run(plan, most)
-    return replace(plan, send_slots=1 + next(n for n in range(1, most + 1) if _ends(plan, n)))
+    _run(plan)
+    slots = 1
+    while slots < most:
+        with suppress(PlanError):
+            _run(replace(plan, send_slots=slots))
+            break
+        slots += 1
+    return replace(plan, send_slots=slots + 1)
 
 
-def _ends(plan: Plan, send_slots: int) -> bool:
-    try:
-        _run(plan, send_slots)
-    except PlanError:
-        return False
-    return True
-
-
-def _run(plan: Plan, send_slots: int) -> None:
-    plan = replace(plan, send_slots=send_slots)
+def _run(plan: Plan) -> None:
     execute(plan, lambda kind, _: int(kind in COMPUTE), lambda _: 0)
 
 

@@ -21,8 +21,10 @@ __all__ = [
     "WEIGHT_GRADIENTS",
     "Action",
     "Kind",
+    "Message",
     "Plan",
     "check_numbers",
+    "message_of",
 ]
 
 
@@ -115,6 +117,9 @@ before. The messages from one rank to another keep their order."""
 RECEIVES = {receive: (send, -step) for send, (receive, step) in SENDS.items()}
 """The same from the receiver's side."""
 
+Message = tuple[Kind, int, int, int]
+"""The kind, stage, micro-batch and wave of a send."""
+
 _NUMBER = "([0-9]{1,18})"
 _TEXT = re.compile(f"{_NUMBER}([A-Z]+){_NUMBER}(?:@{_NUMBER})?(?:/{_NUMBER})?")
 
@@ -165,6 +170,15 @@ class Action(NamedTuple):
             int(version) if version is not None else -1,
             int(wave or 0),
         )
+
+
+def message_of(action: Action) -> Message:
+    """Return what a send and its receive have in common."""
+    kind, stage, micro_batch, _, wave = action
+    if kind in RECEIVES:
+        kind, step = RECEIVES[kind]
+        stage += step
+    return kind, stage, micro_batch, wave
 
 
 _KINDS = {kind.value: kind for kind in Kind}
@@ -231,10 +245,14 @@ class Plan:
         return any(a.kind is Kind.BACKWARD_INPUT for rank in self.ranks for a in rank)
 
     @cached_property
+    def has_norms(self) -> bool:
+        """Whether its optimizer steps sum the norms of all ranks by `Kind.NORM`."""
+        return any(a.kind is Kind.NORM for rank in self.ranks for a in rank)
+
+    @cached_property
     def flushes(self) -> bool:
         """Whether its kind of schedule must empty the pipeline at each step."""
-        norms = any(a.kind is Kind.NORM for rank in self.ranks for a in rank)
-        return bool(self.homes) or self.is_split or norms
+        return bool(self.homes) or self.is_split or self.has_norms
 
     def __str__(self) -> str:
         values = (

@@ -236,4 +236,6 @@ def build_plan(
     if schedule not in SCHEDULES:
         reason = "there is no such schedule"
         raise PlanError("schedule", schedule, reason, did_you_mean(schedule, SCHEDULES))
+    if not num_steps and schedule != "inference":
+        raise PlanError("steps", num_steps, f"{schedule!r} trains", "Give 1 or more")
     return SCHEDULES[schedule](num_stages, micro_batches, num_steps, **options)

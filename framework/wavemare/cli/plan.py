@@ -27,12 +27,13 @@ _MS_PER_S = 1e3
 _OF_A_PASS = "--forward-ms", "--backward-ms", "--weight-ms"
 _FILE = "file:"  # as in the configuration
 _MOST_PASSES = 1_000_000  # minutes, and some gigabytes
+_WAVES, _SPLIT = "tick-tock, accumulation or in-phase", "zb-h1, zbv or auto"
 _FILES = ("plan.txt", "trace.json", "plan.svg", "plan.png")
 _OF_A_SCHEDULE = {
     "pipemare": ("warmup_steps", "drain_interval", "slack"),
     "interleaved": ("chunks",),
 }
-_MAKE_A_PLAN = ("schedule", "stages", "micro_batches", "steps", *sum(_OF_A_SCHEDULE.values(), ()))
+_MAKE_A_PLAN = ("stages", "micro_batches", "steps", *sum(_OF_A_SCHEDULE.values(), ()))
 
 
 @app.command()
@@ -136,11 +137,7 @@ def show(
         ),
     ] = None,
     forward_ms: Annotated[
-        str,
-        typer.Option(
-            help="Forward pass: one number for each rank's stages together, or one per stage "
-            "(1,1,2,1)."
-        ),
+        str, typer.Option(help="Forward pass: one number per rank, or for each stage (1,1,2,1).")
     ] = "1",
     backward_ms: Annotated[str, typer.Option(help="Backward pass, likewise.")] = "2",
     weight_ms: Annotated[
@@ -150,24 +147,25 @@ def show(
             "likewise; half of it if omitted."
         ),
     ] = None,
-    step_ms: Annotated[str, typer.Option(help="Optimizer step, likewise.")] = "0",
-    send_ms: Annotated[str, typer.Option(help="Message to a neighbour, likewise.")] = "0",
+    step_ms: Annotated[
+        str, typer.Option(help="Optimizer step: one number, or one for each rank.")
+    ] = "0",
+    send_ms: Annotated[
+        str, typer.Option(help="Message to a neighbour: one number, or one per stage.")
+    ] = "0",
     collective_ms: Annotated[
         str | None,
         typer.Option(help="Waves: all-reduce of a segment's output and of its input's gradient."),
     ] = None,
     csv: Annotated[
-        bool, typer.Option("--csv", help="Print the plan's passes alone, in torch's CSV form.")
+        bool, typer.Option("--csv", help="Print the passes of one step alone, in torch's CSV form.")
     ] = False,
     text: Annotated[
-        bool, typer.Option("--text", help="Print the plan's text form alone, for --file.")
+        bool, typer.Option("--text", help="Print the plan's text form alone, for file:PATH.")
     ] = False,
     output: Annotated[
         Path | None,
         typer.Option(help="Folder for plan.txt, trace.json, plan.svg and plan.png."),
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="Read a plan's text form instead of making a plan.")
     ] = None,
 ) -> None:
     """Check a schedule, predict its times and draw it.
@@ -184,11 +182,10 @@ def show(
         costs_ms["--collective-ms"] = collective_ms
     if weight_ms is not None:
         costs_ms["--weight-ms"] = weight_ms
+    if csv and text:
+        raise ConfigError("--csv", csv, "--text prints another form", "Leave out one of them")
     if schedule.startswith(_FILE):
-        file = Path(schedule.removeprefix(_FILE))
-        plan = _read_plan(context, "--schedule", file, ("file", *_MAKE_A_PLAN[1:]))
-    elif file is not None:
-        plan = _read_plan(context, "--file", file, _MAKE_A_PLAN)
+        plan = _read_plan(context, Path(schedule.removeprefix(_FILE)))
     else:
         options = {name: context.params[name] or None for name in _OF_A_SCHEDULE["pipemare"]}
         options["chunks"] = chunks
@@ -199,16 +196,16 @@ def show(
     _present(plan, costs_ms, memory_limit=memory_limit, form=form, folder=output)
 
 
-def _read_plan(context: typer.Context, option: str, file: Path, made: Sequence[str]) -> Plan:
+def _read_plan(context: typer.Context, file: Path) -> Plan:
     from wavemare.pipeline.plan.files import read_plan
 
-    for name in made:
+    for name in _MAKE_A_PLAN:
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
             key = f"--{name.replace('_', '-')}"
-            reason = f"the plan in the file of {option} has its own"
-            raise ConfigError(key, context.params[name], reason, f"Leave out {key} or {option}")
-    return read_plan(file, option)
+            reason = "the plan in the file has its own"
+            raise ConfigError(key, context.params[name], reason, f"Leave out {key}")
+    return read_plan(file, "--schedule")
 
 
 def _make_plan(
@@ -218,10 +215,12 @@ def _make_plan(
     costs_ms: Mapping[str, str],
 ) -> Plan:
     from wavemare.pipeline.plan import schedules
+    from wavemare.pipeline.plan.chunked import vee
 
-    stages, micro_batches, steps = sizes
-    if stages * micro_batches * max(steps, 1) > _MOST_PASSES:
-        reason = f"{stages} x {micro_batches} x {steps} forward passes are more than can be shown"
+    stages = sizes[0]
+    if math.prod(max(number, 1) for number in (*sizes, options["chunks"] or 1)) > _MOST_PASSES:
+        numbers = " x ".join(str(number) for number in (*sizes, options["chunks"]) if number)
+        reason = f"{numbers} forward passes are more than can be shown"
         remedy = f"Give numbers whose product is at most {_MOST_PASSES}"
         raise ConfigError("--stages", stages, reason, remedy)
     given = {name: value for name, value in options.items() if value is not None}
@@ -231,12 +230,10 @@ def _make_plan(
             reason = f"the schedule {schedule!r} does not have it"
             raise ConfigError(key, given[name], reason, f"Leave it out, or give {key} with {other}")
     if schedule == "auto":
-        # The times of a V's stages, whatever its order.
-        vee = replace(schedules.build_plan("zbv", stages, micro_batches, 1), schedule=schedule)
-        given["costs"] = _costs(vee, costs_ms)
+        given["costs"] = _costs(vee(stages), costs_ms)
     plan = schedules.build_plan(schedule, *sizes, **given)
     if schedule in {"tick-tock", "in-phase"}:
-        plan = _interleave(plan, _costs(plan, costs_ms))
+        plan = _interleave(plan, _costs(range(stages), costs_ms))
     return plan
 
 
@@ -265,15 +262,23 @@ def _present(
     from wavemare.pipeline.plan.check import Memory, check
     from wavemare.pipeline.plan.files import to_csv
 
-    costs = _costs(plan, costs_ms)
     memory = None
     if memory_limit is not None:
         limit = memory_limit * min(len(plan.ranks), plan.micro_batches)
         memory = Memory.in_micro_batches(plan, limit)
     report = check(plan, memory)
+    for key, fits, reason, others in (
+        ("--collective-ms", plan.in_waves, "has no collectives between its passes", _WAVES),
+        ("--weight-ms", plan.is_split, "does not split its backward passes", _SPLIT),
+    ):
+        if key in costs_ms and not fits:
+            remedy = f"Leave it out, or give it with {others}"
+            text = f"the schedule {plan.schedule!r} {reason}"
+            raise ConfigError(key, costs_ms[key], text, remedy)
+    costs = _costs(plan.homes or range(plan.num_stages), costs_ms)
     timeline = simulate(plan, costs)
     prediction = [
-        _prediction(plan, timeline, costs_ms) + _gap(plan, timeline, costs),
+        _prediction(plan, timeline, costs_ms) + _gap(plan, costs),
         _hidden(plan, timeline, costs),
     ]
     if form is not None:
@@ -288,27 +293,22 @@ def _present(
         typer.echo(f"{start}{folder}: {', '.join(_FILES)}", err=form is not None)
 
 
-def _costs(plan: Plan, texts: Mapping[str, str]) -> Costs:
+def _costs(homes: Sequence[int], texts: Mapping[str, str]) -> Costs:
+    """Read the times of stages, given the rank of each; each segment of waves counts as a rank."""
     from wavemare.pipeline.clock.simulate import Costs
 
-    # The stages of a rank share the one number of a pass.
-    stages, alone = Counter(plan.homes), [1] * plan.num_stages
-    shares = [stages[rank] for rank in plan.homes] or alone
-    seconds = {
-        key: _seconds(key, text, shares if key in _OF_A_PASS else alone)
-        for key, text in texts.items()
-    }
-    sums = seconds.get("--collective-ms")
-    if sums is not None and not plan.in_waves:
-        reason = f"the schedule {plan.schedule!r} has no collectives between its passes"
-        remedy = "Leave it out, or give it with tick-tock, accumulation or in-phase"
-        raise ConfigError("--collective-ms", texts["--collective-ms"], reason, remedy)
-    sums = sums or (0.0,) * plan.num_stages
+    seconds = {key: _seconds(key, text, homes) for key, text in texts.items()}
+    sums = seconds.get("--collective-ms", (0.0,) * len(homes))
     backward = seconds["--backward-ms"]
+    weight = seconds.get("--weight-ms", tuple(number / 2 for number in backward))
+    if any(part > whole for part, whole in zip(weight, backward, strict=True)):
+        reason = "it is a part of --backward-ms, and longer"
+        remedy = f"Give at most the {texts['--backward-ms']} milliseconds of --backward-ms"
+        raise ConfigError("--weight-ms", texts["--weight-ms"], reason, remedy)
     return Costs(
         forward_s=seconds["--forward-ms"],
         backward_s=backward,
-        weight_s=seconds.get("--weight-ms", tuple(number / 2 for number in backward)),
+        weight_s=weight,
         step_s=seconds["--step-ms"],
         send_s=seconds["--send-ms"],
         # The first segment's input needs no gradient, and the head's output is the loss.
@@ -317,21 +317,26 @@ def _costs(plan: Plan, texts: Mapping[str, str]) -> Costs:
     )
 
 
-def _seconds(key: str, text: str, shares: Sequence[int]) -> tuple[float, ...]:
-    """Read one number of milliseconds, of which each stage has a part, or one for each stage."""
-    num_stages = len(shares)
-    remedy = f"Give one number of milliseconds, or one for each of the {num_stages} stages: 1,2,..."
+def _seconds(key: str, text: str, homes: Sequence[int]) -> tuple[float, ...]:
+    """Read one number of milliseconds, or one for each stage, or of a step for each rank."""
+    stages = Counter(homes)
+    by_rank = key == "--step-ms" and len(stages) < len(homes)
+    count, of = (len(stages), "ranks") if by_rank else (len(homes), "stages")
+    remedy = f"Give one number of milliseconds, or one for each of the {count} {of}: 1,2,..."
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(key, text, "these are no numbers", remedy) from None
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         raise ConfigError(key, text, "a time is 0 or more, and finite", remedy)
-    if len(numbers) not in {1, num_stages}:
-        reason = f"there are {len(numbers)} numbers for {num_stages} stages"
+    if len(numbers) not in {1, count}:
+        reason = f"there are {len(numbers)} numbers for {count} {of}"
         raise ConfigError(key, text, reason, remedy)
     if len(numbers) == 1:
-        numbers = [numbers[0] / share for share in shares]
+        # The stages of a rank share the one number of a pass.
+        numbers = [numbers[0] / (stages[r] if key in _OF_A_PASS else 1) for r in homes]
+    elif by_rank:
+        numbers = [numbers[rank] for rank in homes]
     return tuple(number / _MS_PER_S for number in numbers)
 
 
@@ -354,17 +359,19 @@ def _prediction(plan: Plan, timeline: Timeline, costs_ms: Mapping[str, str]) -> 
     return "\n".join(lines)
 
 
-def _gap(plan: Plan, timeline: Timeline, costs: Costs) -> str:
-    """Return how far a plan of homes or split passes is from the lower bound, on a new line."""
+def _gap(plan: Plan, costs: Costs) -> str:
+    """Return how far a plan with norms is from the lower bound of its passes."""
+    from wavemare.pipeline.clock.simulate import simulate
     from wavemare.pipeline.plan.automatic import lower_bound
 
-    if not (plan.flushes and plan.num_steps):
+    # Without the norms, ranks begin the next step while others still do this one.
+    if not plan.has_norms:
         return ""
+    passes_s = simulate(plan, replace(costs, step_s=0.0)).makespan_s / plan.num_steps
     bound_s = lower_bound(plan.rank_of, plan.micro_batches, costs, split=plan.is_split)
-    gap = timeline.makespan_s / plan.num_steps / bound_s - 1 if bound_s else 0.0
-    return (
-        f"\nlower bound: {bound_s * _MS_PER_S:.4g} ms per step, which the plan exceeds by {gap:.1%}"
-    )
+    gap = passes_s / bound_s - 1 if bound_s else 0.0
+    text = f"lower bound of the passes: {bound_s * _MS_PER_S:.4g} ms per step"
+    return f"\n{text}, which the plan exceeds by {gap:.1%}"
 
 
 def _hidden(plan: Plan, timeline: Timeline, costs: Costs) -> str:

@@ -56,9 +56,6 @@ def test_both_forms_may_hold_passes_alone(tmp_path):
     [
         ("0F0,0B0\n1F0,1XY0\n", "'1XY0': this is no action"),
         ("0F0,(0F1;0B0)OVERLAP_F_B\n", "this is no action"),
-        ("0F0,0SA0,0B0\n", r"'0SA0': a file of torch holds passes alone\. Dump .* compute_only"),
-        ("0F0,0B0\n2F0,2B0\n", "stage 1 does nothing"),
-        ("\n", "stage 0 does nothing"),
     ],
 )
 def test_what_is_no_schedule_of_torch_is_refused(text, message):
@@ -77,6 +74,8 @@ def test_what_is_no_schedule_of_torch_is_refused(text, message):
         ("0F0,0F1,0I0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n", "'0W1@0': .* weights are those of 0"),
         ("0F0,0B0,1F0\n1B0\n", "stage 1 is on rank"),
         ("0F0,2F0,2B0,0B0\n3F0,3B0,1F0,1B0\n", "ranks 0, 1 wait for each other in a circle"),
+        ("0F0,0B0\n2F0,2B0\n", "'2F0': a plan of 2 stages has no stage 2"),
+        (",\n", "stages = 0: it is too small"),
         ("\n \n", "it is empty"),
     ],
 )
