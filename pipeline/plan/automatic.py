@@ -62,7 +62,7 @@ def automatic(
 ) -> Plan:
     """Return the best plan that is found for a V of two stages per rank with split passes.
 
-    A better one may exist: of the cases whose optimum is known, one is missed by 8 %.
+    A better one may exist: of four small cases with a known optimum, one takes 1.08 times as long.
 
     Args:
         num_ranks: Length of the pipeline.

@@ -65,7 +65,9 @@ class Memory:
         """
         is_number = self.limit is None or 0 < self.limit < math.inf
         if not is_number or not plan.num_steps:
-            reason = "it has to be positive and finite, and the plan has to train"
+            reason = (
+                "it is not positive and finite" if plan.num_steps else "the plan does not train"
+            )
             raise PlanError("memory_limit", self.limit, reason, "Leave it out")
         if not plan.num_stages == len(self.activations) == len(self.for_weights):
             numbers = len(self.activations), len(self.for_weights)

@@ -237,5 +237,5 @@ def build_plan(
         reason = "there is no such schedule"
         raise PlanError("schedule", schedule, reason, did_you_mean(schedule, SCHEDULES))
     if not num_steps and schedule != "inference":
-        raise PlanError("steps", num_steps, f"{schedule!r} trains", "Give 1 or more")
+        raise PlanError("steps", num_steps, "only inference has none", "Give 1 or more")
     return SCHEDULES[schedule](num_stages, micro_batches, num_steps, **options)

@@ -180,7 +180,7 @@ OURS = [
     line
     for line in COMMANDS
     if re.match(r"wavemare .|.* -m(odule)? wavemare\.(recipes|bench)", line)
-    and not re.search(r" > | --file ", line)
+    and not re.search(r" > | file:", line)
 ]
 
 

@@ -230,7 +230,7 @@ def _make_plan(
             reason = f"the schedule {schedule!r} does not have it"
             raise ConfigError(key, given[name], reason, f"Leave it out, or give {key} with {other}")
     if schedule == "auto":
-        given["costs"] = _costs(vee(stages), costs_ms)
+        given["costs"] = _costs(vee(stages), {**costs_ms, "--collective-ms": "0"})
     plan = schedules.build_plan(schedule, *sizes, **given)
     if schedule in {"tick-tock", "in-phase"}:
         plan = _interleave(plan, _costs(range(stages), costs_ms))

@@ -3,6 +3,7 @@
 
 import io
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -19,7 +20,6 @@ from wavemare.pipeline.draw import grid
 from wavemare.pipeline.plan.automatic import automatic
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.chunked import interleaved, zb_h1, zbv
-from wavemare.pipeline.plan.files import to_csv
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
@@ -81,22 +81,16 @@ def test_options_choose_the_plan(options, plan):
         (["--schedule", "auto"], automatic(4, 8, 2)),
         (["--schedule", "auto", "--memory-limit", "0.75"], automatic(4, 8, 2, memory_limit=0.75)),
     ],
-    ids=str,
 )
 def test_synchronous_schedules_are_shown(options, plan, tmp_path):
     numbers = ["--stages", "4", "--micro-batches", "8", "--steps", "2"]
     assert Plan.parse(show(*numbers, "--text", *options)) == plan
-    assert show(*numbers, "--csv", *options) == to_csv(plan)
     text = show(*numbers, *options, "--output", str(tmp_path))
     assert text.startswith(str(check(plan)))
     assert f"\n{grid(plan)}\n" in text
     drawn = (tmp_path / "plan.svg").read_text()
     assert (">gradient of weights</text>" in drawn) == plan.is_split
-    # Read back, by either option, it is the same plan.
-    text = show(*numbers, *options)
-    for source in (["--file"], ["--schedule"]):
-        name = f"file:{tmp_path}/plan.txt" if source == ["--schedule"] else f"{tmp_path}/plan.txt"
-        assert show(*source, name) == text
+    assert show("--schedule", f"file:{tmp_path}/plan.txt") == show(*numbers, *options)
     # torch's form is of one step.
     one = show(*numbers[:-1], "1", *options, "--csv")
     (tmp_path / "torch.csv").write_text(one)
@@ -112,12 +106,24 @@ def test_one_time_is_that_of_all_stages_of_a_rank():
         ("zb-h1", 24 + 3 * 1.6, 24 + 3, "6.7"),
         ("zbv", 24 + 3 * 1.3 / 2, 24 + 1.5, "1.8"),
     ]:
-        text = show("--schedule", schedule, *numbers, *times)
+        split = times if schedule != "interleaved" else times[:4]
+        text = show("--schedule", schedule, *numbers, *split)
         assert f"time: {time:g} ms, {time:.4g} ms per step\n" in text
-        assert f"lower bound: {bound:.4g} ms per step, which the plan exceeds by {gap}%\n" in text
+        line = f"passes: {bound:.4g} ms per step, which the plan exceeds by {gap}%\n"
+        assert f"lower bound of the {line}" in text
+        # An optimizer step is of a rank, and no pass.
+        text = show("--schedule", schedule, *numbers, *split, "--step-ms", "3,1,1,2")
+        assert f"time: {time + 3:g} ms" in text
+        assert line in text
     # A number for each stage is that stage's own; W is half of the backward pass if it is omitted.
     text = show("--schedule", "zbv", *numbers, "--forward-ms", ",".join(["0.5"] * 8))
     assert "time: 25.5 ms, 25.5 ms per step" in text
+
+
+def test_steps_that_overlap_have_no_lower_bound(tmp_path):
+    file = tmp_path / "plan.txt"
+    file.write_text(re.sub(r" \dN\d@\d", "", str(zb_h1(3, 3, 2))))
+    assert "lower bound" not in show("--schedule", f"file:{file}", "--weight-ms", "1")
 
 
 @pytest.mark.parametrize(
@@ -130,12 +136,22 @@ def test_one_time_is_that_of_all_stages_of_a_rank():
         ),
         (["--schedule", "1f1b", "--memory-limit", "0.5"], "'0F2@0': with it the rank keeps 3, and"),
         (["--schedule", "auto", "--memory-limit", "0"], "memory_limit = 0.0: 1F1B keeps 4"),
-        (["--schedule", "zbv", "--weight-ms", "3"], "weight_s = .* it is a part of backward_s"),
+        (["--schedule", "inference", "--memory-limit", "1"], "memory_limit = 4.0: .* not train"),
+        (["--schedule", "auto", "--memory-limit", "nan"], "memory_limit = nan: 1F1B keeps 4"),
+        (["--schedule", "zbv", "--memory-limit", "nan"], "memory_limit = nan: it is not pos"),
+        (["--schedule", "zbv", "--weight-ms", "3"], r"--weight-ms = '3': it is .* the 2 millis"),
+        (["--schedule", "1f1b", "--weight-ms", "1"], "--weight-ms = '1': .* give it with zb-h1"),
+        (["--schedule", "auto", "--collective-ms", "1"], "--collective-ms = '1': .* 'auto' has no"),
+        (["--schedule", "zbv", "--step-ms", "1,2"], "--step-ms = '1,2': .* 2 numbers for 4 ranks"),
+        (["--schedule", "zbv", "--csv"], "steps = 4: a file of torch holds one"),
+        (["--schedule", "zbv", "--csv", "--text"], "--csv = True: --text prints another form"),
+        (["--schedule", "file:x", "--steps", "1"], "--steps = 1: .*has its own. Leave out --steps"),
+        (["--schedule", "interleaved", "--chunks", "99999"], "4 x 8 x 4 x 99999 forward passes"),
         (
-            ["--schedule", "file:x", "--steps", "1"],
-            "--steps = 1: .*Leave out --steps or --schedule",
+            ["--schedule", "auto", "--micro-batches", "2501"],
+            "micro_batches = 2501: .* or choose zbv",
         ),
-        (["--schedule", "file:x", "--file", "y"], "--file = .*Leave out --file or --schedule"),
+        (["--steps", "0"], "steps = 0: only inference has none"),
         (["--schedule", "file:nosuch.csv"], "--schedule = 'nosuch.csv': No such file"),
     ],
 )
@@ -163,15 +179,15 @@ def test_hidden_collectives_are_predicted(tmp_path):
     assert hidden in text
     assert ">sums</text>" in (tmp_path / "plan.svg").read_text()
     file = str(tmp_path / "plan.txt")
-    assert hidden in show("--file", file, "--collective-ms", "1")
+    assert hidden in show("--schedule", f"file:{file}", "--collective-ms", "1")
 
 
 def test_text_is_read_back(tmp_path):
     file = tmp_path / "plan.txt"
     options = ["--schedule", "1f1b", "--stages", "2", "--steps", "2"]
     file.write_text(show(*options, "--text"))
-    assert show("--file", str(file)) == show(*options)
-    assert show("--file", str(file), "--text") == file.read_text()
+    assert show("--schedule", f"file:{file}") == show(*options)
+    assert show("--schedule", f"file:{file}", "--text") == file.read_text()
 
 
 def test_prediction_is_that_of_the_simulation():
@@ -223,7 +239,7 @@ def test_output_holds_every_form(tmp_path):
 def test_bad_files_are_refused(tmp_path, content, kind, reason):
     (tmp_path / "plan.txt").write_bytes(content)
     with pytest.raises(kind, match=reason):
-        show("--file", str(tmp_path / "plan.txt"))
+        show("--schedule", f"file:{tmp_path}/plan.txt")
 
 
 BASE = ["plan", "search", "--model", "gpt2", "--global-batch", "64", "--sequence", "256"]

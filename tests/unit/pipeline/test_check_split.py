@@ -117,9 +117,9 @@ def test_memory_is_checked_in_bytes():
     with pytest.raises(PlanError, match=r"memory = \(4, 2\): the plan has 4 stages"):
         check(VEE, replace(memory, for_weights=(2, 2)))
     for limit in (math.nan, math.inf, 0):
-        with pytest.raises(PlanError, match=r"memory_limit = .*: it has to be positive and finite"):
+        with pytest.raises(PlanError, match=r"memory_limit = .*: it is not positive and finite"):
             check(VEE, replace(memory, limit=limit))
-    with pytest.raises(PlanError, match=r"memory_limit = 1: .* plan has to train"):
+    with pytest.raises(PlanError, match=r"memory_limit = 1: the plan does not train"):
         check(inference(2, 2), Memory.in_micro_batches(inference(2, 2), 1))
     with pytest.raises(PlanError, match=r"'2F1': with it the rank keeps 20, .* limit is 19"):
         check(VEE, replace(memory, limit=19))
