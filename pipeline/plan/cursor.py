@@ -84,9 +84,6 @@ class PlanCursor:
             if kind not in self._needs:
                 raise _refusal(action, "this stage has nothing of this kind to do", "Leave it out")
             done = self._done_for_step if kind in OF_A_STEP else self._done[key]
-            if kind in COMPUTE and _is_mixed(kind, done):
-                reason = "this backward pass is whole in one place and split in another"
-                raise _refusal(action, reason, "Do B, or I and W; U restores weights")
             if kind in done:
                 raise _refusal(action, "it is done a second time", "Leave it out")
             if missing := self._needs[kind] - done:
@@ -121,8 +118,8 @@ class PlanCursor:
         if action.kind is Kind.FORWARD:
             self._meet_forward(action, key)
         if action.kind in INPUT_GRADIENTS:
-            # Also of a split pass, for what needs no more than the gradient of the input.
-            self._done[key].add(Kind.BACKWARD)
+            # I counts as the backward pass for later actions; after B neither part is left to do.
+            self._done[key] |= {Kind.BACKWARD} if action.kind is Kind.BACKWARD_INPUT else _SPLIT
             self._meet_backward(action, key)
         if action.kind in WEIGHT_GRADIENTS:
             self._meet_weight_gradient(action)
@@ -249,13 +246,6 @@ def _requirements(stage: int, plan: Plan) -> dict[Kind, frozenset[Kind]]:
     if not last:
         rules[Kind.SEND_TOTAL] = totals
     return {kind: frozenset(needs) for kind, needs in rules.items()}
-
-
-def _is_mixed(kind: Kind, done: set[Kind]) -> bool:
-    """Whether a backward pass is split, and whole as well."""
-    split = Kind.BACKWARD_INPUT in done
-    whole = Kind.BACKWARD in done and not split
-    return (kind is Kind.BACKWARD and split) or (kind in _SPLIT and whole)
 
 
 def _refusal(action: Action, reason: str, remedy: str) -> PlanError:

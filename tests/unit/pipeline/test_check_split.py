@@ -37,8 +37,8 @@ VEE = Plan.parse(str(zbv(2, 2)).replace("@0", ""))
         # Complete.
         ([(" 3I0", "")], "'3SG0': 3I0 does not come before it"),
         ([(" 3W1", "")], "'0R1': 3W1 does not come before it"),
-        ([(" 3W0", " 3B0")], "'3B0': this backward pass is whole in one place and split in"),
-        ([(" 3I0", " 3B0")], "'3W0': this backward pass is whole in one place and split in"),
+        ([(" 3W0", " 3B0")], "'3B0': it is done a second time"),
+        ([(" 3I0", " 3B0")], "'3W0': it is done a second time"),
         ([(" 3I0", " 3I0 3I0")], "'3I0': it is done a second time"),
         ([(" 0F1", "")], "'0SA1': 0F1 does not come before it"),
         # Order, also where a boundary has no message.
