@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Costs, simulate
@@ -30,26 +29,16 @@ _F, _B = Kind.FORWARD, Kind.BACKWARD
 _I, _W = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _MOST_PASSES = 10_000  # forward passes of ranks: about half a minute
 _TOLERANCE = 1e-9  # of a micro-batch's time
+
+# The settings of a list schedule, beside how many stages' activations a rank keeps.
 _WEIGHT_GAPS = 0.0, 0.5, 1.0
+"""The shortest gap that a gradient of the weights fills, in times of W."""
 _PREFERENCES = "backward", "forward", "alternate"
+"""What comes first of forward and backward passes that can start."""
 _ORDERS = "deepest", "oldest", "rounds"
-
-
-class _Setting(NamedTuple):
-    """How a list schedule chooses.
-
-    Args:
-        slots: Stages' activations that a rank keeps at most.
-        weight_gap: The shortest gap that a gradient of the weights fills, in times of W.
-        prefer: What comes first of forward and backward passes that can start.
-        order: Which of several comes first: the deepest stage's, the oldest micro-batch's, or in
-            rounds of as many micro-batches as ranks, stage by stage.
-    """
-
-    slots: int
-    weight_gap: float
-    prefer: str
-    order: str
+"""Which of several comes first: the deepest stage's, the oldest micro-batch's, or stage by stage in
+rounds of as many micro-batches as ranks."""
+_Setting = tuple[int, float, str, str]
 
 
 def automatic(
@@ -122,11 +111,11 @@ def search(
             ranks = [[a._replace(version=-1) for a in r if a.kind in COMPUTE] for r in plan.ranks]
             best, best_s = ranks, step_s
     slots = int(limit * chunks + _TOLERANCE)
-    levels = [level for level in (slots, slots - 1, slots - 2) if level >= chunks]
-    weight_gap = _WEIGHT_GAPS if split else _WEIGHT_GAPS[:1]
-    for setting in product(levels, weight_gap, _PREFERENCES, _ORDERS[: chunks + 1]):
-        schedule = _ListSchedule(homes, micro_batches, costs, split=split)
-        if schedule.fill(_Setting(*setting), best_s):
+    levels = slots, slots - 1, slots - 2
+    gaps = _WEIGHT_GAPS if split else _WEIGHT_GAPS[:1]
+    for setting in product(levels, gaps, _PREFERENCES, _ORDERS[: chunks + 1]):
+        schedule = _ListSchedule(homes, micro_batches, costs, setting, split=split)
+        if schedule.fill(best_s):
             best, best_s = schedule.ranks, max(schedule.clocks)
     if best is None:
         reason = f"no schedule of {len(homes)} stages keeps to it"
@@ -166,8 +155,15 @@ class _ListSchedule:
     """
 
     def __init__(
-        self, homes: Sequence[int], micro_batches: int, costs: Costs, *, split: bool
+        self,
+        homes: Sequence[int],
+        micro_batches: int,
+        costs: Costs,
+        setting: _Setting,
+        *,
+        split: bool,
     ) -> None:
+        self._slots, self._weight_gap, self._prefer, self._order = setting
         self._homes = homes
         self._head = len(homes) - 1
         self._micro_batches = micro_batches
@@ -191,14 +187,8 @@ class _ListSchedule:
         self.ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
         self.clocks = [0.0] * num_ranks
 
-    def fill(self, setting: _Setting, bound_s: float) -> bool:
-        """Schedule all passes; return whether they end before a bound.
-
-        Args:
-            setting: How to choose.
-            bound_s: In seconds.
-        """
-        self._setting = setting
+    def fill(self, bound_s: float) -> bool:
+        """Schedule all passes; return whether they end before a bound, in seconds."""
         choices = [self._choose(rank) for rank in range(len(self.ranks))]
         for _ in range(len(self._kinds) * len(self._homes) * self._micro_batches):
             ready = [(choice[0], r, choice[1]) for r, choice in enumerate(choices) if choice]
@@ -230,7 +220,7 @@ class _ListSchedule:
         """Return a rank's next pass and its start; None if there is none yet."""
         now = self.clocks[rank]
         waiting = list(self._candidates(rank))
-        first = {"forward": _F, "backward": self._backward}.get(self._setting.prefer)
+        first = {"forward": _F, "backward": self._backward}.get(self._prefer)
         if first is None:
             first = _F if self._last[rank] is self._backward else self._backward
         if ready := [a for start, a in waiting if start <= now + self._tolerance]:
@@ -242,7 +232,7 @@ class _ListSchedule:
         )
         owed = self._owed(rank)
         if owed is not None:
-            gap = self._setting.weight_gap * self._durations[_W][owed.stage] - self._tolerance
+            gap = self._weight_gap * self._durations[_W][owed.stage] - self._tolerance
             if soonest is None or soonest[0] - now >= gap:
                 return now, owed
         return soonest
@@ -258,7 +248,7 @@ class _ListSchedule:
             m = forwards[stage]
             # Each later round keeps a slot, or the earlier ones might fill the memory for good.
             later = len(self._stages[rank]) - 1 - self._round[stage]
-            if m == self._micro_batches or self._kept[rank] >= self._setting.slots - later:
+            if m == self._micro_batches or self._kept[rank] >= self._slots - later:
                 continue
             if stage == 0:
                 yield 0.0, Action(_F, stage, m)
@@ -279,9 +269,9 @@ class _ListSchedule:
 
     def _place(self, action: Action) -> int:
         """Return a pass's place in the setting's order."""
-        if self._setting.order == "deepest":
+        if self._order == "deepest":
             return -action.stage
-        if self._setting.order == "oldest":
+        if self._order == "oldest":
             return action.micro_batch
         chunks, number = len(self._stages[self._homes[action.stage]]), self._round[action.stage]
         if action.kind is not _F:

@@ -5,7 +5,7 @@ import pytest
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Costs, simulate
-from wavemare.pipeline.plan.automatic import automatic, lower_bound, search
+from wavemare.pipeline.plan.automatic import EQUAL_PASSES, automatic, lower_bound, search
 from wavemare.pipeline.plan.check import Memory, check
 from wavemare.pipeline.plan.chunked import interleaved, loop, passes_to_plan, vee, zb_h1, zbv
 from wavemare.pipeline.plan.schedules import one_f_one_b
@@ -70,6 +70,9 @@ def test_latency_and_little_memory():
         PlanError, match=r"memory_limit = 0\.1: 1F1B keeps 8 .* Give 0\.125 or more"
     ):
         automatic(*sizes, memory_limit=0.1)
+    # A loop keeps one micro-batch of each of its stages.
+    with pytest.raises(PlanError, match=r"memory_limit = 0\.5: .* Raise memory_limit"):
+        search(loop(2, 2), 4, EQUAL_PASSES, 0.5, split=False)
 
 
 # The optimum, by exhaustive search, for equal passes with limits P and 2 P - 1, then for
