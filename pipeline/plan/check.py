@@ -293,18 +293,19 @@ def check_shape(plan: Plan) -> None:
 def _check_local(plan: Plan, actions: Sequence[Action]) -> None:
     """Check the order of what a rank's stages hand each other without a message."""
     homes, head = plan.rank_of, plan.num_stages - 1
-    done: set[tuple[Kind, int, int, int]] = set()
+    done: set[tuple[bool, int, int, int]] = set()
     for action in actions:
         kind, stage, micro_batch, _, wave = action
-        step = -1 if kind is Kind.FORWARD else 1 if kind in INPUT_GRADIENTS else 0
-        other = stage + step
-        if step and 0 <= other <= head and homes[other] == homes[stage]:
-            same = INPUT_GRADIENTS if step > 0 else (kind,)
-            if not any((each, other, micro_batch, wave) in done for each in same):
-                needed = Action(kind, other, micro_batch, wave=wave)
-                reason = f"{needed} does not come before it"
-                raise PlanError("action", str(action), reason, f"Put {needed} before it")
-        done.add((kind, stage, micro_batch, wave))
+        forward = kind is Kind.FORWARD
+        if not forward and kind not in INPUT_GRADIENTS:
+            continue
+        other = stage - 1 if forward else stage + 1
+        local = 0 <= other <= head and homes[other] == homes[stage]
+        if local and (forward, other, micro_batch, wave) not in done:
+            needed = Action(kind, other, micro_batch, wave=wave)
+            reason = f"{needed} does not come before it"
+            raise PlanError("action", str(action), reason, f"Put {needed} before it")
+        done.add((forward, stage, micro_batch, wave))
 
 
 def _check_messages(sent: list[Action], received: list[Action], *, in_order: bool) -> None:

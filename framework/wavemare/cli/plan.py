@@ -27,13 +27,16 @@ _MS_PER_S = 1e3
 _OF_A_PASS = "--forward-ms", "--backward-ms", "--weight-ms"
 _FILE = "file:"  # as in the configuration
 _MOST_PASSES = 1_000_000  # minutes, and some gigabytes
-_WAVES, _SPLIT = "tick-tock, accumulation or in-phase", "zb-h1, zbv or auto"
 _FILES = ("plan.txt", "trace.json", "plan.svg", "plan.png")
+_TIMES = "forward_ms", "backward_ms", "weight_ms", "step_ms", "send_ms", "collective_ms"
+_SIZES = "stages", "micro_batches", "steps"
+_OF_A_PLAN = "warmup_steps", "drain_interval", "slack", "chunks"
 _OF_A_SCHEDULE = {
-    "pipemare": ("warmup_steps", "drain_interval", "slack"),
-    "interleaved": ("chunks",),
+    **dict.fromkeys(_OF_A_PLAN, ("pipemare",)),
+    "chunks": ("interleaved",),
+    "weight_ms": ("zb-h1", "zbv", "auto"),
+    "collective_ms": ("tick-tock", "accumulation", "in-phase"),
 }
-_MAKE_A_PLAN = ("stages", "micro_batches", "steps", *sum(_OF_A_SCHEDULE.values(), ()))
 
 
 @app.command()
@@ -172,66 +175,53 @@ def show(
 
     The exit code is 2 if the plan cannot be run.
     """
-    costs_ms = {
-        "--forward-ms": forward_ms,
-        "--backward-ms": backward_ms,
-        "--step-ms": step_ms,
-        "--send-ms": send_ms,
-    }
-    if collective_ms is not None:
-        costs_ms["--collective-ms"] = collective_ms
-    if weight_ms is not None:
-        costs_ms["--weight-ms"] = weight_ms
+    costs_ms = {_option(n): context.params[n] for n in _TIMES if context.params[n] is not None}
     if csv and text:
         raise ConfigError("--csv", csv, "--text prints another form", "Leave out one of them")
     if schedule.startswith(_FILE):
         plan = _read_plan(context, Path(schedule.removeprefix(_FILE)))
     else:
-        options = {name: context.params[name] or None for name in _OF_A_SCHEDULE["pipemare"]}
-        options["chunks"] = chunks
-        if schedule == "auto":
-            options["memory_limit"] = memory_limit
-        plan = _make_plan(schedule, (stages, micro_batches, steps), options, costs_ms)
+        plan = _make_plan(schedule, context.params, costs_ms)
     form = "csv" if csv else "text" if text else None
     _present(plan, costs_ms, memory_limit=memory_limit, form=form, folder=output)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _read_plan(context: typer.Context, file: Path) -> Plan:
     from wavemare.pipeline.plan.files import read_plan
 
-    for name in _MAKE_A_PLAN:
+    for name in (*_SIZES, *_OF_A_PLAN):
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
-            key = f"--{name.replace('_', '-')}"
-            reason = "the plan in the file has its own"
+            key, reason = _option(name), "the plan in the file has its own"
             raise ConfigError(key, context.params[name], reason, f"Leave out {key}")
     return read_plan(file, "--schedule")
 
 
-def _make_plan(
-    schedule: str,
-    sizes: tuple[int, int, int],
-    options: Mapping[str, Any],
-    costs_ms: Mapping[str, str],
-) -> Plan:
+def _make_plan(schedule: str, params: Mapping[str, Any], costs_ms: Mapping[str, str]) -> Plan:
     from wavemare.pipeline.plan import schedules
     from wavemare.pipeline.plan.chunked import vee
 
-    stages = sizes[0]
-    if math.prod(max(number, 1) for number in (*sizes, options["chunks"] or 1)) > _MOST_PASSES:
-        numbers = " x ".join(str(number) for number in (*sizes, options["chunks"]) if number)
-        reason = f"{numbers} forward passes are more than can be shown"
+    for name, others in _OF_A_SCHEDULE.items():
+        if params[name] and schedule not in others:
+            reason = f"the schedule {schedule!r} does not have it"
+            remedy = f"Leave it out, or give {_option(name)} with {' or '.join(others)}"
+            raise ConfigError(_option(name), params[name], reason, remedy)
+    stages, *_ = sizes = [params[name] for name in _SIZES]
+    numbers = [*sizes, params["chunks"] or 1]
+    if math.prod(max(number, 1) for number in numbers) > _MOST_PASSES:
+        reason = f"{' x '.join(map(str, numbers))} forward passes are more than can be shown"
         remedy = f"Give numbers whose product is at most {_MOST_PASSES}"
         raise ConfigError("--stages", stages, reason, remedy)
-    given = {name: value for name, value in options.items() if value is not None}
-    for other, names in _OF_A_SCHEDULE.items():
-        for name in given.keys() & names if other != schedule else ():
-            key = f"--{name.replace('_', '-')}"
-            reason = f"the schedule {schedule!r} does not have it"
-            raise ConfigError(key, given[name], reason, f"Leave it out, or give {key} with {other}")
+    options = {name: params[name] for name in _OF_A_PLAN if params[name]}
     if schedule == "auto":
-        given["costs"] = _costs(vee(stages), {**costs_ms, "--collective-ms": "0"})
-    plan = schedules.build_plan(schedule, *sizes, **given)
+        options["costs"] = _costs(vee(stages), costs_ms)
+        if params["memory_limit"] is not None:
+            options["memory_limit"] = params["memory_limit"]
+    plan = schedules.build_plan(schedule, *sizes, **options)
     if schedule in {"tick-tock", "in-phase"}:
         plan = _interleave(plan, _costs(range(stages), costs_ms))
     return plan
@@ -267,14 +257,6 @@ def _present(
         limit = memory_limit * min(len(plan.ranks), plan.micro_batches)
         memory = Memory.in_micro_batches(plan, limit)
     report = check(plan, memory)
-    for key, fits, reason, others in (
-        ("--collective-ms", plan.in_waves, "has no collectives between its passes", _WAVES),
-        ("--weight-ms", plan.is_split, "does not split its backward passes", _SPLIT),
-    ):
-        if key in costs_ms and not fits:
-            remedy = f"Leave it out, or give it with {others}"
-            text = f"the schedule {plan.schedule!r} {reason}"
-            raise ConfigError(key, costs_ms[key], text, remedy)
     costs = _costs(plan.homes or range(plan.num_stages), costs_ms)
     timeline = simulate(plan, costs)
     prediction = [

@@ -140,8 +140,11 @@ def test_steps_that_overlap_have_no_lower_bound(tmp_path):
         (["--schedule", "auto", "--memory-limit", "nan"], "memory_limit = nan: 1F1B keeps 4"),
         (["--schedule", "zbv", "--memory-limit", "nan"], "memory_limit = nan: it is not pos"),
         (["--schedule", "zbv", "--weight-ms", "3"], r"--weight-ms = '3': it is .* the 2 millis"),
-        (["--schedule", "1f1b", "--weight-ms", "1"], "--weight-ms = '1': .* give it with zb-h1"),
-        (["--schedule", "auto", "--collective-ms", "1"], "--collective-ms = '1': .* 'auto' has no"),
+        (["--schedule", "1f1b", "--weight-ms", "1"], "--weight-ms = '1': .* with zb-h1 or"),
+        (
+            ["--schedule", "auto", "--collective-ms", "1"],
+            "--collective-ms = '1': .* with tick-tock",
+        ),
         (["--schedule", "zbv", "--step-ms", "1,2"], "--step-ms = '1,2': .* 2 numbers for 4 ranks"),
         (["--schedule", "zbv", "--csv"], "steps = 4: a file of torch holds one"),
         (["--schedule", "zbv", "--csv", "--text"], "--csv = True: --text prints another form"),

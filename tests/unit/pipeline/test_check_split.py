@@ -94,7 +94,7 @@ def test_a_damaged_plan_is_refused_by_its_action(changes, message):
         check(edited(VEE, *changes))
 
 
-def test_no_forward_pass_comes_before_the_step_that_it_belongs_behind():
+def test_no_forward_pass_comes_before_its_own_step():
     plan = Plan("late", 1, 1, 2, (tuple(map(Action.parse, "0F0 0F1 0B0 0B1".split())),))
     with pytest.raises(PlanError, match="'0F1@0': it belongs to optimizer step 1, but 0 steps"):
         lower(plan)

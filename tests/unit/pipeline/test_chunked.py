@@ -163,7 +163,7 @@ def test_passes_alone_are_completed():
         once = [str(a) for a in actions if a.kind in {Kind.REDUCE, Kind.NORM, Kind.STEP}]
         assert once == [f"{rank}{k}{m}@{m // 7}" for m in (6, 13) for k in "RNS"]
     # One slot fewer than the plan's is the fewest with which it ends.
-    check(replace(plan, send_slots=plan.send_slots - 1))
-    if plan.send_slots > 2:
-        with pytest.raises(PlanError, match="never ends"):
-            check(replace(plan, send_slots=plan.send_slots - 2))
+    check(replace(plan, send_slots=2))
+    assert plan.send_slots == 3
+    with pytest.raises(PlanError, match="never ends"):
+        check(replace(plan, send_slots=1))
