@@ -21,11 +21,13 @@ from wavemare.pipeline.plan.plan import (
 _Operation = Callable[[Action, float], float | None]
 """Takes an action and the time at which it starts; gives that of its end, or None if it waits."""
 
+_Latency = Callable[[int], float]
+
 
 def execute(
     plan: Plan,
     duration: Callable[[Kind, int], float],
-    latency: Callable[[int], float],
+    latency: _Latency,
 ) -> list[list[float]]:
     """Run a plan: every rank in its order, each action as soon as it can.
 
@@ -113,11 +115,7 @@ class _Channel:
     """
 
     def __init__(
-        self,
-        slots: int,
-        latency: Callable[[int], float],
-        ends: tuple[int, int],
-        ready: deque[int],
+        self, slots: int, latency: _Latency, ends: tuple[int, int], ready: deque[int]
     ) -> None:
         self.slots = slots
         self.latency = latency

@@ -260,7 +260,7 @@ def check_shape(plan: Plan) -> None:
     if homes and len(homes) != plan.num_stages:
         reason = f"these are {len(homes)} ranks for {plan.num_stages} stages"
         raise PlanError("homes", given, reason, "Give the rank of each stage")
-    if plan.flushes and not plan.send_slots and not plan.is_compute_only:
+    if plan.flushes and not plan.send_slots:
         reason = "sends that block are for plans of whole passes without homes and N"
         raise PlanError("send_slots", plan.send_slots, reason, "Give 1 or more")
     if plan.flushes and plan.step_delay:

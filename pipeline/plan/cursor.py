@@ -115,38 +115,28 @@ class PlanCursor:
         return Kind.BACKWARD_INPUT if split else kind
 
     def _meet_pass(self, action: Action, key: _Key) -> None:
-        if action.kind is Kind.FORWARD:
-            self._meet_forward(action, key)
-        if action.kind in INPUT_GRADIENTS:
+        """Check that a pass is between the right optimizer steps, and count it."""
+        kind, micro_batch, plan = action.kind, action.micro_batch, self._plan
+        step = micro_batch // plan.micro_batches
+        misplaced = kind is Kind.FORWARD and plan.flushes and step != self._steps
+        if kind in INPUT_GRADIENTS:
+            misplaced = step != self._reduced or step - self._steps > plan.step_delay
+        if misplaced:
+            reason = f"it belongs to optimizer step {step}, but {self._steps} steps come before it"
+            raise _refusal(action, reason, "Put it between the steps to which it belongs")
+        if kind is Kind.FORWARD:
+            self._forward_version[key] = self._steps
+            self.peak = max(self.peak, len(self._forward_version) - self._complete)
+        if kind in INPUT_GRADIENTS:
             # I counts as the backward pass for later actions; after B neither part is left to do.
-            self._done[key] |= {Kind.BACKWARD} if action.kind is Kind.BACKWARD_INPUT else _SPLIT
-            self._meet_backward(action, key)
-        if action.kind in WEIGHT_GRADIENTS:
-            self._meet_weight_gradient(action)
-
-    def _meet_forward(self, action: Action, key: _Key) -> None:
-        step = action.micro_batch // self._plan.micro_batches
-        if self._plan.flushes and step != self._steps:
-            reason = f"it belongs to optimizer step {step}, but {self._steps} steps come before it"
-            raise _refusal(action, reason, "Put it between the steps to which it belongs")
-        self._forward_version[key] = self._steps
-        self.peak = max(self.peak, len(self._forward_version) - self._complete)
-
-    def _meet_weight_gradient(self, action: Action) -> None:
-        if action.micro_batch < self._complete:  # done in another wave, too
-            return
-        if action.micro_batch > self._complete:
-            reason = f"the stage's next gradients of the weights are those of {self._complete}"
-            remedy = "Add them up in the order of micro-batches, which makes their bits the same"
-            raise _refusal(action, reason, remedy)
-        self._complete += 1
-
-    def _meet_backward(self, action: Action, key: _Key) -> None:
-        step = action.micro_batch // self._plan.micro_batches
-        if step != self._reduced or step - self._steps > self._plan.step_delay:
-            reason = f"it belongs to optimizer step {step}, but {self._steps} steps come before it"
-            raise _refusal(action, reason, "Put it between the steps to which it belongs")
-        self.staleness[key] = self._steps - self._forward_version[key]
+            self._done[key] |= {Kind.BACKWARD} if kind is Kind.BACKWARD_INPUT else _SPLIT
+            self.staleness[key] = self._steps - self._forward_version[key]
+        if kind in WEIGHT_GRADIENTS:
+            if micro_batch > self._complete:
+                reason = f"the stage's next gradients of the weights are those of {self._complete}"
+                remedy = "Add them up in the order of micro-batches, for the same bits each time"
+                raise _refusal(action, reason, remedy)
+            self._complete += micro_batch == self._complete  # else it is done in another wave, too
 
     def _meet_step(self, action: Action) -> None:
         """Check what is done once per optimizer step, and count the steps."""

@@ -40,7 +40,8 @@ def read_plan(file: Path, key: str) -> Plan:
     # White space would end the name in the plan's text.
     name = "_".join(file.stem.split())
     plan = parse_csv(text, name) if file.suffix.lower() == ".csv" else Plan.parse(text)
-    return lower(plan) if plan.is_compute_only else plan
+    passes_alone = all(action.kind in COMPUTE for actions in plan.ranks for action in actions)
+    return lower(plan) if passes_alone else plan
 
 
 def parse_csv(text: str, schedule: str) -> Plan:
@@ -67,16 +68,13 @@ def to_csv(plan: Plan) -> str:
     """Return a plan's passes in torch's form.
 
     Raises:
-        PlanError: It is not of one optimizer step, or has two waves, for neither of which the form
-            has a place.
+        PlanError: It has another number of optimizer steps than one, or a second wave.
     """
-    if plan.num_steps != 1:
-        reason = "a file of torch holds one optimizer step"
-        raise PlanError("steps", plan.num_steps, reason, "Give 1, and a schedule that trains")
-    waved = (action for actions in plan.ranks for action in actions if action.wave)
-    if (action := next(waved, None)) is not None:
-        reason = "a file of torch has no second wave"
-        raise PlanError("action", str(action), reason, "Choose another schedule")
+    waved = any(action.wave for actions in plan.ranks for action in actions)
+    if plan.num_steps != 1 or waved:
+        reason = "a file of torch holds one optimizer step, and no second wave"
+        remedy = "Give 1, and a schedule that trains without waves"
+        raise PlanError("steps", plan.num_steps, reason, remedy)
     lines = [
         ",".join(str(a._replace(version=-1)) for a in actions if a.kind in COMPUTE)
         for actions in plan.ranks

@@ -64,6 +64,7 @@ def lower(plan: Plan) -> Plan:
         PlanError: A pass is missing or not where it should be, or ranks wait for each other with
             any number of slots.
     """
+    plan = replace(plan, send_slots=1)
     check_shape(plan)
     if plan.in_waves and plan.num_stages > 1:
         homes = ",".join("0" * plan.num_stages)
@@ -126,13 +127,12 @@ def _step_kinds(stage: int, num_stages: int, *, norms: bool, synchronous: bool) 
             back, so that it is exact on every stage.
     """
     first, last = stage == 0, stage == num_stages - 1
-    wanted = {
-        Kind.RECV_NORM: norms and not last,
-        Kind.SEND_NORM: norms and not first,
-        Kind.RECV_TOTAL: norms and synchronous and not first,
-        Kind.SEND_TOTAL: norms and synchronous and not last,
-    }
-    return [Kind.REDUCE, *(kind for kind, is_wanted in wanted.items() if is_wanted), Kind.STEP]
+    kinds = [Kind.REDUCE]
+    if norms:
+        kinds += [Kind.RECV_NORM] * (not last) + [Kind.SEND_NORM] * (not first)
+    if norms and synchronous:
+        kinds += [Kind.RECV_TOTAL] * (not first) + [Kind.SEND_TOTAL] * (not last)
+    return [*kinds, Kind.STEP]
 
 
 class Versions:

@@ -235,11 +235,6 @@ class Plan:
         return (0,) * self.num_stages if self.in_waves else range(self.num_stages)
 
     @cached_property
-    def is_compute_only(self) -> bool:
-        """Whether nothing but passes is in it: no message, no load and no step."""
-        return all(action.kind in COMPUTE for rank in self.ranks for action in rank)
-
-    @cached_property
     def is_split(self) -> bool:
         """Whether a backward pass is split."""
         return any(a.kind is Kind.BACKWARD_INPUT for rank in self.ranks for a in rank)
