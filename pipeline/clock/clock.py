@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.plan import (
@@ -59,9 +58,9 @@ def execute(
         new = kind(plan.send_slots, latency, (sender, receiver), ready)
         return channels.setdefault((sender, receiver), new)
 
-    def sum_norms(rank: int, action: Action, clock: float) -> float | None:
-        times = joined[action.micro_batch]
-        complete = norms[action.micro_batch]
+    def sum_norms(action: Action, clock: float) -> float | None:
+        times, complete = joined[action.micro_batch], norms[action.micro_batch]
+        rank = ranks[action.stage]
         if rank not in times:
             times[rank] = clock
             if len(times) == complete:
@@ -75,18 +74,16 @@ def execute(
             # A stage that is on no rank never sends.
             return channel(ranks.get(stage + RECEIVES[kind][1], -1), ranks[stage]).receive
         if kind is Kind.NORM:
-            return partial(sum_norms, ranks[stage])
+            return sum_norms
         cost = duration(kind, stage)
         return lambda _, clock: clock + cost
 
-    tables = [
-        {key: operation(*key) for key in {action[:2] for action in actions}}
-        for actions in plan.ranks
-    ]
+    kinds = {action[:2] for actions in plan.ranks for action in actions}
+    operations = {(kind, stage): operation(kind, stage) for kind, stage in kinds}
     times: list[list[float]] = [[] for _ in plan.ranks]
     while ready:
         rank = ready.popleft()
-        _advance(plan.ranks[rank], times[rank], tables[rank])
+        _advance(plan.ranks[rank], times[rank], operations)
     if any(len(done) < len(actions) for done, actions in zip(times, plan.ranks, strict=True)):
         raise _stuck(plan, ranks, [len(done) for done in times])
     return times
