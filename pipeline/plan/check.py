@@ -255,32 +255,29 @@ def check_shape(plan: Plan) -> None:
     for key, (value, least) in numbers.items():
         if value < least:
             raise PlanError(key, value, "it is too small", f"Give {least} or more")
-    homes = dict(enumerate(plan.homes))
-    given = ",".join(map(str, plan.homes))
-    if homes and len(homes) != plan.num_stages:
-        reason = f"these are {len(homes)} ranks for {plan.num_stages} stages"
-        raise PlanError("homes", given, reason, "Give the rank of each stage")
+    if plan.homes and len(plan.homes) != plan.num_stages:
+        reason = f"these are {len(plan.homes)} ranks for {plan.num_stages} stages"
+        raise PlanError("homes", plan.homes, reason, "Give the rank of each stage")
     if plan.flushes and not plan.send_slots:
         reason = "sends that block are for plans of whole passes without homes and N"
         raise PlanError("send_slots", plan.send_slots, reason, "Give 1 or more")
     if plan.flushes and plan.step_delay:
         reason = "a plan with homes, split passes or N is empty at each step"
         raise PlanError("step_delay", plan.step_delay, reason, "Leave it out")
-    stages = [{action.stage for action in actions} for actions in plan.ranks]
+    homes: dict[int, int] = {}
+    own = plan.homes or (range(plan.num_stages) if len(plan.ranks) == plan.num_stages else None)
     for rank, actions in enumerate(plan.ranks):
-        for stage in stages[rank]:
+        for stage in {action.stage for action in actions}:
             sample = str(next(action for action in actions if action.stage == stage))
             if not 0 <= stage < plan.num_stages:
                 reason = f"a plan of {plan.num_stages} stages has no stage {stage}"
                 raise PlanError("action", sample, reason, "Leave it out")
-            home = rank if len(plan.ranks) != plan.num_stages else stage
-            if homes.setdefault(stage, home) != rank:
+            if homes.setdefault(stage, own[stage] if own else rank) != rank:
                 reason = f"it is on rank {rank}, but stage {stage} is on rank {homes[stage]}"
                 raise PlanError("action", sample, reason, "Keep each stage's actions on its rank")
     idle = [rank for rank, actions in enumerate(plan.ranks) if not actions]
     # Not all of them: the number of stages may be a mistyped one.
-    found = set().union(*stages)
-    missing = next((stage for stage in range(plan.num_stages) if stage not in found), None)
+    missing = next((stage for stage in range(plan.num_stages) if stage not in homes), None)
     if idle or missing is not None:
         reason = f"rank {idle[0]} does nothing" if idle else f"stage {missing} does nothing"
         raise PlanError("plan", plan.schedule, reason, "Give each stage its actions")

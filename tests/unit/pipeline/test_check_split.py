@@ -73,7 +73,10 @@ VEE = Plan.parse(str(zbv(2, 2)).replace("@0", ""))
             "circle",
         ),
         # Homes.
-        ([("homes=0,1,1,0", "homes=0,1,1")], "homes = '0,1,1': these are 3 ranks for 4 stages"),
+        (
+            [("homes=0,1,1,0", "homes=0,1,1")],
+            r"homes = \(0, 1, 1\): these are 3 ranks for 4 stages",
+        ),
         ([("homes=0,1,1,0", "homes=0,1,0,1")], "it is on rank 0, but stage 3 is on rank 1"),
         ([(" homes=0,1,1,0", "")], r"there are 4 stages on 2 ranks\. Add homes=0,1,1,0"),
         ([("homes=0,1,1,0", "homes=0,,1,0")], "homes = '': it is not a whole number"),
