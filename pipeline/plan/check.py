@@ -42,7 +42,7 @@ class Memory:
         for_weights: The part of it that stays, where the backward pass is split, until the
             gradients of the weights are there.
         limit: The most on each rank; None for none.
-        unit: Of all these.
+        unit: Of all these numbers.
     """
 
     activations: tuple[float, ...]
@@ -55,7 +55,7 @@ class Memory:
         """Count activations of whole ranks, all of which live until the last gradient is there."""
         stages = Counter(plan.rank_of)
         shares = tuple(1 / stages[rank] for rank in plan.rank_of)
-        return cls(shares, shares, limit, "memory, in micro-batches")
+        return cls(shares, shares, limit, "micro-batches")
 
     def check(self, plan: Plan) -> None:
         """Check that it is for this plan, and its limit a positive number.
@@ -63,11 +63,10 @@ class Memory:
         Raises:
             PlanError: It is not.
         """
-        is_number = self.limit is None or 0 < self.limit < math.inf
-        if not is_number or not plan.num_steps:
-            reason = (
-                "it is not positive and finite" if plan.num_steps else "the plan does not train"
-            )
+        reason = "" if plan.num_steps else "the plan does not train"
+        if self.limit is not None and not 0 < self.limit < math.inf:
+            reason = "it is not positive and finite"
+        if reason:
             raise PlanError("memory_limit", self.limit, reason, "Leave it out")
         if not plan.num_stages == len(self.activations) == len(self.for_weights):
             numbers = len(self.activations), len(self.for_weights)
@@ -398,7 +397,9 @@ def _table(report: Report) -> list[str]:
     columns: list[list[object]] = [["rank", *range(len(report.actions))]]
     columns += [["actions", *report.actions], ["idle ticks", *report.idle_ticks]]
     if report.peak_memory:
-        columns.append([f"peak {report.memory_unit}", *(f"{p:.6g}" for p in report.peak_memory)])
+        columns.append(
+            [f"peak memory ({report.memory_unit})", *(f"{p:.6g}" for p in report.peak_memory)]
+        )
     ranks = [tuple(map(str, row)) for row in zip(*columns, strict=True)]
     stages = [("stage", "peak activations", "max staleness", "mean")]
     stages += [

@@ -117,6 +117,8 @@ def test_memory_is_checked_in_bytes():
     memory = Memory((5, 5, 5, 5), (2, 2, 2, 2), limit=20)
     # Rank 0: 0F0 0F1 3F0 are 15; 3I0 12, 3W0 10, 3F1 15.
     assert check(VEE, memory).peak_memory == (15, 20)
+    assert "  peak memory (bytes)\n" in str(check(VEE, memory))
+    assert "  peak memory (micro-batches)\n" in str(check(VEE))
     with pytest.raises(PlanError, match=r"memory = \(4, 2\): the plan has 4 stages"):
         check(VEE, replace(memory, for_weights=(2, 2)))
     for limit in (math.nan, math.inf, 0):
