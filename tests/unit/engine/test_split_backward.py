@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Split backward passes: the whole pass's bits, its hooks, and nothing left behind."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from wavemare.engine.pipe.split_backward import SplitBackward
+from wavemare.errors import ModelError, PlanError
+
+VOCABULARY, LENGTH = 61, 16
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout")
+DROPOUTS += ("hidden_dropout_prob", "attention_probs_dropout_prob")
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", {}),
+    "gpt2-untied": ("GPT2LMHeadModel", {"tie_word_embeddings": False}),
+    "llama": ("LlamaForCausalLM", {"num_key_value_heads": 2}),
+    "bert": ("BertForMaskedLM", {}),
+    "albert": ("AlbertForMaskedLM", {"embedding_size": 16}),
+}
+# The tied heads of GPT-2, BERT and ALBERT are left whole; a layer of ALBERT runs twice.
+DEFERRED = {"gpt2": 8, "gpt2-untied": 9, "llama": 15, "bert": 13, "albert": 8}
+WHOLE, SPLIT = "F0 F1 B0 F2 B1 B2", "F0 F1 I0 F2 I1 W0 I2 W1 W2"
+
+
+def build(name, dropout=0.0, dtype=torch.float32, **changes):
+    transformers.set_seed(3)
+    kind, own = MODELS[name]
+    model = getattr(transformers, kind)
+    settings = SIZES | dict.fromkeys(DROPOUTS, dropout) | own | changes
+    return model(model.config_class(**settings)).to(dtype).train()
+
+
+def batch(number):
+    ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": ids, "labels": ids}
+
+
+def run(model, order, splitter=None):
+    """Run the passes of an order; return how often each weight's hook ran in I, B and W."""
+    fired, losses = {kind: Counter() for kind in "FBIW"}, {}
+    names = {weight: name for name, weight in model.named_parameters()}
+    # As DeepSpeed's hooks: these run even where a node gets no gradient.
+    nodes = {
+        n: weight.expand_as(weight).grad_fn.next_functions[0][0] for weight, n in names.items()
+    }
+    hooks = [
+        node.register_hook(lambda *_, name=name: fired[kind].update([name]))
+        for name, node in nodes.items()
+    ]
+    transformers.set_seed(5)
+    for kind, number in order.split():
+        if kind == "F":
+            losses[number] = model(**batch(int(number))).loss
+        elif kind == "B":
+            losses.pop(number).backward()
+        elif kind == "I":
+            splitter.backward_input(number, [losses.pop(number)], [None])
+        else:
+            splitter.backward_weight(number)
+    for hook in hooks:
+        hook.remove()
+    return fired
+
+
+def grads(model):
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def assert_same_bits(model, expected):
+    assert grads(model).keys() == grads(expected).keys()
+    for name, grad in grads(expected).items():
+        assert torch.equal(grads(model)[name], grad), name
+
+
+def check(name, dropout=0.0, dtype=torch.float32, checkpointing=None):
+    split, whole = build(name, dropout, dtype), build(name, dropout, dtype)
+    if checkpointing:
+        for model in (split, whole):
+            model.activation_checkpointing_enable(checkpointing)
+    run(whole, WHOLE)
+    splitter = SplitBackward(split)
+    with splitter.step():
+        fired = run(split, SPLIT, splitter)
+    assert_same_bits(split, whole)
+    assert fired["I"] + fired["W"] == Counter({each: 3 for each in grads(split)})
+    assert fired["W"] == Counter({each: 3 for each in fired["W"]})
+    assert len(fired["W"]) == DEFERRED[name]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_three_micro_batches_get_the_bits_and_hooks_of_whole_passes(name, dtype, dropout):
+    check(name, dropout, dtype)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"albert"}))
+def test_checkpointed_layers_split_too(name, reentrant):
+    check(name, 0.1, checkpointing={"use_reentrant": reentrant})
+
+
+class Subclass(nn.Linear):
+    pass
+
+
+def linear(change=lambda layer: None):
+    layer = nn.Linear(4, 4)
+    change(layer)
+    return layer
+
+
+def own_forward(layer):
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight, layer.bias) * 2
+
+
+class Calls(nn.Module):
+    """A layer that is called in a way of its own."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.layer, self.call = nn.Linear(4, 4), call
+
+    def forward(self, x):
+        return self.call(self.layer, x)
+
+
+def autocast(layer, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(x)
+
+
+def tied():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    return nn.Sequential(first, second)
+
+
+LEFT_WHOLE = {
+    "norm": lambda: nn.LayerNorm(4),
+    "subclass": lambda: Subclass(4, 4),
+    "frozen": lambda: linear(lambda layer: layer.weight.requires_grad_(False)),
+    "forward of its own": lambda: linear(own_forward),
+    "tied": tied,
+    "autocast": lambda: Calls(autocast),
+    "not contiguous": lambda: Calls(lambda layer, x: layer(x.expand(2, *x.shape).mT.mT[..., :4])),
+    "by name": lambda: Calls(lambda layer, x: layer(input=x)),
+    "constant input": lambda: Calls(lambda layer, x: layer(torch.ones_like(x)) + x),
+    "one dimension": lambda: Calls(lambda layer, x: layer(x.flatten()[:4])),
+}
+SPLITS = {
+    "linear": linear,
+    "no bias": lambda: nn.Linear(4, 3, bias=False),
+    "frozen bias": lambda: linear(lambda layer: layer.bias.requires_grad_(False)),
+    "conv1d": lambda: Conv1D(3, 4),
+    "called three times": lambda: Calls(lambda layer, x: layer(layer(layer(x).relu_()))),
+}
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 1, 3, 4)])
+@pytest.mark.parametrize("case", [*LEFT_WHOLE, *SPLITS])
+def test_a_layer_splits_or_is_left_whole(case, shape):
+    torch.manual_seed(0)
+    chunk = (LEFT_WHOLE | SPLITS)[case]()
+    x = torch.randn(shape, requires_grad=True)
+    leaves = [x, *(weight for weight in chunk.parameters() if weight.requires_grad)]
+    outputs = chunk(x)
+    grad = torch.randn_like(outputs)
+    expected = torch.autograd.grad(outputs, leaves, grad)
+    splitter = SplitBackward(chunk)
+    with splitter.step():
+        outputs = chunk(x)
+        splitter.backward_input(0, [outputs], [grad])
+        deferred = [leaf for leaf in leaves if leaf.grad is None]
+        splitter.backward_weight(0)
+    assert len(deferred) == (case in SPLITS)
+    for leaf, bits in zip(leaves, expected, strict=True):
+        assert torch.equal(leaf.grad, bits)
+
+
+def test_outside_of_a_step_the_module_is_plain():
+    model = build("gpt2")
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    splitter = SplitBackward(model)
+    with splitter.step():
+        run(model, "F0 I0 W0", splitter)
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys()
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(model.state_dict())
+    twin.zero_grad()
+    run(twin, "F0 B0")
+    assert_same_bits(twin, model)
+
+
+def test_a_failed_step_leaves_nothing_to_the_next():
+    split, whole = build("llama"), build("llama")
+    splitter = SplitBackward(split)
+    with pytest.raises(PlanError, match="no queue"), splitter.step():
+        run(split, "F0 F1 I0 I1 W0 W0", splitter)
+    assert splitter.kept_bytes == {}
+    split.zero_grad()
+    with splitter.step():
+        run(split, SPLIT, splitter)
+    run(whole, WHOLE)
+    assert_same_bits(split, whole)
+
+
+def test_kept_bytes_are_those_of_inputs_and_gradients_of_the_linear_layers():
+    model = build("gpt2")
+    splitter = SplitBackward(model)
+    with splitter.step():
+        run(model, "F0 F1 I0 I1", splitter)
+        # Widths of a block's inputs: 1 + 1 + 1 + 4; of gradients of outputs: 3 + 1 + 4 + 1.
+        block = 16 * 2 * LENGTH * SIZES["hidden_size"] * 4
+        assert splitter.kept_bytes == {"0": 2 * block, "1": 2 * block}
+        run(model, "W0", splitter)
+        assert splitter.kept_bytes == {"1": 2 * block}
+        splitter.drop()
+        assert splitter.kept_bytes == {}
+
+
+def test_wrong_orders_are_refused():
+    model = build("gpt2")
+    splitter = SplitBackward(model)
+    with pytest.raises(PlanError, match="still to be computed"), splitter.step():
+        run(model, "F0 I0", splitter)
+    with pytest.raises(PlanError, match="outside of I"), splitter.step():
+        run(model, "F0 B0", splitter)
+
+
+@pytest.mark.parametrize("changed", ["input", "gradient"])
+def test_a_change_in_place_between_the_parts_is_refused(changed):
+    layer = nn.Linear(4, 4)
+    x, grad = torch.randn(2, 4, requires_grad=True), torch.ones(2, 4)
+    splitter = SplitBackward(layer)
+    with splitter.step():
+        splitter.backward_input(0, [layer(x)], [grad])
+        with torch.no_grad():
+            (x if changed == "input" else grad).add_(1)
+        with pytest.raises(ModelError, match="changed in place"):
+            splitter.backward_weight(0)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_modules_are_refused(in_place):
+    layer = nn.Linear(4, 4)
+    if in_place:
+        layer.compile()
+    model = nn.Sequential(layer if in_place else torch.compile(layer))
+    with pytest.raises(ModelError, match=r"module = '0 .*: it is compiled"):
+        SplitBackward(model)
