@@ -9,6 +9,7 @@ Features and other parts see the engine as an `EngineContext` or a `StageContext
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -154,3 +155,6 @@ class StageContext(EngineContext, Protocol):
     num_stages: int
     micro_batches: int
     is_last_stage: Callable[[], bool]
+
+    def whole_passes(self) -> AbstractContextManager[None]:
+        """Return the context of passes that are not the plan's."""

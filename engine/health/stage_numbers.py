@@ -155,7 +155,8 @@ class StageWatch:
             return [output for output, _ in used], [gradient for _, gradient in used]
 
         leaves = [tensor for tensor in given if tensor.requires_grad]
-        found = trace(engine.module, run, roots, leaves=leaves, backward=backward)
+        with engine.whole_passes():
+            found = trace(engine.module, run, roots, leaves=leaves, backward=backward)
         return explained(found, held.labels)
 
     @staticmethod

@@ -9,6 +9,7 @@ schedules, of evaluations and DualPipeV, run here too, by DeepSpeed's instructio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -184,6 +185,10 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
         # Overlapped passes run segment by segment: no watch sees a whole stage's outputs there.
         guard, overlap = self.guard, self.settings.pipeline.overlap_forward_backward
         self._stage_watch = None if guard is None or overlap else StageWatch(self, guard)
+
+    def whole_passes(self) -> AbstractContextManager[None]:
+        """Return the context of passes that are not the plan's."""
+        return nullcontext()
 
     def _train_schedule(self) -> StepSchedule:
         return _step_schedule(self.num_stages, self.micro_batches, self.stage_id, self._num_buffers)

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import deepspeed
+from deepspeed.runtime.pipe.schedule import PipeSchedule
 from torch import Tensor
 
 from wavemare.engine.pipe.engine import PipelineEngine, StepSchedule
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
 from wavemare.engine.pipe.p2p import PeerLink
+from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.engine.pipe.stage_passes import StagePasses
+from wavemare.errors import PlanError
+from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.lowering import Pair
-from wavemare.pipeline.plan.plan import Action
+from wavemare.pipeline.plan.plan import Action, Plan
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import OVERLAP_SLACK, SEND_SLOTS
 
@@ -98,11 +104,15 @@ class LinkedEngine(PipelineEngine):
 
     def _backward_of_outputs(self, micro_batch: MicroBatch) -> None:
         # As DeepSpeed's own _exec_backward_pass, but for all outputs at once.
+        self._accumulate(micro_batch.backward)
+
+    def _accumulate(self, backward: Callable[[], None]) -> None:
+        """Run a backward pass that does not begin at a loss."""
         if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads()
         self._running_engine_backward = True
         try:
-            micro_batch.backward()
+            backward()
         finally:
             self._running_engine_backward = False
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
@@ -141,28 +151,21 @@ class LinkedEngine(PipelineEngine):
         super().destroy()
 
 
-class OverlappedPipelineEngine(LinkedEngine):
-    """1F1B of a split model, in which sums over ranks run behind other passes.
+class FlushingEngine(LinkedEngine):
+    """Runs steps that empty the pipeline. Its messages do not block.
 
-    It trains to the same bits as `PipelineEngine`. Messages must not block: with blocking sends the
-    ranks would wait for each other in a circle.
+    A subclass says what a step's actions are.
     """
 
     total_loss: Tensor | None
+    _passes: StagePasses | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._passes = StagePasses(self)
-        slots = SEND_SLOTS + OVERLAP_SLACK
-        self._link = PeerLink(self.grid, self.device, slots, dynamic=self.dynamic_shape)
-
-    def _train_schedule(self) -> StepSchedule:
+    def _begin(self, actions: Sequence[Action], *, overlap: bool = False) -> StepSchedule:
+        """Start an optimizer step of these actions."""
         self.tput_timer.start()
-        run = RunPlan.of(self.settings.pipeline, self.num_stages, self.micro_batches, clips=False)
-        actions = run.step(self.stage_id, 0, 1)
         self._micro_batches.clear()
         self._link.begin(actions)
-        return StepSchedule(actions, overlap=True)
+        return StepSchedule(actions, overlap=overlap)
 
     def _exec_load(self, action: Action) -> None:
         batch = self._next_batch()
@@ -174,6 +177,11 @@ class OverlappedPipelineEngine(LinkedEngine):
                 batch[1], self.device, detach=True
             )
 
+    def _forward_context(self, number: int) -> AbstractContextManager[None]:
+        if self._stage_watch is not None:
+            self._stage_watch.begin(number)
+        return nullcontext()
+
     def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:
         super()._end_forward(number, micro_batch)
         if self.is_last_stage():
@@ -183,3 +191,86 @@ class OverlappedPipelineEngine(LinkedEngine):
     def _exec_step(self, action: Action) -> None:
         super()._exec_step(action)
         self._link.flush()  # nothing is pending between two steps
+
+
+class OverlappedPipelineEngine(FlushingEngine):
+    """1F1B of a split model, in which sums over ranks run behind other passes.
+
+    It trains to the same bits as `PipelineEngine`. Messages must not block: with blocking sends the
+    ranks would wait for each other in a circle.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._passes = StagePasses(self)
+        slots = SEND_SLOTS + OVERLAP_SLACK
+        self._link = PeerLink(self.grid, self.device, slots, dynamic=self.dynamic_shape)
+
+    def _train_schedule(self) -> StepSchedule:
+        run = RunPlan.of(self.settings.pipeline, self.num_stages, self.micro_batches, clips=False)
+        return self._begin(run.step(self.stage_id, 0, 1), overlap=True)
+
+
+class PlanEngine(FlushingEngine):
+    """Runs each optimizer step by a given plan, whose backward passes may be split.
+
+    Losses, gradients and weights equal those of `PipelineEngine` bit for bit.
+
+    Attributes:
+        splitter: Keeps what split passes still need.
+
+    Args:
+        args: As for `PipelineEngine`.
+        plan: One step, with one stage per rank; see `check`.
+        kwargs: As for `PipelineEngine`.
+
+    Raises:
+        PlanError: The plan is wrong, or is made for another pipeline.
+        ModelError: See `SplitBackward`.
+    """
+
+    def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check(plan)
+        given = (plan.num_steps, plan.num_stages, plan.micro_batches, tuple(plan.rank_of))
+        needed = (1, self.num_stages, self.micro_batches, tuple(range(self.num_stages)))
+        if given != needed or not plan.send_slots:
+            raise PlanError(
+                "plan",
+                f"{plan.schedule} (steps, stages, micro_batches, homes: {given}; send_slots "
+                f"{plan.send_slots})",
+                f"this pipeline needs {needed}, and sends that do not block",
+                "Make the plan for these numbers, with send_slots of 1 or more",
+            )
+        self._plan = plan
+        self.splitter = SplitBackward(self.module)
+        self._link = PeerLink(self.grid, self.device, plan.send_slots, dynamic=self.dynamic_shape)
+
+    def _train_schedule(self) -> StepSchedule:
+        return self._begin(self._plan.ranks[self.stage_id])
+
+    def whole_passes(self) -> AbstractContextManager[None]:
+        """Return the context of passes that are not the plan's: none of them is split."""
+        return self.splitter.paused()
+
+    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
+        splits = isinstance(pipe_schedule, StepSchedule) and self._plan.is_split
+        with self.splitter.step() if splits else nullcontext():
+            super()._exec_schedule(pipe_schedule)
+
+    def _exec_backward(self, action: Action) -> None:
+        if self._plan.is_split:
+            self._exec_backward_input(action)
+            self._exec_backward_weight(action)
+        else:
+            super()._exec_backward(action)
+
+    def _exec_backward_input(self, action: Action) -> None:
+        with self.splitter.input_pass(action.micro_batch):
+            super()._exec_backward(action)
+
+    def _exec_backward_weight(self, action: Action) -> None:
+        self._accumulate(partial(self.splitter.backward_weight, action.micro_batch))
+
+    def _exec_norm(self, action: Action) -> None:
+        """Leave the norm to DeepSpeed's optimizer step, which sums it over the stages."""

@@ -72,6 +72,7 @@ class SplitBackward:
                     "Leave out torch.compile, or choose a schedule with whole backward passes",
                 )
         self._module = module
+        self._split: list[_Layer] = []
         self._queues: dict[int, dict[_Layer, list[_Product]]] = {}
         self._micro_batch: int | None = None
 
@@ -84,9 +85,8 @@ class SplitBackward:
         Raises:
             PlanError: At its end, a micro-batch has had no W.
         """
-        layers = list(_layers(self._module, self))
-        for layer in layers:
-            layer.module.forward = layer
+        self._split = list(_layers(self._module, self))
+        self._exchange()
         try:
             yield
             if self._queues:
@@ -97,9 +97,26 @@ class SplitBackward:
                     "Put its W before the step's end",
                 )
         finally:
-            for layer in layers:
-                del layer.module.forward
+            self._restore()
+            self._split = []
             self.drop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run whole passes in this context, forward and backward."""
+        self._restore()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for layer in self._split:
+            layer.module.forward = layer
+
+    def _restore(self) -> None:
+        for layer in self._split:
+            del layer.module.forward
 
     @contextmanager
     def input_pass(self, micro_batch: int) -> Iterator[None]:
@@ -220,7 +237,7 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Any, layer: _Layer) -> Tensor:
-        weight = layer.module.weight.detach()
+        weight = layer.module.weight
         ctx.save_for_backward(rows, weight)
         ctx.layer = layer
         if layer.transposed:
@@ -275,7 +292,6 @@ def _splits(inputs: object) -> bool:
     return (
         type(inputs) is Tensor
         and inputs.requires_grad
-        and torch.is_grad_enabled()
         and inputs.dim() > 1
         and inputs.is_contiguous()
         and not torch.is_autocast_enabled(inputs.device.type)

@@ -236,6 +236,31 @@ def test_kept_bytes_are_those_of_inputs_and_gradients_of_the_linear_layers():
         assert splitter.kept_bytes == {}
 
 
+def test_a_paused_step_runs_whole_passes():
+    split, whole = build("gpt2"), build("gpt2")
+    splitter = SplitBackward(split)
+    with splitter.step():
+        with splitter.paused():
+            run(split, "F0 B0")
+        split.zero_grad()
+        run(split, SPLIT, splitter)
+    run(whole, WHOLE)
+    assert_same_bits(split, whole)
+
+
+def test_weights_get_their_gradients_from_the_last_layer_to_the_first():
+    chunk, order = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), []
+    for number, layer in enumerate(chunk):
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda _, number=number: order.append(number)
+        )
+    splitter = SplitBackward(chunk)
+    with splitter.step():
+        splitter.backward_input(0, [chunk(torch.ones(2, 4, requires_grad=True)).sum()], [None])
+        splitter.backward_weight(0)
+    assert order == [2, 1, 0]
+
+
 def test_wrong_orders_are_refused():
     model = build("gpt2")
     splitter = SplitBackward(model)
