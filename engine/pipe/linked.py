@@ -39,6 +39,13 @@ class LinkedEngine(PipelineEngine):
         super().__init__(*args, **kwargs)
         self._micro_batches: dict[int, MicroBatch] = {}
 
+    def _on_device(self, inputs: Any) -> Tensor | tuple[Tensor, ...]:
+        """Return the first layer's inputs as leaves."""
+        tensors = [t.detach().to(self.device) for t in as_tuple(inputs)]
+        if self._reentrant_activation_checkpointing():
+            tensors = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
+        return tensors[0] if isinstance(inputs, Tensor) else tuple(tensors)
+
     def _exec_recv_activation(self, action: Action) -> None:
         _, inputs = self._link.receive_activation()
         self._micro_batches[action.micro_batch] = MicroBatch(inputs=inputs)
@@ -170,8 +177,7 @@ class FlushingEngine(LinkedEngine):
     def _exec_load(self, action: Action) -> None:
         batch = self._next_batch()
         if self.is_first_stage():
-            inputs = tuple(tensor.detach().to(self.device) for tensor in as_tuple(batch[0]))
-            self._micro_batches[action.micro_batch] = MicroBatch(inputs=inputs)
+            self._micro_batches[action.micro_batch] = MicroBatch(inputs=self._on_device(batch[0]))
         if self.is_last_stage():
             self._micro_batches[action.micro_batch].labels = to_device(
                 batch[1], self.device, detach=True

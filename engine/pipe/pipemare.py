@@ -21,7 +21,7 @@ from torch import Tensor
 from wavemare.engine.observe.recorder import Telemetry
 from wavemare.engine.pipe.engine import StepSchedule
 from wavemare.engine.pipe.linked import LinkedEngine
-from wavemare.engine.pipe.micro_batch import Feed, MicroBatch, as_tuple, to_device
+from wavemare.engine.pipe.micro_batch import Feed, MicroBatch, to_device
 from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.stage_optimizer import StageNorms, StageOptimizer
 from wavemare.engine.pipe.stage_passes import StagePasses
@@ -221,12 +221,6 @@ class PipeMareEngine(LinkedEngine):
 
     def _note_end(self, number: int) -> None:
         self._end = number if self._end is None else min(self._end, number)
-
-    def _on_device(self, inputs: Any) -> Tensor | tuple[Tensor, ...]:
-        tensors = [t.detach().to(self.device) for t in as_tuple(inputs)]
-        if self._reentrant_activation_checkpointing():
-            tensors = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
-        return tensors[0] if isinstance(inputs, Tensor) else tuple(tensors)
 
     def _exec_recv_activation(self, action: Action) -> None:
         header, inputs = self._link.receive_activation()

@@ -32,6 +32,7 @@ CASES = {
         **{f"skip {t}": troubled("skip", t) for t in TROUBLES},
         "skip ZeRO-1": troubled("skip", [0, GRADIENT, 5], **ZEROS[1]),
         **{f"stop 1f1b {t}": troubled("stop", t) for t in TROUBLES},
+        **{f"stop split {t}": troubled("stop", t, split=True) for t in TROUBLES},
         **{f"stop pipemare {t}": troubled("stop", t, section={}) for t in HEARD},
         **{
             f"stop clipping {zero}": troubled("stop", [1, "weight", 5], section={}, **ZEROS[zero])
@@ -85,9 +86,10 @@ def test_an_asynchronous_pipeline_skips_as_its_replay_version_by_version(found, 
         assert [named in line for line in ours["said"]] == ([rank == stage] if skips else [])
 
 
+@pytest.mark.parametrize("passes", ["1f1b", "split"])
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_a_synchronous_pipeline_stops_with_one_voice(found, trouble):
-    first, second = found(f"stop 1f1b {trouble}")
+def test_a_synchronous_pipeline_stops_with_one_voice(found, trouble, passes):
+    first, second = found(f"stop {passes} {trouble}")
     assert first == second
     assert first["type"] == "NumericsError"
     assert first["at"] == 2
