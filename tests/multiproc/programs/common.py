@@ -198,6 +198,21 @@ def warnings_told(start):
         logger.removeHandler(handler)
 
 
+def kept_between_passes(engine):
+    """Return a list that gets the bytes that each micro-batch keeps when its W begins."""
+    kept: list[int] = []
+    splitter = getattr(engine, "splitter", None)
+    if splitter is not None:
+        run = splitter.backward_weight
+
+        def backward_weight(number):
+            kept.append(splitter.kept_bytes[number])
+            run(number)
+
+        splitter.backward_weight = backward_weight
+    return kept
+
+
 def leave(result, part=True):
     rank = torch.distributed.get_rank()
     Path(sys.argv[1], f"rank_{rank}.json").write_text(json.dumps(result))

@@ -16,6 +16,7 @@ import torch
 from common import (
     InfiniteGradient,
     furthest,
+    kept_between_passes,
     leave,
     sine_batches,
     split_stages,
@@ -162,7 +163,7 @@ def replay(trouble, micro_batches, mode):
 def stop(trouble, micro_batches, uncaught=False, **settings):
     """What each rank says when the run stops, and whether its weights are sound."""
     engine = build(trouble, micro_batches, {"nonfinite": "stop"}, **settings)
-    data, done = batches(9, micro_batches), 0
+    data, done, kept = batches(9, micro_batches), 0, kept_between_passes(engine)
     try:
         for _ in range(6):
             engine.train_batch(data)
@@ -171,7 +172,8 @@ def stop(trouble, micro_batches, uncaught=False, **settings):
         if uncaught:
             raise
         finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
-        return {"error": str(error), "type": type(error).__name__, "at": done, "finite": finite}
+        told = {"error": str(error), "type": type(error).__name__, "at": done, "finite": finite}
+        return {**told, "kept": kept}
     return {"error": None, "at": done}
 
 

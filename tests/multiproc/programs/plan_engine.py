@@ -13,6 +13,7 @@ from common import (
     build_bert,
     build_gpt2,
     configuration,
+    kept_between_passes,
     leave,
     token_batches,
     weights_digest,
@@ -68,15 +69,7 @@ def batches(seed):
 
 def train(engine):
     torch.manual_seed(engine.stage_id)
-    data, kept = batches(0), []
-    if isinstance(engine, PlanEngine):
-        run = engine.splitter.backward_weight
-
-        def backward_weight(number):
-            kept.append(engine.splitter.kept_bytes[number])
-            run(number)
-
-        engine.splitter.backward_weight = backward_weight
+    data, kept = batches(0), kept_between_passes(engine)
     losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
     evaluation = engine.eval_batch(batches(1), num_micro_batches=2)
     return {
