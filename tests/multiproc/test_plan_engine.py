@@ -15,7 +15,9 @@ CASES = [
 ]
 
 
-@pytest.mark.world_size(2)
+pytestmark = pytest.mark.world_size(2)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_split_backward_passes_train_to_the_bits_of_1f1b(launch_once, case):
     for results in launch_once("plan_engine.py", *CASES):
@@ -29,3 +31,10 @@ def test_split_backward_passes_train_to_the_bits_of_1f1b(launch_once, case):
             assert len(found["kept"]) == 12
             assert min(found.pop("kept")) > 0
             assert found == expected, name
+
+
+def test_a_plan_for_another_pipeline_is_refused(launch_once):
+    for results in launch_once("plan_engine.py", *CASES):
+        assert "this pipeline needs (1, 2, 4, (0, 1))" in results["fewer micro-batches"]
+        assert results["blocking sends"].startswith("PlanError: plan = '1f1b")
+        assert "send_slots 0" in results["blocking sends"]

@@ -15,6 +15,7 @@ from common import (
     configuration,
     kept_between_passes,
     leave,
+    refusal,
     token_batches,
     weights_digest,
 )
@@ -25,6 +26,7 @@ from wavemare.engine.pipe.linked import PlanEngine
 from wavemare.pipeline.plan.chunked import zb_h1
 from wavemare.pipeline.plan.lowering import lower
 from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.schedules import one_f_one_b
 
 MICRO_BATCHES, STEPS = 4, 3
 BY_HAND = """
@@ -90,4 +92,8 @@ if __name__ == "__main__":
         for name, plan in PLANS.items():
             found[name] = train(start(case, plan))
         results[case] = found
+    blocking = one_f_one_b(2, MICRO_BATCHES)
+    refused = {"fewer micro-batches": zb_h1(2, 3), "blocking sends": blocking}
+    for name, plan in refused.items():
+        results[name] = refusal(partial(start, "gpt2/fp32", plan))
     leave(results)
