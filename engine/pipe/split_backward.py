@@ -62,15 +62,7 @@ class SplitBackward:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        for name, part in module.named_modules():
-            # torch has no public question for either form of compilation.
-            if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
-                raise ModelError(
-                    "module",
-                    f"{name or 'the whole'} ({type(part).__name__})",
-                    "it is compiled, and a compiled layer cannot defer its weight gradient",
-                    "Leave out torch.compile, or choose a schedule with whole backward passes",
-                )
+        _check_eager(module)
         self._module = module
         self._split: list[_Layer] = []
         self._queues: dict[int, dict[_Layer, list[_Product]]] = {}
@@ -83,8 +75,10 @@ class SplitBackward:
         An exception drops all queues.
 
         Raises:
+            ModelError: A part has been compiled meanwhile.
             PlanError: At its end, a micro-batch has had no W.
         """
+        _check_eager(self._module)
         self._split = list(_layers(self._module, self))
         self._exchange()
         try:
@@ -267,6 +261,19 @@ class _WeightGradient(torch.autograd.Function):
         total = ctx.layer.weight_grad(ctx.products)
         ctx.products.clear()  # frees them before the next layer's turn
         return total, None, None
+
+
+def _check_eager(module: nn.Module) -> None:
+    """Refuse a module of which a part is compiled."""
+    for name, part in module.named_modules():
+        # torch has no public question for either form of compilation.
+        if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
+            raise ModelError(
+                "module",
+                f"{name or 'the whole'} ({type(part).__name__})",
+                "it is compiled, and a compiled layer cannot defer its weight gradient",
+                "Leave out torch.compile, or choose a schedule with whole backward passes",
+            )
 
 
 def _layers(module: nn.Module, splitter: SplitBackward) -> Iterator[_Layer]:

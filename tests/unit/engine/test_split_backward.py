@@ -291,3 +291,8 @@ def test_compiled_modules_are_refused(in_place):
     model = nn.Sequential(layer if in_place else torch.compile(layer))
     with pytest.raises(ModelError, match=r"module = '0 .*: it is compiled"):
         SplitBackward(model)
+    later = nn.Sequential(nn.Linear(4, 4))
+    splitter = SplitBackward(later)
+    later.compile()
+    with pytest.raises(ModelError, match="the whole"), splitter.step():
+        pass
