@@ -64,7 +64,7 @@ class EngineMixin(CheckpointMixin):
         super().__init__(*args, **kwargs)
         hold_grid(self.mpu, self)  # DeepSpeed's own tensor parallelism makes one
         describe_partitions(self)
-        if settings.pipeline.schedule == "pipemare":
+        if settings.pipeline.is_asynchronous:
             refresh_by_stage(self)
         if settings.sparse_collective.mode != "off" and self.basic_optimizer is not None:
             self.sparse = attach_sparse_gradients(

@@ -32,7 +32,7 @@ from wavemare.engine.launch.group import compiled_ops_enabled
 from wavemare.engine.optim.optimizers import clipping_limit, count_all_stages, take_optimizer
 from wavemare.engine.optim.policy import advise, check_replaceable
 from wavemare.engine.pipe.engine import DualPipeVEngine, PipelineEngine
-from wavemare.engine.pipe.linked import OverlappedPipelineEngine
+from wavemare.engine.pipe.linked import OverlappedPipelineEngine, PlanEngine
 from wavemare.engine.pipe.pipemare import PipeMareEngine
 from wavemare.engine.pipe.stage_passes import check_overlap
 from wavemare.engine.seams import dispatch_to, warn_of_other_version
@@ -52,6 +52,7 @@ ENGINES: Mapping[str, Any] = {
 
 PIPELINE_ENGINES: Mapping[Schedule, type[PipelineEngine]] = {
     "1f1b": PipelineEngine,
+    "zb-h1": PlanEngine,
     "pipemare": PipeMareEngine,
 }
 """The engine that runs each schedule of ``wavemare.pipeline.schedule``."""
@@ -134,7 +135,7 @@ def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig) -> None:
     """Say what clips, where stock DeepSpeed with this configuration clips by another norm."""
     limit, zero = clipping_limit(config), zero_section(config).get("stage", 0)
     in_fp32 = not (is_enabled(config, "fp16") or is_enabled(config, "bf16"))
-    if limit and not zero and in_fp32 and ours.pipeline.schedule == "1f1b":
+    if limit and not zero and in_fp32 and not ours.pipeline.is_asynchronous:
         logger.warning(
             "gradient_clipping = %s (DeepSpeed's default is 1.0): the norm is that of all stages; "
             "stock DeepSpeed takes the first stage's alone, so its losses differ. 0 clips nothing",
@@ -214,7 +215,7 @@ def _with_sizes(
         RunPlan.of(ours.pipeline, length, micro_batches, clips=clips).check(
             warmup_steps=settings.warmup_steps, drain_interval=settings.drain_interval
         )
-    asynchronous = ours.pipeline.schedule == "pipemare"
+    asynchronous = ours.pipeline.is_asynchronous
     # DeepSpeed would complete them itself, with one micro-batch per step.
     config = config | {k: n for k, n in sizes.items() if asynchronous or config.get(k) == "auto"}
     if asynchronous:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from wavemare.section import Section
 
-Schedule = Literal["1f1b", "pipemare"]
+Schedule = Literal["1f1b", "zb-h1", "pipemare"]
 """Schedules that engines train with; `wavemare.pipeline.plan.schedules.SCHEDULES` has more."""
 TRAINED: tuple[str, ...] = get_args(Schedule)
 """The same names at run time."""
@@ -75,8 +75,8 @@ class PipelineConfig(Section):
     """
 
     schedule: Schedule = "1f1b"
-    """``1f1b``, which empties the pipeline at each optimizer step, or ``pipemare``, which never
-    does."""
+    """``1f1b``, which empties the pipeline at each optimizer step; ``zb-h1``, the same to the bit
+    with a smaller bubble; or ``pipemare``, which never empties it."""
 
     stages: int = Field(default=1, ge=1)
     """Number of pipeline stages; 1 trains the model as a plain data-parallel job."""
@@ -106,9 +106,19 @@ class PipelineConfig(Section):
     """Settings of the schedule ``pipemare``."""
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether stages step on their own, each at its own time."""
+        return self.schedule == "pipemare"
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether its passes have an order of their own, with split backward passes."""
+        return self.schedule not in ("1f1b", "pipemare")
+
+    @property
     def unties(self) -> bool:
         """Whether tied weights are made separate."""
-        return self.schedule == "pipemare" if self.untie is None else self.untie
+        return self.is_asynchronous if self.untie is None else self.untie
 
 
 class WaveletConfig(Section):

@@ -98,7 +98,7 @@ def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) ->
         "Use one of the two",
     )
     yield (
-        (stages > 1 or ours.pipeline.schedule == "pipemare") and zero in (2, 3),
+        (stages > 1 or ours.pipeline.is_asynchronous) and zero in (2, 3),
         "zero_optimization.stage",
         zero,
         "gradients or weights that ZeRO partitions cannot stay for a pipeline's micro-batches",
@@ -108,7 +108,7 @@ def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) ->
 
 def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     pipeline, key = ours.pipeline, f"{SECTION}.pipeline"
-    asynchronous = pipeline.schedule == "pipemare"
+    asynchronous = pipeline.is_asynchronous
     yield (
         not asynchronous and "pipemare" in pipeline.model_fields_set,
         f"{key}.pipemare",
@@ -116,6 +116,8 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         f"it has no effect on the schedule {pipeline.schedule!r}",
         f'Set {key}.schedule to "pipemare", or remove the key',
     )
+    if pipeline.is_planned:
+        yield from _planned(config, ours)
     if not asynchronous:
         return
     yield (
@@ -151,6 +153,40 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
             "correction would not change, and which fill the memory with old versions",
             _16_BIT_OR_FP32,
         )
+
+
+def _planned(config: Mapping[str, Any], ours: WavemareConfig) -> _Rows:
+    """Refuse what does not go with plans whose backward passes are split."""
+    schedule = ours.pipeline.schedule
+    yield (
+        ours.pipeline.overlap_forward_backward,
+        f"{SECTION}.pipeline.overlap_forward_backward",
+        True,
+        f"the schedule {schedule!r} has an order of its own, without pairs of passes",
+        "Leave it out, or use schedule 1f1b",
+    )
+    yield (
+        is_enabled(config, "fp16"),
+        "fp16.enabled",
+        True,
+        f"the schedule {schedule!r} is not tested with a loss scale",
+        _16_BIT_OR_FP32,
+    )
+    for name in ("torch_autocast", "amp"):
+        yield (
+            is_enabled(config, name),
+            f"{name}.enabled",
+            True,
+            "layers under autocast cannot defer the gradients of their weights",
+            _16_BIT_OR_FP32,
+        )
+    yield (
+        section_of(config, "compile").get("deepcompile"),
+        "compile.deepcompile",
+        True,
+        "compiled layers cannot defer the gradients of their weights",
+        "Leave it out, or use schedule 1f1b",
+    )
 
 
 def _sparse(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:

@@ -244,7 +244,7 @@ def check_batch_sizes(
         )
     ours = WavemareConfig.of(config)
     pipeline, fewest = ours.pipeline, 1
-    if pipeline.schedule == "pipemare":
+    if pipeline.is_asynchronous:
         fewest = bounding_micro_batches(stages or pipeline.stages, pipeline.pipemare.slack)
     if micro is None:
         assert train is not None

@@ -63,7 +63,7 @@ class PipelineNames(Section):
     """Micro-batches of an optimizer step; ``gradient_accumulation_steps`` if omitted."""
 
     schedule: Schedule | None = None
-    """``1f1b`` or ``pipemare``; that of ``wavemare.pipeline`` if omitted."""
+    """That of ``wavemare.pipeline`` if omitted."""
 
 
 class SplitNames(Section):

@@ -78,7 +78,7 @@ def consensus_of(engine: EngineContext) -> StepConsensus:
     These are all ranks, or the ranks of one stage of an asynchronous pipeline. Replicas have equal
     gradients, but each sees its own activations.
     """
-    if engine.settings.pipeline.schedule != "pipemare":
+    if not engine.settings.pipeline.is_asynchronous:
         return StepConsensus([None] if dist.get_world_size() > 1 else [])
     grid, groups = engine.grid, []
     # DeepSpeed has no group for a single rank.

@@ -44,7 +44,7 @@ def advise(
     """
     config = dict(config)
     pipeline = WavemareConfig.of(config).pipeline
-    if pipeline.schedule != "pipemare":
+    if not pipeline.is_asynchronous:
         return config, ()
     warning = staleness_warning(stages, micro_batches, pipeline.pipemare.slack)
     told = () if warning is None else (warning,)

@@ -2,8 +2,8 @@
 """The pipeline engines: DeepSpeed's, fed with Hugging Face batches, and the interpreter of plans.
 
 `PlanInterpreter` runs a stage's part of a checked plan, action by action, and notes each one. An
-engine has a method ``_exec_<kind>`` for each kind of action in its plans. DeepSpeed's own
-schedules, of evaluations and DualPipeV, run here too, by DeepSpeed's instruction map.
+engine says which of its methods does which kind of action. DeepSpeed's own schedules, of
+evaluations and DualPipeV, run here too, by DeepSpeed's instruction map.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from wavemare.engine.observe.recorder import Recorder
 from wavemare.engine.pipe.micro_batch import as_tuple
 from wavemare.errors import ModelError
 from wavemare.pipeline.plan.lowering import Pair, ahead, in_pairs
-from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action
+from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind
 from wavemare.pipeline.plan.run_plan import RunPlan
 
 _NEIGHBOURS = {kind: distance for kind, (_, distance) in (SENDS | RECEIVES).items()}
+
+Handlers = dict[Kind, Callable[[Action], None]]
+"""What does each kind of action."""
 
 
 class StepSchedule(schedule.PipeSchedule):
@@ -74,6 +77,7 @@ class PlanInterpreter:
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs = []
         steps = [each for step in pipe_schedule.steps() for each in step]
+        handlers = self._handlers()
         PROGRESS.actions = steps
         for position, each in enumerate(steps):
             PROGRESS.position = position
@@ -81,13 +85,23 @@ class PlanInterpreter:
             if isinstance(each, schedule.PipeInstruction):
                 self._INSTRUCTION_MAP[type(each)](self, **each.kwargs)
             else:
-                self._run(each)
+                self._run(each, handlers)
 
-    def _run(self, action: Action | Pair) -> None:
-        name = "pair" if isinstance(action, Pair) else action.kind.name.lower()
+    def _handlers(self) -> Handlers:
+        """Return what does each kind of action in this engine's plans."""
+        return {}
+
+    def _do_pair(self, pair: Pair) -> None:
+        """Run a backward and a forward pass together."""
+        raise NotImplementedError
+
+    def _run(self, action: Action | Pair, handlers: Handlers) -> None:
         try:
             with self.recorder.action(action):
-                getattr(self, f"_exec_{name}")(action)
+                if isinstance(action, Pair):
+                    self._do_pair(action)
+                else:
+                    handlers[action.kind](action)
         except Exception as error:
             error.add_note(
                 f"rank {self.global_rank}, stage {self.stage_id}, optimizer step "
@@ -198,16 +212,29 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
         """Micro-batches in flight at most; DeepSpeed wants at least 2."""
         return max(2, min(ahead(self.stage_id, self.num_stages) + 1, self.micro_batches))
 
+    def _handlers(self) -> Handlers:
+        return {
+            Kind.LOAD: self._do_load,
+            Kind.RECV_ACTIVATION: self._do_recv_activation,
+            Kind.FORWARD: self._do_forward,
+            Kind.SEND_ACTIVATION: self._do_send_activation,
+            Kind.RECV_GRAD: self._do_recv_grad,
+            Kind.BACKWARD: self._do_backward,
+            Kind.SEND_GRAD: self._do_send_grad,
+            Kind.REDUCE: self._do_reduce,
+            Kind.STEP: self._do_step,
+        }
+
     def _buffer(self, action: Action) -> int:
         return action.micro_batch % self._num_buffers
 
-    def _exec_load(self, action: Action) -> None:
+    def _do_load(self, action: Action) -> None:
         self._exec_load_micro_batch(self._buffer(action))
 
-    def _exec_recv_activation(self, action: Action) -> None:
+    def _do_recv_activation(self, action: Action) -> None:
         self._exec_recv_activations(self._buffer(action))
 
-    def _exec_forward(self, action: Action) -> None:
+    def _do_forward(self, action: Action) -> None:
         buffer, watch = self._buffer(action), self._stage_watch
         if watch is not None:
             watch.begin(action.micro_batch)
@@ -218,13 +245,13 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
             inputs, labels = buffers["inputs"][buffer], buffers["labels"][buffer]
             watch.end_forward(action.micro_batch, inputs, outputs, labels)
 
-    def _exec_send_activation(self, action: Action) -> None:
+    def _do_send_activation(self, action: Action) -> None:
         self._exec_send_activations(self._buffer(action))
 
-    def _exec_recv_grad(self, action: Action) -> None:
+    def _do_recv_grad(self, action: Action) -> None:
         self._exec_recv_grads(self._buffer(action))
 
-    def _exec_backward(self, action: Action) -> None:
+    def _do_backward(self, action: Action) -> None:
         if self.is_last_stage() and isinstance(self.loss, torch.Tensor):
             self.loss = self.before_backward(self.loss)
         self._exec_backward_pass(self._buffer(action))
@@ -232,14 +259,14 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
             grads = () if self.is_last_stage() else as_tuple(self.grad_layer)
             self._stage_watch.end_backward(action.micro_batch, grads)
 
-    def _exec_send_grad(self, action: Action) -> None:
+    def _do_send_grad(self, action: Action) -> None:
         self._exec_send_grads(self._buffer(action))
 
-    def _exec_reduce(self, action: Action) -> None:
+    def _do_reduce(self, action: Action) -> None:
         self._exec_reduce_tied_grads()
         self._exec_reduce_grads()
 
-    def _exec_step(self, action: Action) -> None:
+    def _do_step(self, action: Action) -> None:
         self._exec_optimizer_step()
 
 

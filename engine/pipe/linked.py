@@ -9,18 +9,19 @@ from functools import partial
 from typing import Any
 
 import deepspeed
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 from torch import Tensor
 
-from wavemare.engine.pipe.engine import PipelineEngine, StepSchedule
+from wavemare.engine.pipe.engine import Handlers, PipelineEngine, StepSchedule
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
 from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.engine.pipe.stage_passes import StagePasses
-from wavemare.errors import PlanError
+from wavemare.errors import CommError, ConfigError, ModelError, PlanError
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.lowering import Pair
-from wavemare.pipeline.plan.plan import Action, Plan
+from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import OVERLAP_SLACK, SEND_SLOTS
 
@@ -46,7 +47,7 @@ class LinkedEngine(PipelineEngine):
             tensors = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
         return tensors[0] if isinstance(inputs, Tensor) else tuple(tensors)
 
-    def _exec_recv_activation(self, action: Action) -> None:
+    def _do_recv_activation(self, action: Action) -> None:
         _, inputs = self._link.receive_activation()
         self._micro_batches[action.micro_batch] = MicroBatch(inputs=inputs)
 
@@ -54,7 +55,7 @@ class LinkedEngine(PipelineEngine):
         """Return the context of a micro-batch's forward pass."""
         return nullcontext()
 
-    def _exec_forward(self, action: Action) -> None:
+    def _do_forward(self, action: Action) -> None:
         number = action.micro_batch
         micro_batch = self._micro_batches[number]
         if micro_batch.ended:
@@ -80,6 +81,13 @@ class LinkedEngine(PipelineEngine):
         if self.is_last_stage():
             loss_fn = self.module.loss_fn
             micro_batch.loss = outputs if loss_fn is None else loss_fn(outputs, micro_batch.labels)
+            if self.module.get_additional_losses() is not None:
+                raise ModelError(
+                    "get_additional_losses",
+                    type(self.module).__name__,
+                    f"the schedule {self.settings.pipeline.schedule} carries one loss",
+                    "Add them up in the loss function, or use schedule 1f1b",
+                )
         else:
             micro_batch.outputs = outputs
 
@@ -87,14 +95,14 @@ class LinkedEngine(PipelineEngine):
         if not self.is_last_stage():
             self._link.expect_grad(number, micro_batch.differentiable_outputs)
 
-    def _exec_send_activation(self, action: Action) -> None:
+    def _do_send_activation(self, action: Action) -> None:
         self._link.send_activation(self._micro_batches[action.micro_batch].outputs)
 
-    def _exec_recv_grad(self, action: Action) -> None:
+    def _do_recv_grad(self, action: Action) -> None:
         number = action.micro_batch
         _, self._micro_batches[number].grads = self._link.receive_grad(number)
 
-    def _exec_backward(self, action: Action) -> None:
+    def _do_backward(self, action: Action) -> None:
         number = action.micro_batch
         micro_batch = self._micro_batches[number]
         if micro_batch.ended:
@@ -130,19 +138,19 @@ class LinkedEngine(PipelineEngine):
         if self.is_first_stage():
             del self._micro_batches[number]
 
-    def _exec_pair(self, pair: Pair) -> None:
+    def _do_pair(self, pair: Pair) -> None:
         (number, following) = (action.micro_batch for action in pair)
         micro_batch, next_one = self._micro_batches[number], self._micro_batches[following]
         if micro_batch.ended or next_one.ended:
-            self._exec_backward(pair.backward)
-            self._exec_forward(pair.forward)
+            self._do_backward(pair.backward)
+            self._do_forward(pair.forward)
             return
         assert self._passes is not None
         self._passes.pair(number, micro_batch, following, next_one)
         self._end_backward(number, micro_batch)
         self._end_forward(following, next_one)
 
-    def _exec_send_grad(self, action: Action) -> None:
+    def _do_send_grad(self, action: Action) -> None:
         self._link.send_grad(self._micro_batches.pop(action.micro_batch).input_grads())
 
     def reset_activation_shape(self) -> None:
@@ -166,6 +174,8 @@ class FlushingEngine(LinkedEngine):
 
     total_loss: Tensor | None
     _passes: StagePasses | None = None
+    _is_under_way = False
+    """Whether a step has begun that has not come to the optimizer."""
 
     def _begin(self, actions: Sequence[Action], *, overlap: bool = False) -> StepSchedule:
         """Start an optimizer step of these actions."""
@@ -174,7 +184,26 @@ class FlushingEngine(LinkedEngine):
         self._link.begin(actions)
         return StepSchedule(actions, overlap=overlap)
 
-    def _exec_load(self, action: Action) -> None:
+    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
+        try:
+            if self._is_under_way:
+                raise CommError(
+                    "optimizer step",
+                    self.global_steps + 1,
+                    "it has failed on this rank, half-way, and other stages wait for its messages",
+                    "Start all processes again, and resume from the last checkpoint",
+                )
+            super()._exec_schedule(pipe_schedule)
+        except BaseException:
+            self.timers(TRAIN_BATCH_TIMER).reset()  # else it could not be started again
+            raise
+
+    def _run(self, action: Action | Pair, handlers: Handlers) -> None:
+        # Data may end, and others be given, while the step's first micro-batch is read.
+        self._is_under_way |= isinstance(action, Pair) or action.kind is not Kind.LOAD
+        super()._run(action, handlers)
+
+    def _do_load(self, action: Action) -> None:
         batch = self._next_batch()
         if self.is_first_stage():
             self._micro_batches[action.micro_batch] = MicroBatch(inputs=self._on_device(batch[0]))
@@ -191,11 +220,13 @@ class FlushingEngine(LinkedEngine):
     def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:
         super()._end_forward(number, micro_batch)
         if self.is_last_stage():
-            self.loss = loss = micro_batch.loss
+            self.loss = micro_batch.loss
+            loss = self.loss.detach()
             self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
 
-    def _exec_step(self, action: Action) -> None:
-        super()._exec_step(action)
+    def _do_step(self, action: Action) -> None:
+        self._is_under_way = False  # all messages are there, and all stages step or fail alike
+        super()._do_step(action)
         self._link.flush()  # nothing is pending between two steps
 
 
@@ -218,7 +249,7 @@ class OverlappedPipelineEngine(FlushingEngine):
 
 
 class PlanEngine(FlushingEngine):
-    """Runs each optimizer step by a given plan, whose backward passes may be split.
+    """Runs each optimizer step by a plan, whose backward passes may be split.
 
     Losses, gradients and weights equal those of `PipelineEngine` bit for bit.
 
@@ -227,33 +258,57 @@ class PlanEngine(FlushingEngine):
 
     Args:
         args: As for `PipelineEngine`.
-        plan: One step, with one stage per rank; see `check`.
+        plan: One step, with one stage per rank; see `check`. That of the configuration's schedule
+            if omitted.
         kwargs: As for `PipelineEngine`.
 
     Raises:
         PlanError: The plan is wrong, or is made for another pipeline.
+        ConfigError: Stages would send each other parts of tensors.
         ModelError: See `SplitBackward`.
     """
 
-    def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan: Plan | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        check(plan)
+        if self.is_pipe_partitioned or self.is_grad_partitioned:
+            raise ConfigError(
+                "pipeline.pipe_partitioned",
+                True,
+                "by a plan stages send each other whole tensors",
+                'Set it and "grad_partitioned" to false, or use schedule 1f1b',
+            )
+        self._given_plan = plan
+        if plan is not None:
+            check(plan)
+        self.splitter = SplitBackward(self.module)
+        slots = self._plan.send_slots
+        self._link = PeerLink(self.grid, self.device, slots, dynamic=self.dynamic_shape)
+
+    @property
+    def _plan(self) -> Plan:
+        """The plan of a step with the present number of micro-batches."""
+        sizes = self.num_stages, self.micro_batches
+        plan = self._given_plan
+        if plan is None:
+            return RunPlan.of(self.settings.pipeline, *sizes, clips=False).whole
         given = (plan.num_steps, plan.num_stages, plan.micro_batches, tuple(plan.rank_of))
-        needed = (1, self.num_stages, self.micro_batches, tuple(range(self.num_stages)))
-        if given != needed or not plan.send_slots:
+        needed = (1, *sizes, tuple(range(self.num_stages)))
+        kinds = {action.kind for rank in plan.ranks for action in rank}
+        others = ", ".join(sorted(kinds - set(self._handlers())))
+        if given != needed or others or not plan.send_slots:
             raise PlanError(
                 "plan",
                 f"{plan.schedule} (steps, stages, micro_batches, homes: {given}; send_slots "
-                f"{plan.send_slots})",
+                f"{plan.send_slots}; other actions: {others or 'none'})",
                 f"this pipeline needs {needed}, and sends that do not block",
                 "Make the plan for these numbers, with send_slots of 1 or more",
             )
-        self._plan = plan
-        self.splitter = SplitBackward(self.module)
-        self._link = PeerLink(self.grid, self.device, plan.send_slots, dynamic=self.dynamic_shape)
+        return plan
 
     def _train_schedule(self) -> StepSchedule:
-        return self._begin(self._plan.ranks[self.stage_id])
+        plan = self._plan
+        self._link.set_slots(plan.send_slots)
+        return self._begin(plan.ranks[self.stage_id])
 
     def whole_passes(self) -> AbstractContextManager[None]:
         """Return the context of passes that are not the plan's: none of them is split."""
@@ -264,19 +319,27 @@ class PlanEngine(FlushingEngine):
         with self.splitter.step() if splits else nullcontext():
             super()._exec_schedule(pipe_schedule)
 
-    def _exec_backward(self, action: Action) -> None:
+    def _handlers(self) -> Handlers:
+        return {
+            **super()._handlers(),
+            Kind.BACKWARD_INPUT: self._do_backward_input,
+            Kind.BACKWARD_WEIGHT: self._do_backward_weight,
+            Kind.NORM: self._do_norm,
+        }
+
+    def _do_backward(self, action: Action) -> None:
         if self._plan.is_split:
-            self._exec_backward_input(action)
-            self._exec_backward_weight(action)
+            self._do_backward_input(action)
+            self._do_backward_weight(action)
         else:
-            super()._exec_backward(action)
+            super()._do_backward(action)
 
-    def _exec_backward_input(self, action: Action) -> None:
+    def _do_backward_input(self, action: Action) -> None:
         with self.splitter.input_pass(action.micro_batch):
-            super()._exec_backward(action)
+            super()._do_backward(action)
 
-    def _exec_backward_weight(self, action: Action) -> None:
+    def _do_backward_weight(self, action: Action) -> None:
         self._accumulate(partial(self.splitter.backward_weight, action.micro_batch))
 
-    def _exec_norm(self, action: Action) -> None:
+    def _do_norm(self, action: Action) -> None:
         """Leave the norm to DeepSpeed's optimizer step, which sums it over the stages."""

@@ -175,13 +175,13 @@ class SendQueue:
     def __init__(self, rank: int, group: Any, slots: int) -> None:
         self._rank = rank
         self._group = group
-        self._slots = slots
+        self.slots = slots
         self._sends: deque[tuple[Tensor, Any]] = deque()
         _pending.append(self._sends)
 
     def send(self, message: Tensor) -> None:
         """Send a message; nobody may change it afterwards."""
-        while len(self._sends) >= self._slots:
+        while len(self._sends) >= self.slots:
             self._sends.popleft()[1].wait()
         work = distributed.isend(message, self._rank, group=self._group)
         self._sends.append((message, work))
@@ -215,6 +215,10 @@ class RecvQueue:
     def posted(self) -> int:
         """How many receives are posted."""
         return len(self._posted)
+
+    def expect(self, actions: Sequence[Action]) -> None:
+        """Note the next receives of the plan, of which the first may be posted already."""
+        self.expected = deque(actions[self.posted :])
 
     def post_expected(self, size_of: Callable[[Action], int | None], slots: int) -> None:
         """Post the next expected receives, up to ``slots`` or the first of unknown size."""
@@ -302,11 +306,15 @@ class PeerLink:
         """
         expected = [action for action in actions if action.kind in _FROM_PREVIOUS]
         expected += [Action(Kind.RECV_ACTIVATION, 0, 0)] * beyond
-        # The step before has queued the receives of its activations in flight.
-        self._from_previous.expected.extend(expected[self._beyond :])
-        self._from_next.expected.extend(a for a in actions if a.kind in _FROM_NEXT)
+        # Some are posted: of activations in flight, or where a step failed at its first load.
+        self._from_previous.expect(expected)
+        self._from_next.expect([action for action in actions if action.kind in _FROM_NEXT])
         self._beyond = beyond
         self._post()
+
+    def set_slots(self, slots: int) -> None:
+        """Change how many messages may be pending in one direction."""
+        self._slots = self._to_next.slots = self._to_previous.slots = slots
 
     def discard(self) -> None:
         """Receive and drop the activations beyond the last step, and send all that is pending."""

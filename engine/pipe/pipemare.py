@@ -19,7 +19,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from wavemare.engine.observe.recorder import Telemetry
-from wavemare.engine.pipe.engine import StepSchedule
+from wavemare.engine.pipe.engine import Handlers, StepSchedule
 from wavemare.engine.pipe.linked import LinkedEngine
 from wavemare.engine.pipe.micro_batch import Feed, MicroBatch, to_device
 from wavemare.engine.pipe.p2p import PeerLink
@@ -28,7 +28,7 @@ from wavemare.engine.pipe.stage_passes import StagePasses
 from wavemare.engine.seams import keeping_versions
 from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.plan.lowering import ahead
-from wavemare.pipeline.plan.plan import Action
+from wavemare.pipeline.plan.plan import Action, Kind
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import SEND_SLOTS, steps_to_drain
 from wavemare.pipeline.staleness.correction import make_correction
@@ -198,7 +198,18 @@ class PipeMareEngine(LinkedEngine):
 
     # --- the actions ----------------------------------------------------------------------------
 
-    def _exec_load(self, action: Action) -> None:
+    def _handlers(self) -> Handlers:
+        return {
+            **super()._handlers(),
+            Kind.RECV_NORM: self._do_recv_norm,
+            Kind.SEND_NORM: self._do_send_norm,
+            Kind.RECV_TOTAL: self._do_recv_total,
+            Kind.SEND_TOTAL: self._do_send_total,
+            Kind.CORRECT: self._do_correct,
+            Kind.RESTORE: self._do_restore,
+        }
+
+    def _do_load(self, action: Action) -> None:
         number = action.micro_batch
         if self.is_first_stage():
             found = None if self._end is not None else self._feed.next_inputs()
@@ -222,7 +233,7 @@ class PipeMareEngine(LinkedEngine):
     def _note_end(self, number: int) -> None:
         self._end = number if self._end is None else min(self._end, number)
 
-    def _exec_recv_activation(self, action: Action) -> None:
+    def _do_recv_activation(self, action: Action) -> None:
         header, inputs = self._link.receive_activation()
         ended, source = bool(header[0]), int(header[1])
         self._norms.earlier_stages_sq_norm = header[2]
@@ -239,26 +250,16 @@ class PipeMareEngine(LinkedEngine):
         # Micro-batches of later steps run backward so many weight versions later.
         return self._correction.forward((number - self._first) // self.micro_batches)
 
-    def _forward(self, micro_batch: MicroBatch) -> None:
-        super()._forward(micro_batch)
-        if self.is_last_stage() and self.module.get_additional_losses() is not None:
-            raise ModelError(
-                "get_additional_losses",
-                type(self.module).__name__,
-                "the schedule pipemare carries one loss",
-                "Add them up in the loss function, or use schedule 1f1b",
-            )
-
     def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:
         micro_batch.version = self._version
         super()._end_forward(number, micro_batch)
 
-    def _exec_send_activation(self, action: Action) -> None:
+    def _do_send_activation(self, action: Action) -> None:
         micro_batch = self._micro_batches[action.micro_batch]
         header = [float(micro_batch.ended), float(micro_batch.source), self._norms.up_to_here]
         self._link.send_activation(() if micro_batch.ended else micro_batch.outputs, header)
 
-    def _exec_recv_grad(self, action: Action) -> None:
+    def _do_recv_grad(self, action: Action) -> None:
         number = action.micro_batch
         header, self._micro_batches[number].grads = self._link.receive_grad(number)
         self._loss_sum = header[0]
@@ -271,14 +272,14 @@ class PipeMareEngine(LinkedEngine):
                 self._loss_sum = self._loss_sum + micro_batch.loss.detach().float()
         super()._end_backward(number, micro_batch)
 
-    def _exec_send_grad(self, action: Action) -> None:
+    def _do_send_grad(self, action: Action) -> None:
         micro_batch = self._micro_batches.pop(action.micro_batch)
         # float() waits for the device: once per step, in the step's last message.
         complete = action.micro_batch == self._first + self.micro_batches - 1
         header = [float(self._loss_sum) if complete else 0.0, *self._telemetry.pack()]
         self._link.send_grad(micro_batch.input_grads(), header)
 
-    def _exec_reduce(self, action: Action) -> None:
+    def _do_reduce(self, action: Action) -> None:
         trained = self._trained
         if not trained:
             return
@@ -294,21 +295,21 @@ class PipeMareEngine(LinkedEngine):
         if self._clip:
             self._norms.own = self._stage_optimizer.norm_squared()
 
-    def _exec_recv_norm(self, action: Action) -> None:
+    def _do_recv_norm(self, action: Action) -> None:
         self._norms.later_stages_sq_norm = self._link.receive_number(action.kind)
 
-    def _exec_send_norm(self, action: Action) -> None:
+    def _do_send_norm(self, action: Action) -> None:
         self._link.send_number(action.kind, self._norms.from_here)
 
-    def _exec_recv_total(self, action: Action) -> None:
+    def _do_recv_total(self, action: Action) -> None:
         self._norms.set_exact(self._link.receive_number(action.kind))
 
-    def _exec_send_total(self, action: Action) -> None:
+    def _do_send_total(self, action: Action) -> None:
         if self.is_first_stage():
             self._norms.set_exact(self._norms.from_here)
         self._link.send_number(action.kind, self._norms.total)
 
-    def _exec_step(self, action: Action) -> None:
+    def _do_step(self, action: Action) -> None:
         if self._trained:
             self._step()
         self._version += 1
@@ -335,12 +336,12 @@ class PipeMareEngine(LinkedEngine):
     def clip_fp32_gradients(self) -> None:
         """Do nothing: DeepSpeed's way is a barrier, and the gradients are clipped already."""
 
-    def _exec_correct(self, action: Action) -> None:
+    def _do_correct(self, action: Action) -> None:
         micro_batch = self._micro_batches[action.micro_batch]
         if not micro_batch.ended:
             self._correction.correct(self._version - micro_batch.version)
 
-    def _exec_restore(self, action: Action) -> None:
+    def _do_restore(self, action: Action) -> None:
         self._correction.restore()
 
     # --- evaluation, checkpoints, changes of size -------------------------------------------------

@@ -106,7 +106,7 @@ class SimulatedPipeline:
     def _replay(
         self, values: Mapping[str, Any], pipeline: PipelineConfig, delays: Delays
     ) -> Replay:
-        settings, flushes = pipeline.pipemare, pipeline.schedule != "pipemare"
+        settings, flushes = pipeline.pipemare, not pipeline.is_asynchronous
         annealing = settings.lr_rescheduling
 
         makers = [
@@ -230,7 +230,7 @@ def _make_optimizer(
     chosen = config.get("optimizer") or {}
     _, make = take_optimizer(dict(config), module, None)
     if make is not None:
-        asynchronous = WavemareConfig.of(config).pipeline.schedule == "pipemare"
+        asynchronous = WavemareConfig.of(config).pipeline.is_asynchronous
         return partial(_with_refresh, make, stage, stages) if asynchronous else make
     settings = dict(chosen.get("params") or {})
     name = str(chosen.get("type", ""))

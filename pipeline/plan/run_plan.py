@@ -3,7 +3,8 @@
 
 A run is a sequence of optimizer steps. It begins with an empty pipeline and drains it at the end,
 or never. The middle steps of a long run are alike, and so are the middle micro-batches of a long
-step. The checked plan has one of each; the engine repeats it.
+step of 1F1B and PipeMare. Their checked plan has one of each; the engine repeats it. Other
+schedules are checked with all micro-batches.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import assert_never
 
-from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.config import PipelineConfig, Schedule
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.schedules import (
     OVERLAP_SLACK,
-    one_f_one_b,
+    SCHEDULES,
     overlapped_one_f_one_b,
     pipemare,
 )
+
+_REPEATED = ("1f1b", "pipemare")
+"""Schedules whose middle micro-batches are alike."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class RunPlan:
     Args:
         num_stages: Length of the pipeline.
         micro_batches: Per optimizer step.
-        asynchronous: Whether it is PipeMare; otherwise each run is one step of 1F1B.
+        schedule: Of the engine; but for PipeMare each run is one step.
         overlap: See `overlap_forward_backward`.
         norms: Whether stages exchange gradient norms.
         correct: See `Versions`.
@@ -41,7 +44,7 @@ class RunPlan:
 
     num_stages: int
     micro_batches: int
-    asynchronous: bool = False
+    schedule: Schedule = "1f1b"
     overlap: bool = False
     norms: bool = False
     correct: bool = False
@@ -53,15 +56,11 @@ class RunPlan:
     ) -> RunPlan:
         """Return the plan for a configuration; ``clips`` says whether gradients are clipped."""
         overlap, settings = config.overlap_forward_backward, config.pipemare
-        if config.schedule == "1f1b":
-            slack = OVERLAP_SLACK if overlap else 0
-            return cls(num_stages, micro_batches, overlap=overlap, slack=slack)
-        if config.schedule != "pipemare":
-            assert_never(config.schedule)
+        sizes = num_stages, micro_batches, config.schedule
+        if not config.is_asynchronous:
+            return cls(*sizes, overlap=overlap, slack=OVERLAP_SLACK if overlap else 0)
         return cls(
-            num_stages,
-            micro_batches,
-            asynchronous=True,
+            *sizes,
             overlap=overlap,
             norms=clips,
             correct=settings.discrepancy_correction.mode not in ("off", "predict"),
@@ -78,9 +77,9 @@ class RunPlan:
         Raises:
             PlanError: A number is out of range, or a plan is wrong.
         """
-        if warmup_steps or not self.asynchronous:
+        if warmup_steps or not self._is_asynchronous:
             _checked(self, 1)
-        if self.asynchronous:
+        if self._is_asynchronous:
             _checked(self, min(drain_interval or self._longest, self._longest))
 
     def step(
@@ -117,12 +116,27 @@ class RunPlan:
         rest = (left - 1) * self.micro_batches  # of the run, after the step
         return min(before, rest) - min(own, rest)
 
+    @property
+    def whole(self) -> Plan:
+        """The plan of a run of one step, proved; repeated schedules may have fewer micro-batches.
+
+        Raises:
+            PlanError: A number is out of range, or the plan is wrong.
+        """
+        return _checked(self, 1)
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        return self.schedule == "pipemare"
+
     @cached_property
     def _size(self) -> int:
         """Micro-batches per step of the checked plan: the one in the middle is repeated.
 
         It is large enough that the middle micro-batch is in steady state on every stage.
         """
+        if self.schedule not in _REPEATED:
+            return self.micro_batches
         return min(self.micro_batches, 2 * ahead(0, self.num_stages, self.slack) + 3)
 
     @cached_property
@@ -144,8 +158,8 @@ class RunPlan:
         return longest, max(min(number, self._delay), from_end)
 
     def _plan(self, num_steps: int) -> Plan:
-        if not self.asynchronous:
-            make = overlapped_one_f_one_b if self.overlap else one_f_one_b
+        if not self._is_asynchronous:
+            make = overlapped_one_f_one_b if self.overlap else SCHEDULES[self.schedule]
             return make(self.num_stages, self._size, num_steps)
         return pipemare(
             self.num_stages,

@@ -8,9 +8,7 @@ import itertools
 import json
 import math
 import sys
-from functools import partial
 from itertools import islice
-from unittest import mock
 
 import torch
 from common import (
@@ -26,10 +24,7 @@ from common import (
 )
 
 from wavemare.engine import init_distributed
-from wavemare.engine.initialize import PIPELINE_ENGINES
-from wavemare.engine.pipe.linked import PlanEngine
 from wavemare.errors import WavemareError
-from wavemare.pipeline.plan.chunked import zb_h1
 from wavemare.pipeline.staleness.replay import Replay
 
 WIDTH, SIZE = 16, 2
@@ -78,18 +73,18 @@ def build_layers(num_stages, stage, what, call):
 
 def build(trouble, micro_batches, guard, section=None, split=False, **config):
     stages = torch.distributed.get_world_size()
-    asynchronous = {} if section is None else {"schedule": "pipemare", "pipemare": section}
+    pipeline = {} if section is None else {"schedule": "pipemare", "pipemare": section}
+    if split:
+        pipeline = {"schedule": "zb-h1"}
     adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}}
-    runs = {"1f1b": partial(PlanEngine, plan=zb_h1(stages, micro_batches))} if split else {}
-    with mock.patch.dict(PIPELINE_ENGINES, runs):
-        return start_stages(
-            build_layers(stages, *trouble),
-            stages=stages,
-            micro_batches=micro_batches,
-            section=asynchronous,
-            sections={"guard": guard},
-            **{"optimizer": adam, **config},
-        )
+    return start_stages(
+        build_layers(stages, *trouble),
+        stages=stages,
+        micro_batches=micro_batches,
+        section=pipeline,
+        sections={"guard": guard},
+        **{"optimizer": adam, **config},
+    )
 
 
 def batches(steps, micro_batches, left_out=-1):

@@ -6,6 +6,8 @@ Usage: plan_engine.py FOLDER CASE...; each rank leaves the results by case and s
 
 import sys
 from functools import partial
+from itertools import islice
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -29,12 +31,13 @@ from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import one_f_one_b
 
 MICRO_BATCHES, STEPS = 4, 3
-BY_HAND = """
+BY_HAND = lower(
+    Plan.parse("""
 plan schedule=by-hand stages=2 micro_batches=4 steps=1 send_slots=0
 0: 0F0 0F1 0I0 0F2 0I1 0W0 0F3 0I2 0W1 0W2 0B3
 1: 1F0 1I0 1F1 1W0 1B1 1F2 1I2 1F3 1I3 1W2 1W3
-"""
-PLANS = {"zb-h1": zb_h1(2, MICRO_BATCHES), "by hand": lower(Plan.parse(BY_HAND))}
+""")
+)
 MODELS = {
     "gpt2": build_gpt2,
     "gpt2-untied": lambda: build_gpt2(tie_word_embeddings=False),
@@ -50,14 +53,19 @@ CHANGES = {
     "bf16": BF16,
     "bf16-at-once": {"bf16": {"enabled": True, "immediate_grad_update": True}},
     "bf16-zero": {**BF16, "zero_optimization": {"stage": 1}},
+    "sparse": {},
+    "sparse-zero": {"zero_optimization": {"stage": 1}},
 }
 
 
-def start(case, plan=None):
-    """Return an engine of 1F1B, or of a plan."""
+def start(case, schedule="1f1b", plan=None):
+    """Return an engine of a schedule, or of a plan."""
     model, changes = case.split("/")
     sizes = {"gradient_accumulation_steps": MICRO_BATCHES, **CHANGES[changes]}
-    config = configuration(0, wavemare={"pipeline": {"stages": 2}}, **sizes)
+    ours = {"pipeline": {"stages": 2, "schedule": schedule}}
+    if changes.startswith("sparse"):
+        ours["sparse_collective"] = {"mode": "auto"}
+    config = configuration(0, wavemare=ours, **sizes)
     runs = {} if plan is None else {"1f1b": partial(PlanEngine, plan=plan)}
     with mock.patch.dict(PIPELINE_ENGINES, runs):
         engine = wavemare.initialize(model=MODELS[model](), config=config)[0]
@@ -71,9 +79,9 @@ def batches(seed):
 
 def train(engine):
     torch.manual_seed(engine.stage_id)
-    data, kept = batches(0), kept_between_passes(engine)
+    data, kept = batches(engine.data_rank), kept_between_passes(engine)
     losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
-    evaluation = engine.eval_batch(batches(1), num_micro_batches=2)
+    evaluation = engine.eval_batch(batches(9), num_micro_batches=2)
     return {
         "engine": type(engine).__name__,
         "kept": kept,
@@ -84,16 +92,69 @@ def train(engine):
     }
 
 
+def go_on(engine, data, steps=2):
+    losses = [float(engine.train_batch(data)) for _ in range(steps)]
+    return {"losses": losses, "weights": weights_digest(engine)}
+
+
+def resumed(folder):
+    """Go on with ZB-H1, and from its checkpoint with either schedule; then with larger steps."""
+    engine = start("gpt2-untied/bf16-zero", "zb-h1")
+    data = batches(0)
+    go_on(engine, data)
+    engine.save_checkpoint(folder)
+    found = {"whole": go_on(engine, data)}
+    for schedule in ("zb-h1", "1f1b"):
+        engine, data = start("gpt2-untied/bf16-zero", schedule), batches(0)
+        for _ in range(2 * MICRO_BATCHES):
+            next(data)
+        assert engine.load_checkpoint(folder)[0]
+        found[schedule] = go_on(engine, data)
+        engine.set_train_batch_size(3 * engine.train_batch_size())
+        found[f"{schedule}, larger"] = go_on(engine, data)
+    return found
+
+
+def short_of_data():
+    """Let the data end between two steps, and then within one."""
+    twin, engine = start("gpt2-untied/fp32"), start("gpt2-untied/fp32", "zb-h1")
+    torch.manual_seed(engine.stage_id)
+    found, data = {"as": go_on(twin, batches(0), 3)}, batches(0)
+    torch.manual_seed(engine.stage_id)
+    go_on(engine, data, 1)
+    if engine.stage_id == 0:
+        assert ends(engine, 0)
+    found["after"] = go_on(engine, data)
+    if ends(engine, 1 - engine.stage_id):  # each stage has had one message, or sent it
+        found["refused"] = refusal(partial(engine.train_batch, data))
+    return found
+
+
+def ends(engine, count):
+    """Return whether a step that gets so many micro-batches is left."""
+    try:
+        engine.train_batch(islice(batches(0), count))
+    except StopIteration:
+        return True
+    return False
+
+
+def refused():
+    blocking = one_f_one_b(2, MICRO_BATCHES)
+    for name, plan in {"fewer micro-batches": zb_h1(2, 3), "blocking sends": blocking}.items():
+        yield name, refusal(partial(start, "gpt2/fp32", plan=plan))
+
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     results = {}
     for case in sys.argv[2:]:
-        found = {"1f1b": train(start(case))}
-        for name, plan in PLANS.items():
-            found[name] = train(start(case, plan))
+        found = {"1f1b": train(start(case)), "zb-h1": train(start(case, "zb-h1"))}
+        if torch.distributed.get_world_size() == 2:
+            found["by hand"] = train(start(case, plan=BY_HAND))
         results[case] = found
-    blocking = one_f_one_b(2, MICRO_BATCHES)
-    refused = {"fewer micro-batches": zb_h1(2, 3), "blocking sends": blocking}
-    for name, plan in refused.items():
-        results[name] = refusal(partial(start, "gpt2/fp32", plan))
+    if torch.distributed.get_world_size() == 2:
+        results |= refused()
+        results["resumed"] = resumed(str(Path(sys.argv[1], "checkpoint")))
+        results["short of data"] = short_of_data()
     leave(results)

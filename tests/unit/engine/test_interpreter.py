@@ -33,6 +33,7 @@ class Stage(PlanInterpreter):
     """Notes which of DeepSpeed's methods a plan of the engine calls, with which buffer."""
 
     _train_schedule = PipelineEngine._train_schedule
+    _handlers = PipelineEngine._handlers
     _num_buffers = PipelineEngine._num_buffers
     _buffer = PipelineEngine._buffer
     _stage_watch, loss = None, None
@@ -51,7 +52,7 @@ class Stage(PlanInterpreter):
     def __getattr__(self, name):
         if name.removeprefix("_exec_") in METHODS.values():
             return lambda *given: self.calls.append((name.removeprefix("_exec_"), *given))
-        if name.startswith("_exec_"):
+        if name.startswith("_do_"):
             return getattr(PipelineEngine, name).__get__(self)
         raise AttributeError(name)
 
@@ -110,7 +111,7 @@ class Noting(Stage):
     def note(self, action):
         self.seen.append((action, PROGRESS.position, PROGRESS.place.peer))
 
-    _exec_recv_activation = _exec_forward = _exec_send_activation = _exec_pair = note
+    _do_recv_activation = _do_forward = _do_send_activation = _do_pair = note
 
 
 def test_each_action_is_noted_with_its_position_and_the_rank_at_the_other_end():
@@ -133,7 +134,7 @@ def test_adjacent_passes_run_together_only_where_asked():
 
 def test_an_error_names_the_action():
     engine = Noting()
-    engine._exec_forward = lambda action: 1 / 0
+    engine._do_forward = lambda action: 1 / 0
     with pytest.raises(ZeroDivisionError) as caught:
         engine._exec_schedule(StepSchedule([Action(Kind.FORWARD, 1, 7)]))
     assert caught.value.__notes__ == [

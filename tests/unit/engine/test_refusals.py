@@ -14,6 +14,7 @@ BF16 = {"bf16": {"enabled": True}}
 UNMANAGED = {"managed_gradient_accumulation": False}
 SPLIT = {"pipeline": {"stages": 2}, "tensor_parallel": {"size": 2}}
 COMPRESSOR = {"compressor": {"type": "block_topk"}}
+KEY = "wavemare.pipeline.overlap_forward_backward"
 
 
 def zero(stage, **more):
@@ -102,6 +103,22 @@ def test_what_split_stages_do_not_go_with(config, key, reason):
     assert reason in str(error)
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "config", "key"),
+    [
+        ({}, FP16, "fp16.enabled"),
+        ({}, {"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+        ({}, {"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        ({}, zero(2), "zero_optimization.stage"),
+        ({"pipemare": {}}, {}, "wavemare.pipeline.pipemare"),
+        ({"overlap_forward_backward": True}, {}, KEY),
+    ],
+)
+def test_what_split_backward_passes_do_not_go_with(pipeline, config, key):
+    planned = {"schedule": "zb-h1", "stages": 2, **pipeline}
+    assert refusal({"pipeline": planned}, config).key == key
+
+
 def test_split_stages_need_enough_ranks():
     error = refusal(SPLIT, {}, world_size=6)
     assert error.key == "wavemare.tensor_parallel.size"
@@ -178,6 +195,7 @@ SPARSE = {"sparse_collective": {"mode": "pushpull"}}
         ({"guard": {}}, FP16),
         ({"guard": {"nonfinite": "skip", "max_skips": 1}}, {}),
         ({"pipeline": {"schedule": "pipemare", "stages": 2}}, {}),
+        ({"pipeline": {"schedule": "zb-h1", "stages": 2}}, {**BF16, **zero(1)}),
         *[({"wavelet": {"mode": mode}}, zero(n)) for mode in ("auto", "sync") for n in range(4)],
         ({"wavelet": {"mode": "replica"}}, {"optimizer": {"type": "SGD"}}),
         ({"wavelet": {"mode": "replica"}}, {"optimizer": {"type": "sgd"}}),
@@ -203,9 +221,6 @@ def test_what_goes_together_passes(section, config):
 def test_ranks_of_a_model_are_its_stages_times_their_parts():
     assert check(SPLIT, {}).model_ranks == 4
     assert check(SPLIT, {}, world_size=8).model_ranks == 4
-
-
-KEY = "wavemare.pipeline.overlap_forward_backward"
 
 
 def test_without_sums_over_ranks_there_is_nothing_to_hide():

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.chunked import zb_h1
 from wavemare.pipeline.plan.lowering import StageSchedule, overlap_forward_backward
 from wavemare.pipeline.plan.plan import Action, Kind
 from wavemare.pipeline.plan.run_plan import RunPlan
@@ -40,13 +42,22 @@ def test_a_step_of_1f1b_is_that_of_its_generator(num_stages, micro_batches):
 
 
 @some
+@given(**shapes)
+def test_a_planned_schedule_is_proved_and_run_with_all_micro_batches(num_stages, micro_batches):
+    config = PipelineConfig(schedule="zb-h1")
+    whole = RunPlan.of(config, num_stages, micro_batches, clips=True).whole
+    assert whole == zb_h1(num_stages, micro_batches)
+    assert check(whole).peak_activations == (min(num_stages, micro_batches),) * num_stages
+
+
+@some
 @given(
     **shapes, options=options, pairs=st.booleans(), steps=st.integers(1, 20), drains=st.booleans()
 )
 def test_a_run_of_pipemare_is_that_of_its_generator(
     num_stages, micro_batches, options, pairs, steps, drains
 ):
-    run = RunPlan(num_stages, micro_batches, asynchronous=True, overlap=pairs, **options)
+    run = RunPlan(num_stages, micro_batches, schedule="pipemare", overlap=pairs, **options)
     sent = [Counter() for _ in range(num_stages)]
     for stage in range(num_stages):
         schedule = StageSchedule(stage, num_stages, micro_batches, **options)
@@ -65,14 +76,14 @@ def test_a_run_of_pipemare_is_that_of_its_generator(
 
 def test_what_no_plan_can_be_made_of_is_refused_before_the_run():
     with pytest.raises(PlanError, match="slack"):
-        RunPlan(2, 8, asynchronous=True, slack=-1).check()
+        RunPlan(2, 8, schedule="pipemare", slack=-1).check()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 64, 1_000_000])
 def test_long_steps_and_runs_are_proved_by_a_part_of_them(micro_batches):
     for num_stages in (1, 2, 16):
         RunPlan(num_stages, micro_batches).check()
-        run = RunPlan(num_stages, micro_batches, asynchronous=True, slack=1)
+        run = RunPlan(num_stages, micro_batches, schedule="pipemare", slack=1)
         run.check(warmup_steps=10**6, drain_interval=10**6)
 
 
@@ -82,7 +93,7 @@ def test_long_steps_and_runs_are_proved_by_a_part_of_them(micro_batches):
 def test_the_settings_that_change_a_plan_are_taken(mode, correct):
     settings = {"discrepancy_correction": {"mode": mode}, "slack": 2}
     config = PipelineConfig.parse({"schedule": "pipemare", "pipemare": settings})
-    expected = RunPlan(4, 8, asynchronous=True, norms=True, correct=correct, slack=2)
+    expected = RunPlan(4, 8, schedule="pipemare", norms=True, correct=correct, slack=2)
     assert RunPlan.of(config, 4, 8, clips=True) == expected
-    without = RunPlan(4, 8, asynchronous=True, correct=correct, slack=2)
+    without = RunPlan(4, 8, schedule="pipemare", correct=correct, slack=2)
     assert RunPlan.of(config, 4, 8, clips=False) == without

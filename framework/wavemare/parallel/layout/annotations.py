@@ -105,7 +105,7 @@ def pipeline(
 
     Args:
         micro_batches: Per optimizer step; ``gradient_accumulation_steps`` if omitted.
-        schedule: ``1f1b`` or ``pipemare``; the configuration's if omitted.
+        schedule: As in the configuration, whose own it is if omitted.
         stages: In place of scopes: cut the model into so many, balanced by parameters.
 
     Raises:
