@@ -32,8 +32,9 @@ from wavemare.engine.launch.group import compiled_ops_enabled
 from wavemare.engine.optim.optimizers import clipping_limit, count_all_stages, take_optimizer
 from wavemare.engine.optim.policy import advise, check_replaceable
 from wavemare.engine.pipe.engine import DualPipeVEngine, PipelineEngine
-from wavemare.engine.pipe.linked import OverlappedPipelineEngine, PlanEngine
+from wavemare.engine.pipe.linked import OverlappedPipelineEngine
 from wavemare.engine.pipe.pipemare import PipeMareEngine
+from wavemare.engine.pipe.planned import PlanEngine
 from wavemare.engine.pipe.stage_passes import check_overlap
 from wavemare.engine.seams import dispatch_to, warn_of_other_version
 from wavemare.engine.waves.segments import Segments
@@ -52,7 +53,7 @@ ENGINES: Mapping[str, Any] = {
 
 PIPELINE_ENGINES: Mapping[Schedule, type[PipelineEngine]] = {
     "1f1b": PipelineEngine,
-    "zb-h1": PlanEngine,
+    **dict.fromkeys(("zb-h1", "interleaved", "zbv", "auto"), PlanEngine),
     "pipemare": PipeMareEngine,
 }
 """The engine that runs each schedule of ``wavemare.pipeline.schedule``."""

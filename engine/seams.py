@@ -56,11 +56,14 @@ FUNCTIONS = {
         _exec_send_activations=c2127e _exec_send_grads=fc5d06 _inference_schedule=681dc5
         _loss_stage_global_rank=67bf3c _next_batch=1361d9 _reserve_pipe_buffers=7cf073
         _train_schedule=8423c0 eval_batch=439640 reset_activation_shape=c73b7e
+        is_first_stage=4cf9be is_last_stage=29fc2f
         set_dataiterator=1e25f9 set_dataloader=bd75a6 set_train_batch_size=791b72
         train_batch=8be6f9""",
     "runtime.pipe.module.PipelineModule": """
-        _build=bbd112 _index_tied_modules=84c85c _partition_layers=728916 _set_bounds=fb08a3
-        _synchronize_tied_weights=324986""",
+        _build=bbd112 _index_tied_modules=84c85c _partition_layers=728916
+        _precompute_checkpointable_values=b8207b _set_bounds=fb08a3
+        _synchronize_tied_weights=324986 compile=b61b74 load_state_dir=8ff8a5
+        save_state_dict=44e467 stage_owner=28dcf9""",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
         _get_compact_grad_partition_slice=386a91 average_tensor=6fd000 get_flat_partition=77f7f3
         independent_gradient_partition_epilogue=26ceef reduce_ipg_grads=a41525
@@ -84,6 +87,7 @@ ATTRIBUTES = {
         fp32_groups_has_gradients mpu non_expert_gradients""",
     "runtime.engine.DeepSpeedEngine": """_running_engine_backward _running_engine_backward_lock
         _running_engine_backward_count _unmanaged_backward_count""",
+    "runtime.pipe.engine.PipelineEngine": "_compute_loss eval_return_logits fwd_outputs",
     "runtime.pipe.module.PipelineModule": "_layer_specs _local_start _local_stop tied_comms",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """all_grad_tensors averaged_gradients
         bit16_groups clip_grad grad_start_offset ipg_buckets model_parallel_group overlap_comm

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from wavemare.section import Section
 
-Schedule = Literal["1f1b", "zb-h1", "pipemare"]
+Schedule = Literal["1f1b", "zb-h1", "interleaved", "zbv", "auto", "pipemare"]
 """Schedules that engines train with; `wavemare.pipeline.plan.schedules.SCHEDULES` has more."""
 TRAINED: tuple[str, ...] = get_args(Schedule)
 """The same names at run time."""
@@ -75,16 +75,20 @@ class PipelineConfig(Section):
     """
 
     schedule: Schedule = "1f1b"
-    """``1f1b``, which empties the pipeline at each optimizer step; ``zb-h1``, the same to the bit
-    with a smaller bubble; or ``pipemare``, which never empties it."""
+    """``1f1b`` empties the pipeline at each optimizer step; ``zb-h1``, ``interleaved``, ``zbv`` and
+    ``auto`` do so and idle less; ``pipemare`` never empties it."""
 
     stages: int = Field(default=1, ge=1)
-    """Number of pipeline stages; 1 trains the model as a plain data-parallel job."""
+    """Number of pipeline stages; 1 trains the model as a plain data-parallel job. With
+    ``interleaved``, ``zbv`` and ``auto``, the number of ranks, which have several each."""
 
     partition: str | list[int] = "parameters"
     """Where the stages are cut: ``parameters`` or ``time`` (balanced by parameter count or by
     measured time), ``uniform`` (equal layer counts), ``type:REGEX`` (balanced by the number of
     layers of a class), or the first layer of each stage as a list."""
+
+    chunks: int | None = Field(default=None, ge=1)
+    """Stages per rank of ``interleaved``; 2 if omitted."""
 
     dynamic_shape: bool = False
     """Whether micro-batches differ in shape. Every message then carries its shape."""

@@ -116,6 +116,13 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         f"it has no effect on the schedule {pipeline.schedule!r}",
         f'Set {key}.schedule to "pipemare", or remove the key',
     )
+    yield (
+        pipeline.chunks is not None and pipeline.schedule != "interleaved",
+        f"{key}.chunks",
+        pipeline.chunks,
+        f"it has no effect on the schedule {pipeline.schedule!r}",
+        f'Set {key}.schedule to "interleaved", or remove the key',
+    )
     if pipeline.is_planned:
         yield from _planned(config, ours)
     if not asynchronous:
@@ -164,6 +171,13 @@ def _planned(config: Mapping[str, Any], ours: WavemareConfig) -> _Rows:
         True,
         f"the schedule {schedule!r} has an order of its own, without pairs of passes",
         "Leave it out, or use schedule 1f1b",
+    )
+    yield (
+        ours.tensor_parallel.size > 1,
+        f"{SECTION}.tensor_parallel.size",
+        ours.tensor_parallel.size,
+        f"the schedule {schedule!r} is not tested with layers that are split over ranks",
+        "Use 1, or schedule 1f1b",
     )
     yield (
         is_enabled(config, "fp16"),

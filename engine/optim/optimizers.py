@@ -212,10 +212,16 @@ def _outer(model: nn.Module) -> Iterator[nn.Parameter]:
             names = f"{name}.{key}".lower()
             if "embed" in kind or "embed" in names or "lm_head" in names:
                 yield parameter
-    if isinstance(model, deepspeed.PipelineModule) and model.stage_id == model.num_stages - 1:
-        last = model.forward_funcs[-1]
+    if isinstance(model, deepspeed.PipelineModule) and _has_head(model):
+        local = getattr(model, "local_layers", lambda: model.forward_funcs)
+        last = local()[-1]
         if isinstance(last, nn.Module):  # a function of tied weights: an embedding's
             yield from last.parameters()
+
+
+def _has_head(model: Any) -> bool:
+    homes = getattr(model, "homes", range(model.num_stages))
+    return bool(homes[-1] == model.stage_id)
 
 
 def clipping_limit(config: Mapping[str, Any]) -> float:

@@ -113,8 +113,12 @@ class PlanInterpreter:
         """Return the global rank of a message's other side; None if it is no message."""
         if not isinstance(action, Action) or action.kind not in _NEIGHBOURS:
             return None
-        stage = action.stage + _NEIGHBOURS[action.kind]
-        return int(self.grid.stage_to_global(stage_id=stage))
+        rank = self._home_of(action.stage + _NEIGHBOURS[action.kind])
+        return int(self.grid.stage_to_global(stage_id=rank))
+
+    def _home_of(self, stage: int) -> int:
+        """Return a stage's rank in the pipeline."""
+        return stage
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -199,6 +203,15 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
         # Overlapped passes run segment by segment: no watch sees a whole stage's outputs there.
         guard, overlap = self.guard, self.settings.pipeline.overlap_forward_backward
         self._stage_watch = None if guard is None or overlap else StageWatch(self, guard)
+
+    @property
+    def loss_rank(self) -> int:
+        """Global rank of the process of this pipeline that computes the loss."""
+        return int(self.grid.stage_to_global(stage_id=self._home_of(self._last_stage)))
+
+    @property
+    def _last_stage(self) -> int:
+        return self.num_stages - 1
 
     def whole_passes(self) -> AbstractContextManager[None]:
         """Return the context of passes that are not the plan's."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 from torch import Tensor
@@ -16,12 +16,10 @@ from torch import Tensor
 from wavemare.engine.pipe.engine import Handlers, PipelineEngine, StepSchedule
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
 from wavemare.engine.pipe.p2p import PeerLink
-from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.engine.pipe.stage_passes import StagePasses
-from wavemare.errors import CommError, ConfigError, ModelError, PlanError
-from wavemare.pipeline.plan.check import check
+from wavemare.errors import CommError, ModelError
 from wavemare.pipeline.plan.lowering import Pair
-from wavemare.pipeline.plan.plan import Action, Kind, Plan
+from wavemare.pipeline.plan.plan import Action, Kind
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import OVERLAP_SLACK, SEND_SLOTS
 
@@ -38,7 +36,8 @@ class LinkedEngine(PipelineEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._micro_batches: dict[int, MicroBatch] = {}
+        # By stage and number.
+        self._micro_batches: dict[tuple[int, int], MicroBatch] = {}
 
     def _on_device(self, inputs: Any) -> Tensor | tuple[Tensor, ...]:
         """Return the first layer's inputs as leaves."""
@@ -49,15 +48,14 @@ class LinkedEngine(PipelineEngine):
 
     def _do_recv_activation(self, action: Action) -> None:
         _, inputs = self._link.receive_activation()
-        self._micro_batches[action.micro_batch] = MicroBatch(inputs=inputs)
+        self._micro_batches[action.place] = MicroBatch(inputs=inputs)
 
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
         """Return the context of a micro-batch's forward pass."""
         return nullcontext()
 
     def _do_forward(self, action: Action) -> None:
-        number = action.micro_batch
-        micro_batch = self._micro_batches[number]
+        number, micro_batch = action.micro_batch, self._micro_batches[action.place]
         if micro_batch.ended:
             pass
         elif self._passes is not None:
@@ -70,7 +68,7 @@ class LinkedEngine(PipelineEngine):
                 self._stage_watch.end_forward(
                     number, micro_batch.inputs, outputs, micro_batch.labels
                 )
-        self._end_forward(number, micro_batch)
+        self._end_forward(action, micro_batch)
 
     def _forward(self, micro_batch: MicroBatch) -> None:
         inputs = micro_batch.inputs
@@ -79,7 +77,9 @@ class LinkedEngine(PipelineEngine):
         single = isinstance(inputs, Tensor)
         outputs = deepspeed.DeepSpeedEngine.forward(self, clones[0] if single else clones)
         if self.is_last_stage():
-            loss_fn = self.module.loss_fn
+            loss_fn = self.module.loss_fn if self._compute_loss or torch.is_grad_enabled() else None
+            if self.eval_return_logits:
+                self.outputs = outputs
             micro_batch.loss = outputs if loss_fn is None else loss_fn(outputs, micro_batch.labels)
             if self.module.get_additional_losses() is not None:
                 raise ModelError(
@@ -91,20 +91,19 @@ class LinkedEngine(PipelineEngine):
         else:
             micro_batch.outputs = outputs
 
-    def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:
+    def _end_forward(self, action: Action, micro_batch: MicroBatch) -> None:
         if not self.is_last_stage():
-            self._link.expect_grad(number, micro_batch.differentiable_outputs)
+            self._link.expect_grad(action.micro_batch, micro_batch.differentiable_outputs)
 
     def _do_send_activation(self, action: Action) -> None:
-        self._link.send_activation(self._micro_batches[action.micro_batch].outputs)
+        self._link.send_activation(self._micro_batches[action.place].outputs)
 
     def _do_recv_grad(self, action: Action) -> None:
-        number = action.micro_batch
-        _, self._micro_batches[number].grads = self._link.receive_grad(number)
+        _, grads = self._link.receive_grad(action.micro_batch)
+        self._micro_batches[action.place].grads = grads
 
     def _do_backward(self, action: Action) -> None:
-        number = action.micro_batch
-        micro_batch = self._micro_batches[number]
+        number, micro_batch = action.micro_batch, self._micro_batches[action.place]
         if micro_batch.ended:
             pass
         elif self._passes is not None:
@@ -115,7 +114,7 @@ class LinkedEngine(PipelineEngine):
             self._backward_of_outputs(micro_batch)
         if self._stage_watch is not None and not micro_batch.ended:
             self._stage_watch.end_backward(number, micro_batch.grads)
-        self._end_backward(number, micro_batch)
+        self._end_backward(action, micro_batch)
 
     def _backward_of_outputs(self, micro_batch: MicroBatch) -> None:
         # As DeepSpeed's own _exec_backward_pass, but for all outputs at once.
@@ -133,25 +132,25 @@ class LinkedEngine(PipelineEngine):
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 
-    def _end_backward(self, number: int, micro_batch: MicroBatch) -> None:
+    def _end_backward(self, action: Action, micro_batch: MicroBatch) -> None:
         micro_batch.free_graph()
         if self.is_first_stage():
-            del self._micro_batches[number]
+            del self._micro_batches[action.place]
 
     def _do_pair(self, pair: Pair) -> None:
-        (number, following) = (action.micro_batch for action in pair)
-        micro_batch, next_one = self._micro_batches[number], self._micro_batches[following]
+        micro_batch, next_one = (self._micro_batches[action.place] for action in pair)
         if micro_batch.ended or next_one.ended:
             self._do_backward(pair.backward)
             self._do_forward(pair.forward)
             return
         assert self._passes is not None
+        number, following = (action.micro_batch for action in pair)
         self._passes.pair(number, micro_batch, following, next_one)
-        self._end_backward(number, micro_batch)
-        self._end_forward(following, next_one)
+        self._end_backward(pair.backward, micro_batch)
+        self._end_forward(pair.forward, next_one)
 
     def _do_send_grad(self, action: Action) -> None:
-        self._link.send_grad(self._micro_batches.pop(action.micro_batch).input_grads())
+        self._link.send_grad(self._micro_batches.pop(action.place).input_grads())
 
     def reset_activation_shape(self) -> None:
         """Forget the shapes of earlier micro-batches; all stages must call it."""
@@ -194,9 +193,11 @@ class FlushingEngine(LinkedEngine):
                     "Start all processes again, and resume from the last checkpoint",
                 )
             super()._exec_schedule(pipe_schedule)
+            self._link.flush()  # nothing is pending between two steps
         except BaseException:
             self.timers(TRAIN_BATCH_TIMER).reset()  # else it could not be started again
             raise
+        self._is_under_way = False
 
     def _run(self, action: Action | Pair, handlers: Handlers) -> None:
         # Data may end, and others be given, while the step's first micro-batch is read.
@@ -206,28 +207,29 @@ class FlushingEngine(LinkedEngine):
     def _do_load(self, action: Action) -> None:
         batch = self._next_batch()
         if self.is_first_stage():
-            self._micro_batches[action.micro_batch] = MicroBatch(inputs=self._on_device(batch[0]))
+            self._micro_batches[action.place] = MicroBatch(inputs=self._on_device(batch[0]))
         if self.is_last_stage():
-            self._micro_batches[action.micro_batch].labels = to_device(
-                batch[1], self.device, detach=True
-            )
+            labels = to_device(batch[1], self.device, detach=True)
+            self._micro_batches[action.place].labels = labels
 
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
         if self._stage_watch is not None:
             self._stage_watch.begin(number)
         return nullcontext()
 
-    def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:
-        super()._end_forward(number, micro_batch)
+    def _end_forward(self, action: Action, micro_batch: MicroBatch) -> None:
+        super()._end_forward(action, micro_batch)
         if self.is_last_stage():
-            self.loss = micro_batch.loss
-            loss = self.loss.detach()
-            self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
+            self._add_loss(micro_batch.loss)
+
+    def _add_loss(self, loss: Tensor) -> None:
+        self.loss = loss
+        added = loss.detach()
+        self.total_loss = added.clone() if self.total_loss is None else self.total_loss + added
 
     def _do_step(self, action: Action) -> None:
         self._is_under_way = False  # all messages are there, and all stages step or fail alike
         super()._do_step(action)
-        self._link.flush()  # nothing is pending between two steps
 
 
 class OverlappedPipelineEngine(FlushingEngine):
@@ -246,100 +248,3 @@ class OverlappedPipelineEngine(FlushingEngine):
     def _train_schedule(self) -> StepSchedule:
         run = RunPlan.of(self.settings.pipeline, self.num_stages, self.micro_batches, clips=False)
         return self._begin(run.step(self.stage_id, 0, 1), overlap=True)
-
-
-class PlanEngine(FlushingEngine):
-    """Runs each optimizer step by a plan, whose backward passes may be split.
-
-    Losses, gradients and weights equal those of `PipelineEngine` bit for bit.
-
-    Attributes:
-        splitter: Keeps what split passes still need.
-
-    Args:
-        args: As for `PipelineEngine`.
-        plan: One step, with one stage per rank; see `check`. That of the configuration's schedule
-            if omitted.
-        kwargs: As for `PipelineEngine`.
-
-    Raises:
-        PlanError: The plan is wrong, or is made for another pipeline.
-        ConfigError: Stages would send each other parts of tensors.
-        ModelError: See `SplitBackward`.
-    """
-
-    def __init__(self, *args: Any, plan: Plan | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.is_pipe_partitioned or self.is_grad_partitioned:
-            raise ConfigError(
-                "pipeline.pipe_partitioned",
-                True,
-                "by a plan stages send each other whole tensors",
-                'Set it and "grad_partitioned" to false, or use schedule 1f1b',
-            )
-        self._given_plan = plan
-        if plan is not None:
-            check(plan)
-        self.splitter = SplitBackward(self.module)
-        slots = self._plan.send_slots
-        self._link = PeerLink(self.grid, self.device, slots, dynamic=self.dynamic_shape)
-
-    @property
-    def _plan(self) -> Plan:
-        """The plan of a step with the present number of micro-batches."""
-        sizes = self.num_stages, self.micro_batches
-        plan = self._given_plan
-        if plan is None:
-            return RunPlan.of(self.settings.pipeline, *sizes, clips=False).whole
-        given = (plan.num_steps, plan.num_stages, plan.micro_batches, tuple(plan.rank_of))
-        needed = (1, *sizes, tuple(range(self.num_stages)))
-        kinds = {action.kind for rank in plan.ranks for action in rank}
-        others = ", ".join(sorted(kinds - set(self._handlers())))
-        if given != needed or others or not plan.send_slots:
-            raise PlanError(
-                "plan",
-                f"{plan.schedule} (steps, stages, micro_batches, homes: {given}; send_slots "
-                f"{plan.send_slots}; other actions: {others or 'none'})",
-                f"this pipeline needs {needed}, and sends that do not block",
-                "Make the plan for these numbers, with send_slots of 1 or more",
-            )
-        return plan
-
-    def _train_schedule(self) -> StepSchedule:
-        plan = self._plan
-        self._link.set_slots(plan.send_slots)
-        return self._begin(plan.ranks[self.stage_id])
-
-    def whole_passes(self) -> AbstractContextManager[None]:
-        """Return the context of passes that are not the plan's: none of them is split."""
-        return self.splitter.paused()
-
-    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
-        splits = isinstance(pipe_schedule, StepSchedule) and self._plan.is_split
-        with self.splitter.step() if splits else nullcontext():
-            super()._exec_schedule(pipe_schedule)
-
-    def _handlers(self) -> Handlers:
-        return {
-            **super()._handlers(),
-            Kind.BACKWARD_INPUT: self._do_backward_input,
-            Kind.BACKWARD_WEIGHT: self._do_backward_weight,
-            Kind.NORM: self._do_norm,
-        }
-
-    def _do_backward(self, action: Action) -> None:
-        if self._plan.is_split:
-            self._do_backward_input(action)
-            self._do_backward_weight(action)
-        else:
-            super()._do_backward(action)
-
-    def _do_backward_input(self, action: Action) -> None:
-        with self.splitter.input_pass(action.micro_batch):
-            super()._do_backward(action)
-
-    def _do_backward_weight(self, action: Action) -> None:
-        self._accumulate(partial(self.splitter.backward_weight, action.micro_batch))
-
-    def _do_norm(self, action: Action) -> None:
-        """Leave the norm to DeepSpeed's optimizer step, which sums it over the stages."""

@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 
 from wavemare.engine.pipe.micro_batch import Tensors
 from wavemare.errors import ModelError
-from wavemare.pipeline.plan.plan import Action, Kind
+from wavemare.pipeline.plan.plan import SENDS, Action, Kind, Plan
 
 _ALIGNMENT = 64  # bytes; a view of another type must begin at a multiple of its size
 _NUMBER = 8  # bytes of a float64
@@ -138,14 +138,14 @@ class MessageLayout:
 
 
 DESCRIPTION = MessageLayout(256)
-"""Layout of the message that describes another message's layout."""
+"""MessageLayout of the message that describes another message's layout."""
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-_pending: list[deque[tuple[Tensor, Any]]] = []
+_pending: list[deque[tuple[Tensor, Any, bool]]] = []
 """The pending sends of every queue of this process. gloo drops a message whose sender no longer
 holds it, and the receiver would wait for it forever."""
 
@@ -156,7 +156,7 @@ def _flush_at_exit() -> None:
     until = time.monotonic() + _EXIT_S
     for sends in _pending:
         with contextlib.suppress(RuntimeError):  # the receiver has gone, or does not take it
-            for _, work in sends:
+            for _, work, _ in sends:
                 work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
 
@@ -176,15 +176,15 @@ class SendQueue:
         self._rank = rank
         self._group = group
         self.slots = slots
-        self._sends: deque[tuple[Tensor, Any]] = deque()
+        self._sends: deque[tuple[Tensor, Any, bool]] = deque()
         _pending.append(self._sends)
 
-    def send(self, message: Tensor) -> None:
-        """Send a message; nobody may change it afterwards."""
-        while len(self._sends) >= self.slots:
+    def send(self, message: Tensor, *, extra: bool = False) -> None:
+        """Send a message; nobody may change it afterwards. An extra one takes no slot."""
+        while not extra and sum(not each for *_, each in self._sends) >= self.slots:
             self._sends.popleft()[1].wait()
         work = distributed.isend(message, self._rank, group=self._group)
-        self._sends.append((message, work))
+        self._sends.append((message, work, extra))
 
     def flush(self) -> None:
         """Wait until all messages are sent."""
@@ -312,10 +312,6 @@ class PeerLink:
         self._beyond = beyond
         self._post()
 
-    def set_slots(self, slots: int) -> None:
-        """Change how many messages may be pending in one direction."""
-        self._slots = self._to_next.slots = self._to_previous.slots = slots
-
     def discard(self) -> None:
         """Receive and drop the activations beyond the last step, and send all that is pending."""
         for _ in range(self._beyond):
@@ -356,14 +352,8 @@ class PeerLink:
         if self._dynamic or self._sent is None:
             self._to_next.send(DESCRIPTION.pack(layout.describe(), [], self._device))
         if tensors and not self._dynamic:
-            if self._sent not in (None, layout):
-                raise ModelError(
-                    "activations",
-                    layout.shapes,
-                    f"the micro-batches before had the shapes {self._sent.shapes}, and the next "
-                    "stage expects them again",
-                    'Set "dynamic_shape": true in wavemare.pipeline',
-                )
+            if self._sent is not None and self._sent != layout:
+                raise _other_shapes(layout, self._sent)
             self._sent = layout
         self._to_next.send(layout.pack(header, tensors, self._device))
 
@@ -380,11 +370,7 @@ class PeerLink:
         if layout.shapes and not self._dynamic:
             self._received = layout
         self._post()
-        tensors = tuple(
-            tensor.to(self._stage_device).detach().requires_grad_(tensor.is_floating_point())
-            for tensor in layout.tensors(message)
-        )
-        return layout.header(message), tensors[0] if layout.single else tensors
+        return layout.header(message), _leaves(layout, message, self._stage_device)
 
     def expect_grad(self, micro_batch: int, outputs: Iterable[Tensor]) -> None:
         """Note that a micro-batch's gradients will have the shapes of these outputs."""
@@ -419,3 +405,180 @@ class PeerLink:
         message = queue.take()
         self._post()
         return message
+
+
+class PlanLink:
+    """The messages of one rank by a plan, in which it may have several stages.
+
+    All ranks make theirs together. There is one channel for each ordered pair of ranks whose stages
+    are neighbours, with a group of its own (see `PeerLink`). Messages are received in the sender's
+    order, which the plan tells, and taken in the receiver's, which may differ.
+
+    The first activation of each stage comes behind a description of its layout; with ``dynamic``
+    each one does.
+
+    Args:
+        grid: DeepSpeed's grid of the pipeline.
+        device: The rank's device. Messages over gloo, which takes nothing else, are on the CPU.
+        homes: For each stage its rank in the pipeline.
+        dynamic: Whether micro-batches differ in shape.
+    """
+
+    def __init__(
+        self, grid: Any, device: torch.device, homes: Sequence[int], *, dynamic: bool = False
+    ) -> None:
+        self._rank_device = device
+        self._device = torch.device("cpu") if distributed.get_backend() == "gloo" else device
+        self._homes = tuple(homes)
+        self._rank = grid.get_stage_id()
+        self._dynamic = dynamic
+        self._slots = 1
+        self._sent: dict[int, MessageLayout] = {}
+        self._received: dict[int, MessageLayout] = {}
+        self._grads: dict[tuple[int, int], MessageLayout] = {}
+        self._to: dict[int, SendQueue] = {}
+        self._from: dict[int, _Inbox] = {}
+        neighbours = {(a, b) for a, b in pairwise(self._homes) if a != b}
+        pairs = sorted(neighbours | {(b, a) for a, b in neighbours})
+        me = dist.get_rank()
+        for ranks in grid.pipe_groups:
+            for sender, receiver in pairs:
+                group = dist.new_group([ranks[sender], ranks[receiver]])
+                if me == ranks[sender]:
+                    self._to[receiver] = SendQueue(ranks[receiver], group, self._slots)
+                elif me == ranks[receiver]:
+                    self._from[sender] = _Inbox(ranks[sender], group, self._device)
+
+    def begin(self, plan: Plan) -> None:
+        """Note the messages that a plan of these stages sends to this rank, and their slots."""
+        self._slots = plan.send_slots
+        for queue in self._to.values():
+            queue.slots = plan.send_slots
+        for sender, inbox in self._from.items():
+            sends = (action for action in plan.ranks[sender] if action.kind in SENDS)
+            receives = map(_received_as, sends)
+            inbox.expect([each for each in receives if self._homes[each.stage] == self._rank])
+            inbox.post_next(self._layout_of, self._slots)
+
+    def flush(self) -> None:
+        """Wait until all messages are sent."""
+        for queue in self._to.values():
+            queue.flush()
+
+    def reset_shapes(self) -> None:
+        """Describe the layouts of activations again; nothing may be pending."""
+        self._sent, self._received = {}, {}
+
+    def send_activation(self, action: Action, outputs: Tensors) -> None:
+        """Send a micro-batch's outputs to the next stage."""
+        queue, stage = self._to[self._homes[action.stage + 1]], action.stage
+        layout, known = MessageLayout.of(0, outputs), self._sent.get(stage)
+        if known is None or self._dynamic:
+            queue.send(DESCRIPTION.pack(layout.describe(), [], self._device), extra=True)
+        elif known != layout:
+            raise _other_shapes(layout, known)
+        self._sent[stage] = layout
+        tensors = [outputs] if isinstance(outputs, Tensor) else outputs
+        queue.send(layout.pack([], tensors, self._device))
+
+    def receive_activation(self, action: Action) -> Tensors:
+        """Return a micro-batch's tensors from the stage before, which are leaves."""
+        layout, message = self._take(action, self._homes[action.stage - 1])
+        return _leaves(layout, message, self._rank_device)
+
+    def expect_grad(self, action: Action, outputs: Iterable[Tensor]) -> None:
+        """Note that the gradients of a micro-batch will have the shapes of these outputs."""
+        self._grads[action.place] = MessageLayout.of(0, tuple(outputs))
+        inbox = self._from[self._homes[action.stage + 1]]
+        inbox.post_next(self._layout_of, self._slots)
+
+    def send_grad(self, action: Action, grads: Sequence[Tensor]) -> None:
+        """Send the gradients of a micro-batch's inputs to the stage before."""
+        layout = MessageLayout.of(0, tuple(grads))
+        queue = self._to[self._homes[action.stage - 1]]
+        queue.send(layout.pack([], grads, self._device))
+
+    def receive_grad(self, action: Action) -> list[Tensor]:
+        """Return the gradients of a micro-batch's outputs."""
+        layout, message = self._take(action, self._homes[action.stage + 1])
+        del self._grads[action.place]
+        return [tensor.to(self._rank_device) for tensor in layout.tensors(message)]
+
+    def _layout_of(self, receive: Action) -> MessageLayout | None:
+        """Return the layout of a message to come, if it is known."""
+        if receive.kind is Kind.RECV_GRAD:
+            return self._grads.get(receive.place)
+        return None if self._dynamic else self._received.get(receive.stage)
+
+    def _take(self, action: Action, sender: int) -> tuple[MessageLayout, Tensor]:
+        inbox, wanted = self._from[sender], action._replace(version=-1)
+        while wanted not in inbox.arrived:
+            inbox.post_next(self._layout_of, self._slots)
+            if not inbox.posted:  # the first activation of a stage
+                layout = MessageLayout.described(
+                    DESCRIPTION.header(inbox.take_now(DESCRIPTION.size)), 0
+                )
+                self._received[inbox.expected[0].stage] = layout
+                inbox.post_as(layout)
+            inbox.take_next()
+        inbox.post_next(self._layout_of, self._slots)
+        return inbox.arrived.pop(wanted)
+
+
+class _Inbox(RecvQueue):
+    """Receives from one rank in its order, and keeps what is not wanted yet.
+
+    Attributes:
+        arrived: What has come, by its receive.
+    """
+
+    def __init__(self, rank: int, group: Any, device: torch.device) -> None:
+        super().__init__(rank, group, device)
+        self.arrived: dict[Action, tuple[MessageLayout, Tensor]] = {}
+        self._names: deque[tuple[Action, MessageLayout]] = deque()
+
+    def post_next(self, layout_of: Callable[[Action], MessageLayout | None], slots: int) -> None:
+        """Post the next expected receives, up to ``slots`` or the first of unknown layout."""
+        while self.expected and self.posted < slots:
+            layout = layout_of(self.expected[0])
+            if layout is None:
+                return
+            self.post_as(layout)
+
+    def post_as(self, layout: MessageLayout) -> None:
+        """Post the next expected receive."""
+        self.post(layout.size)
+        self._names.append((self.expected.popleft(), layout))
+
+    def take_now(self, size: int) -> Tensor:
+        """Receive a message that is not in the plan; none is posted."""
+        self.post(size)
+        return self.take()
+
+    def take_next(self) -> None:
+        """Wait for the message whose receive was posted first."""
+        receive, layout = self._names.popleft()
+        self.arrived[receive] = layout, self.take()
+
+
+def _received_as(send: Action) -> Action:
+    kind, distance = SENDS[send.kind]
+    return send._replace(kind=kind, stage=send.stage + distance, version=-1)
+
+
+def _leaves(layout: MessageLayout, message: Tensor, device: torch.device) -> Tensors:
+    tensors = tuple(
+        tensor.to(device).detach().requires_grad_(tensor.is_floating_point())
+        for tensor in layout.tensors(message)
+    )
+    return tensors[0] if layout.single else tensors
+
+
+def _other_shapes(layout: MessageLayout, known: MessageLayout) -> ModelError:
+    return ModelError(
+        "activations",
+        layout.shapes,
+        f"the micro-batches before had the shapes {known.shapes}, and the next stage expects them "
+        "again",
+        'Set "dynamic_shape": true in wavemare.pipeline',
+    )

@@ -215,12 +215,14 @@ class PipeMareEngine(LinkedEngine):
             found = None if self._end is not None else self._feed.next_inputs()
             if found is None:
                 self._note_end(number)
-                self._micro_batches[number] = MicroBatch(ended=True)
+                self._micro_batches[action.place] = MicroBatch(ended=True)
                 return
             source, batch = found
             inputs = self._on_device(batch[0])
-            self._micro_batches[number] = MicroBatch(inputs=inputs, source=source, batch=batch)
-        micro_batch = self._micro_batches[number]
+            self._micro_batches[action.place] = MicroBatch(
+                inputs=inputs, source=source, batch=batch
+            )
+        micro_batch = self._micro_batches[action.place]
         if self.is_last_stage() and not micro_batch.ended:
             if not self.is_first_stage():
                 batch = self._feed.next_labels(micro_batch.source)
@@ -240,9 +242,7 @@ class PipeMareEngine(LinkedEngine):
         if ended:
             self._note_end(action.micro_batch)
             inputs = ()
-        self._micro_batches[action.micro_batch] = MicroBatch(
-            inputs=inputs, ended=ended, source=source
-        )
+        self._micro_batches[action.place] = MicroBatch(inputs=inputs, ended=ended, source=source)
 
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
         if self._stage_watch is not None:
@@ -250,30 +250,30 @@ class PipeMareEngine(LinkedEngine):
         # Micro-batches of later steps run backward so many weight versions later.
         return self._correction.forward((number - self._first) // self.micro_batches)
 
-    def _end_forward(self, number: int, micro_batch: MicroBatch) -> None:
+    def _end_forward(self, action: Action, micro_batch: MicroBatch) -> None:
         micro_batch.version = self._version
-        super()._end_forward(number, micro_batch)
+        super()._end_forward(action, micro_batch)
 
     def _do_send_activation(self, action: Action) -> None:
-        micro_batch = self._micro_batches[action.micro_batch]
+        micro_batch = self._micro_batches[action.place]
         header = [float(micro_batch.ended), float(micro_batch.source), self._norms.up_to_here]
         self._link.send_activation(() if micro_batch.ended else micro_batch.outputs, header)
 
     def _do_recv_grad(self, action: Action) -> None:
-        number = action.micro_batch
-        header, self._micro_batches[number].grads = self._link.receive_grad(number)
+        header, grads = self._link.receive_grad(action.micro_batch)
+        self._micro_batches[action.place].grads = grads
         self._loss_sum = header[0]
         self._telemetry.unpack(header[1:])
 
-    def _end_backward(self, number: int, micro_batch: MicroBatch) -> None:
+    def _end_backward(self, action: Action, micro_batch: MicroBatch) -> None:
         if not micro_batch.ended:
             self._telemetry.note_staleness(self._version - micro_batch.version)
             if self.is_last_stage():
                 self._loss_sum = self._loss_sum + micro_batch.loss.detach().float()
-        super()._end_backward(number, micro_batch)
+        super()._end_backward(action, micro_batch)
 
     def _do_send_grad(self, action: Action) -> None:
-        micro_batch = self._micro_batches.pop(action.micro_batch)
+        micro_batch = self._micro_batches.pop(action.place)
         # float() waits for the device: once per step, in the step's last message.
         complete = action.micro_batch == self._first + self.micro_batches - 1
         header = [float(self._loss_sum) if complete else 0.0, *self._telemetry.pack()]
@@ -337,7 +337,7 @@ class PipeMareEngine(LinkedEngine):
         """Do nothing: DeepSpeed's way is a barrier, and the gradients are clipped already."""
 
     def _do_correct(self, action: Action) -> None:
-        micro_batch = self._micro_batches[action.micro_batch]
+        micro_batch = self._micro_batches[action.place]
         if not micro_batch.ended:
             self._correction.correct(self._version - micro_batch.version)
 

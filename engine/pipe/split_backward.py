@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,8 +65,8 @@ class SplitBackward:
         _check_eager(module)
         self._module = module
         self._split: list[_Layer] = []
-        self._queues: dict[int, dict[_Layer, list[_Product]]] = {}
-        self._micro_batch: int | None = None
+        self._queues: dict[Hashable, dict[_Layer, list[_Product]]] = {}
+        self._micro_batch: Hashable = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -86,7 +86,7 @@ class SplitBackward:
             if self._queues:
                 raise PlanError(
                     "micro_batch",
-                    min(self._queues),
+                    next(iter(self._queues)),
                     "the step ends, and the weight gradients of this one are still to be computed",
                     "Put its W before the step's end",
                 )
@@ -113,7 +113,7 @@ class SplitBackward:
             del layer.module.forward
 
     @contextmanager
-    def input_pass(self, micro_batch: int) -> Iterator[None]:
+    def input_pass(self, micro_batch: Hashable) -> Iterator[None]:
         """Queue the weight gradients of the backward passes in this context: I."""
         self._queues.setdefault(micro_batch, {})
         self._micro_batch = micro_batch
@@ -123,7 +123,7 @@ class SplitBackward:
             self._micro_batch = None
 
     def backward_input(
-        self, micro_batch: int, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+        self, micro_batch: Hashable, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
         """Compute all gradients of a micro-batch but the deferred ones.
 
@@ -135,7 +135,7 @@ class SplitBackward:
         with self.input_pass(micro_batch):
             torch.autograd.backward(outputs, grads)
 
-    def backward_weight(self, micro_batch: int) -> None:
+    def backward_weight(self, micro_batch: Hashable) -> None:
         """Compute and accumulate the deferred gradients of a micro-batch: W.
 
         Raises:
@@ -158,7 +158,7 @@ class SplitBackward:
         self._queues.clear()
 
     @property
-    def kept_bytes(self) -> dict[int, int]:
+    def kept_bytes(self) -> dict[Hashable, int]:
         """For each micro-batch between I and W the bytes of memory that it keeps."""
         return {
             micro_batch: _storage_bytes(

@@ -201,6 +201,7 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
     from transformers import PreTrainedModel
 
     from wavemare.models import to_pipeline
+    from wavemare.pipeline.plan.run_plan import homes_of
 
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -216,6 +217,7 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
         inputs=ours.pipeline.inputs,
         dynamic_shape=ours.pipeline.dynamic_shape,
         untie=ours.pipeline.unties,
+        homes=homes_of(ours.pipeline, ours.pipeline.stages),
     )
 
 

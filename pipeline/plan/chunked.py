@@ -19,7 +19,7 @@ from wavemare.errors import PlanError
 from wavemare.pipeline.plan.lowering import StageSchedule, lower
 from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan, check_numbers
 
-__all__ = ["interleaved", "loop", "passes_to_plan", "vee", "zb_h1", "zbv"]
+__all__ = ["forward_only", "interleaved", "loop", "passes_to_plan", "vee", "zb_h1", "zbv"]
 
 _F, _B = Kind.FORWARD, Kind.BACKWARD
 _I, _W = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -61,6 +61,25 @@ def passes_to_plan(
     )
     sizes = len(homes), micro_batches, num_steps
     return lower(Plan(schedule, *sizes, repeated, homes=tuple(homes)))
+
+
+def forward_only(homes: Sequence[int], micro_batches: int) -> Plan:
+    """Return forward passes alone, in the order in which they can start.
+
+    Args:
+        homes: For each stage its rank.
+        micro_batches: How many.
+    """
+    passes = sorted(
+        (stage + number, stage, number)
+        for stage in range(len(homes))
+        for number in range(micro_batches)
+    )
+    ranks = tuple(
+        tuple(Action(_F, stage, number) for _, stage, number in passes if homes[stage] == rank)
+        for rank in range(max(homes) + 1)
+    )
+    return lower(Plan("inference", len(homes), micro_batches, 0, ranks, homes=tuple(homes)))
 
 
 def interleaved(num_ranks: int, micro_batches: int, num_steps: int = 1, *, chunks: int = 2) -> Plan:

@@ -145,6 +145,11 @@ class Action(NamedTuple):
     version: int = -1
     wave: int = 0
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its stage and micro-batch."""
+        return self.stage, self.micro_batch
+
     def __str__(self) -> str:
         version = f"@{self.version}" if self.version >= 0 else ""
         wave = f"/{self.wave}" if self.wave else ""

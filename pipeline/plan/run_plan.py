@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 
 from wavemare.pipeline.config import PipelineConfig, Schedule
 from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.chunked import loop, vee
 from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.schedules import (
@@ -26,6 +27,14 @@ from wavemare.pipeline.plan.schedules import (
 
 _REPEATED = ("1f1b", "pipemare")
 """Schedules whose middle micro-batches are alike."""
+_CHUNKS = 2
+
+
+def homes_of(config: PipelineConfig, num_ranks: int) -> tuple[int, ...]:
+    """Return for each stage of a configuration's schedule its rank."""
+    if config.schedule == "interleaved":
+        return loop(num_ranks, config.chunks or _CHUNKS)
+    return vee(num_ranks) if config.schedule in ("zbv", "auto") else tuple(range(num_ranks))
 
 
 @dataclass(frozen=True)
@@ -33,13 +42,14 @@ class RunPlan:
     """The plan of all runs of one pipeline.
 
     Args:
-        num_stages: Length of the pipeline.
+        num_stages: Length of the pipeline in ranks.
         micro_batches: Per optimizer step.
         schedule: Of the engine; but for PipeMare each run is one step.
         overlap: See `overlap_forward_backward`.
         norms: Whether stages exchange gradient norms.
         correct: See `Versions`.
         slack: See `ahead`.
+        chunks: Stages per rank of an interleaved schedule.
     """
 
     num_stages: int
@@ -49,6 +59,7 @@ class RunPlan:
     norms: bool = False
     correct: bool = False
     slack: int = 0
+    chunks: int = 0
 
     @classmethod
     def of(
@@ -58,7 +69,9 @@ class RunPlan:
         overlap, settings = config.overlap_forward_backward, config.pipemare
         sizes = num_stages, micro_batches, config.schedule
         if not config.is_asynchronous:
-            return cls(*sizes, overlap=overlap, slack=OVERLAP_SLACK if overlap else 0)
+            chunks = (config.chunks or _CHUNKS) if config.schedule == "interleaved" else 0
+            slack = OVERLAP_SLACK if overlap else 0
+            return cls(*sizes, overlap=overlap, slack=slack, chunks=chunks)
         return cls(
             *sizes,
             overlap=overlap,
@@ -160,7 +173,8 @@ class RunPlan:
     def _plan(self, num_steps: int) -> Plan:
         if not self._is_asynchronous:
             make = overlapped_one_f_one_b if self.overlap else SCHEDULES[self.schedule]
-            return make(self.num_stages, self._size, num_steps)
+            options = {"chunks": self.chunks} if self.chunks else {}
+            return make(self.num_stages, self._size, num_steps, **options)
         return pipemare(
             self.num_stages,
             self._size,

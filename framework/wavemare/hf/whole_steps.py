@@ -244,7 +244,7 @@ class WholeSteps(StockTrainer):
         """Broadcast a tensor, or a tuple of tensors, from the last stage to all stages."""
         grid = self.deepspeed.grid
         group = grid.get_pipe_parallel_group()
-        source = grid.stage_to_global(self.deepspeed.num_stages - 1)
+        source = self.deepspeed.loss_rank
         own = values if self.deepspeed.is_last_stage() else None
         tensors = [own] if isinstance(own, Tensor) else list(own or ())
         form: list[Any] = [(isinstance(own, Tensor), [(t.shape, t.dtype) for t in tensors])]

@@ -47,6 +47,7 @@ def to_pipeline(
     verify: bool = True,
     dynamic_shape: bool = False,
     untie: bool = False,
+    homes: Sequence[int] | None = None,
 ) -> TransformerPipeline:
     """Turn a transformers model into a pipeline; every process calls this with the same model.
 
@@ -70,9 +71,11 @@ def to_pipeline(
         dynamic_shape: Whether batches differ in shape.
         untie: Whether a head that is tied to the embedding gets a copy of the weight, trained by
             itself; rank 0 then warns of it. ``model`` stays tied.
+        homes: For each stage its rank, where ranks have several: the model is then cut into as many
+            stages, and ``num_stages`` is the number of ranks. One for each if omitted.
 
     Returns:
-        The stage of this process.
+        The stage of this process, or its stages.
 
     Raises:
         ModelError: The model cannot be converted, or its layers do not compute what it computes.
@@ -89,7 +92,10 @@ def to_pipeline(
         warn_of_untying(tied_weights(model))
     return TransformerPipeline(
         conversion,
-        cut_chain(model, conversion.chain, conversion.inputs, partition, num_stages),
+        cut_chain(
+            model, conversion.chain, conversion.inputs, partition, len(homes or ()) or num_stages
+        ),
+        homes=homes,
         topology=_topology(num_stages, model_ranks) if len(model_ranks) > 1 else None,
         loss_fn=loss_fn,
         activation_checkpoint_interval=activation_checkpoint_interval,

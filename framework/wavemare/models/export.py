@@ -56,7 +56,7 @@ def pipeline_state_dict(module: Any) -> dict[str, Tensor] | None:
         return None
     weights = {name: tensor.cpu() for name, tensor in own.items()}
     device = next(pipeline.parameters()).device
-    for stage in range(1, pipeline.num_stages):
+    for stage in range(1, pipeline.num_pipeline_stages()):
         weights |= _receive(grid.stage_to_global(stage), device)
     return {name: weights[held] for name, held in pipeline.weight_names().items()}
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import Tensor, nn
 
+from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 from wavemare.models.activations import split_batch
 from wavemare.models.families import Loss
 from wavemare.models.layers import PipelineLayer, TiedHead, spec_of
@@ -45,15 +45,16 @@ class Conversion:
     untied: Mapping[str, str]
 
 
-class TransformerPipeline(PipelineModule):
-    """The stage of a transformers model that this process trains.
+class TransformerPipeline(ChunkedPipelineModule):
+    """The stage of a transformers model that this process trains, or its stages.
 
     Layers of other stages are not referenced: their memory is freed when the caller drops the
     model.
 
     Args:
         conversion: The model taken apart.
-        cuts: Bounds of the stages, ``num_stages + 1`` of them.
+        cuts: Bounds of the stages, one more than there are stages.
+        homes: For each stage its rank in the pipeline; one stage for each rank if None.
         topology: Of a split model, with the axes ``pipe``, ``data`` and ``model``; else None.
         loss_fn: Loss of (logits, labels); the head's own if None.
         activation_checkpoint_interval: Layers per activation checkpoint; 0 keeps all activations.
@@ -78,6 +79,7 @@ class TransformerPipeline(PipelineModule):
         conversion: Conversion,
         cuts: Sequence[int],
         *,
+        homes: Sequence[int] | None = None,
         topology: Any = None,
         loss_fn: Callable[..., Tensor] | None = None,
         activation_checkpoint_interval: int = 0,
@@ -87,7 +89,8 @@ class TransformerPipeline(PipelineModule):
         with redirect_stdout(io.StringIO()):
             super().__init__(
                 layers=[spec_of(layer, conversion.chain) for layer in conversion.chain],
-                num_stages=None if topology else len(cuts) - 1,
+                homes=homes,
+                num_stages=None if topology else len(set(homes or range(len(cuts) - 1))),
                 topology=topology,
                 loss_fn=loss_fn or conversion.loss,
                 partition_method=tuple(cuts),
@@ -103,7 +106,7 @@ class TransformerPipeline(PipelineModule):
         self._skeleton = (conversion.skeleton,)  # in a tuple, so that it is no submodule
         self._own_for_clipping()
         for index, spec in enumerate(self._layer_specs):
-            if not self._local_start <= index < self._local_stop:
+            if not self.holds(index):
                 spec.layer = None
 
     def split_batch(
@@ -128,7 +131,7 @@ class TransformerPipeline(PipelineModule):
         Tied weights are owned by their first stage: there they belong to the embedding, elsewhere
         to no layer but only to DeepSpeed's tied modules. The tensors are the live ones.
         """
-        layers = [layer for layer in self.forward_funcs if isinstance(layer, PipelineLayer)]
+        layers = [layer for layer in self.local_layers() if isinstance(layer, PipelineLayer)]
         return {name: value.detach() for layer in layers for name, value in layer.weights().items()}
 
     def untied_parameters(self) -> dict[str, nn.Parameter]:
@@ -138,7 +141,7 @@ class TransformerPipeline(PipelineModule):
         """
         return {
             self.untied[name]: parameter
-            for layer in self.forward_funcs
+            for layer in self.local_layers()
             if isinstance(layer, PipelineLayer)
             for own, parameter in layer.named_parameters()
             if (name := layer.weight_names[own]) in self.untied
@@ -161,14 +164,12 @@ class TransformerPipeline(PipelineModule):
         """The model without weights, on rank 0; else None."""
         return self._skeleton[0]
 
-    def _partition_layers(self, method: tuple[int, ...]) -> None:
+    def _cut(self, method: tuple[int, ...]) -> None:
         """Take the cuts that came as DeepSpeed's ``partition_method``."""
         self.parts = list(method)
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
-    def _build(self) -> None:
-        super()._build()
+    def _build_stage(self) -> None:
+        super()._build_stage()
         # DeepSpeed uses the tied embedding in the head's place; ours may have a bias of its own,
         # which has to be among the parameters and in the checkpoints.
         for index in range(self._local_start, self._local_stop):

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from common import (
+    QUIET,
     build_bert,
     build_gpt2,
     configuration,
@@ -24,7 +25,7 @@ from common import (
 
 import wavemare
 from wavemare.engine.initialize import PIPELINE_ENGINES
-from wavemare.engine.pipe.linked import PlanEngine
+from wavemare.engine.pipe.planned import PlanEngine
 from wavemare.pipeline.plan.chunked import zb_h1
 from wavemare.pipeline.plan.lowering import lower
 from wavemare.pipeline.plan.plan import Plan
@@ -41,6 +42,8 @@ plan schedule=by-hand stages=2 micro_batches=4 steps=1 send_slots=0
 MODELS = {
     "gpt2": build_gpt2,
     "gpt2-untied": lambda: build_gpt2(tie_word_embeddings=False),
+    "gpt2-quiet": lambda: build_gpt2(**QUIET),
+    "gpt2-quiet-untied": lambda: build_gpt2(tie_word_embeddings=False, **QUIET),
     "bert": build_bert,
 }
 BF16 = {"bf16": {"enabled": True}}
@@ -53,6 +56,12 @@ CHANGES = {
     "bf16": BF16,
     "bf16-at-once": {"bf16": {"enabled": True, "immediate_grad_update": True}},
     "bf16-zero": {**BF16, "zero_optimization": {"stage": 1}},
+    "zero-unclipped": {"gradient_clipping": 0.0, "zero_optimization": {"stage": 1}},
+    "bf16-unclipped": {"gradient_clipping": 0.0, **BF16},
+    "checkpoints-unclipped": {
+        "gradient_clipping": 0.0,
+        "pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False},
+    },
     "sparse": {},
     "sparse-zero": {"zero_optimization": {"stage": 1}},
 }

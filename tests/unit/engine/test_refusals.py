@@ -112,6 +112,7 @@ def test_what_split_stages_do_not_go_with(config, key, reason):
         ({}, zero(2), "zero_optimization.stage"),
         ({"pipemare": {}}, {}, "wavemare.pipeline.pipemare"),
         ({"overlap_forward_backward": True}, {}, KEY),
+        ({"chunks": 2}, {}, "wavemare.pipeline.chunks"),
     ],
 )
 def test_what_split_backward_passes_do_not_go_with(pipeline, config, key):

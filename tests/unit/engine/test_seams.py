@@ -13,6 +13,7 @@ from wavemare.engine import Engine
 from wavemare.engine.initialize import ENGINES
 from wavemare.engine.pipe.linked import OverlappedPipelineEngine
 from wavemare.engine.pipe.pipemare import PipeMareEngine
+from wavemare.engine.pipe.planned import PlanEngine
 from wavemare.engine.seams import (
     ATTRIBUTES,
     DEEPSPEED,
@@ -77,7 +78,7 @@ def test_checkpoint_methods_keep_deepspeeds_parameters(method, parameters):
 
 def overridden():
     """Return the methods of DeepSpeed's that our engines have their own of, as `FUNCTIONS` has."""
-    for engine in (*ENGINES.values(), OverlappedPipelineEngine, PipeMareEngine):
+    for engine in (*ENGINES.values(), OverlappedPipelineEngine, PipeMareEngine, PlanEngine):
         stock = [kind for kind in engine.__mro__ if kind.__module__.startswith("deepspeed.")]
         for kind in engine.__mro__:
             for name in vars(kind) if kind.__module__.startswith("wavemare.") else ():

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from wavemare.errors import PlanError
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.chunked import zb_h1
+from wavemare.pipeline.plan.chunked import forward_only, zb_h1
 from wavemare.pipeline.plan.lowering import StageSchedule, overlap_forward_backward
 from wavemare.pipeline.plan.plan import Action, Kind
-from wavemare.pipeline.plan.run_plan import RunPlan
+from wavemare.pipeline.plan.run_plan import RunPlan, homes_of
 from wavemare.pipeline.plan.schedules import one_f_one_b, overlapped_one_f_one_b
 
 some = settings(max_examples=100, deadline=None)
@@ -48,6 +48,22 @@ def test_a_planned_schedule_is_proved_and_run_with_all_micro_batches(num_stages,
     whole = RunPlan.of(config, num_stages, micro_batches, clips=True).whole
     assert whole == zb_h1(num_stages, micro_batches)
     assert check(whole).peak_activations == (min(num_stages, micro_batches),) * num_stages
+
+
+@pytest.mark.parametrize(
+    ("settings", "homes"),
+    [
+        ({"schedule": "1f1b"}, (0, 1, 2)),
+        ({"schedule": "interleaved"}, (0, 1, 2, 0, 1, 2)),
+        ({"schedule": "interleaved", "chunks": 3}, (0, 1, 2) * 3),
+        ({"schedule": "zbv"}, (0, 1, 2, 2, 1, 0)),
+        ({"schedule": "auto"}, (0, 1, 2, 2, 1, 0)),
+    ],
+)
+def test_stages_are_where_the_schedule_has_them(settings, homes):
+    config = PipelineConfig.parse(settings)
+    assert homes_of(config, 3) == homes == tuple(RunPlan.of(config, 3, 6, clips=True).whole.rank_of)
+    check(forward_only(homes, 4))
 
 
 @some

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ``PipelineModule`` of which a rank may hold several stages, each a part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
+
+
+class ChunkedPipelineModule(PipelineModule):
+    """A ``PipelineModule`` cut into more stages than there are ranks.
+
+    One stage at a time is what ``forward`` runs; see `activate`. Files of a checkpoint are named by
+    the numbers of layers, as DeepSpeed's. Layers that are tied on one rank share one module.
+
+    Attributes:
+        homes: For each stage its rank.
+        own_stages: The stages of this rank.
+
+    Args:
+        args: Those of ``PipelineModule``; its ``num_stages`` is the number of ranks.
+        homes: For each stage its rank; one stage for each rank if omitted.
+        kwargs: Those of ``PipelineModule``.
+    """
+
+    homes: tuple[int, ...] = ()
+
+    def __init__(self, *args: Any, homes: Sequence[int] | None = None, **kwargs: Any) -> None:
+        self._given_homes = homes
+        super().__init__(*args, **kwargs)
+
+    def _partition_layers(self, method: Any = "uniform") -> None:
+        given, ranks = self._given_homes, self._topo.get_dim("pipe")
+        self.homes = tuple(range(ranks) if given is None else given)
+        self.num_stages = len(self.homes)
+        self._cut(method)
+        self.own_stages = tuple(s for s, rank in enumerate(self.homes) if rank == self.stage_id)
+        self._funcs: dict[int, list[Any]] = {}
+        self._checkpointable: dict[int, list[Any]] = {stage: [] for stage in self.own_stages}
+
+    def _cut(self, method: Any) -> None:
+        """Find the bounds of all stages."""
+        super()._partition_layers(method)
+
+    def _build(self) -> None:
+        for stage in self.own_stages:
+            self._set_bounds(self.parts[stage], self.parts[stage + 1])
+            self.forward_funcs: list[Any] = []
+            self._build_stage()
+            self._funcs[stage] = self.forward_funcs
+        self.activate(self.own_stages[0])
+
+    def _build_stage(self) -> None:
+        """Build the layers of one stage."""
+        super()._build()
+
+    def activate(self, stage: int) -> None:
+        """Make one of this rank's stages the one that ``forward`` runs."""
+        self.forward_funcs = self._funcs[stage]
+        self.is_checkpointable_results = self._checkpointable[stage]
+        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+
+    def each_stage(self) -> Iterator[int]:
+        """Make one of this rank's stages after the other the active one; in the end the first."""
+        for stage in self.own_stages:
+            self.activate(stage)
+            yield stage
+        self.activate(self.own_stages[0])
+
+    def local_layers(self) -> list[Any]:
+        """Return the layers of all stages of this rank."""
+        return [layer for stage in self.own_stages for layer in self._funcs[stage]]
+
+    def holds(self, layer: int) -> bool:
+        """Whether this rank has a layer, by its number in the model."""
+        return any(self.parts[s] <= layer < self.parts[s + 1] for s in self.own_stages)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the rank that has a layer."""
+        return self.homes[super().stage_owner(layer_idx)]
+
+    def _precompute_checkpointable_values(self) -> None:
+        for stage in self.each_stage():
+            self.is_checkpointable_results_interval: int | None = None  # computed for another stage
+            super()._precompute_checkpointable_values()
+            self._checkpointable[stage] = self.is_checkpointable_results
+
+    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Save the layers of all stages of this rank."""
+        for _ in self.each_stage():
+            super().save_state_dict(*args, **kwargs)
+
+    def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
+        """Load the layers of all stages of this rank."""
+        for _ in self.each_stage():
+            super().load_state_dir(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the layers of all stages of this rank."""
+        for _ in self.each_stage():
+            super().compile(*args, **kwargs)

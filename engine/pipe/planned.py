@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine that runs any checked plan of steps that empty the pipeline."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.schedule import PipeSchedule
+
+from wavemare.engine.pipe.engine import Handlers, StepSchedule
+from wavemare.engine.pipe.linked import FlushingEngine
+from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
+from wavemare.engine.pipe.p2p import PlanLink
+from wavemare.engine.pipe.split_backward import SplitBackward
+from wavemare.errors import ConfigError, PlanError
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.chunked import forward_only
+from wavemare.pipeline.plan.cursor import OF_A_STEP
+from wavemare.pipeline.plan.lowering import Pair
+from wavemare.pipeline.plan.plan import Action, Kind, Plan
+from wavemare.pipeline.plan.run_plan import RunPlan
+
+
+class PlanEngine(FlushingEngine):
+    """Runs each optimizer step by a plan: split backward passes, and several stages on a rank.
+
+    Losses, gradients and weights equal those of `PipelineEngine` bit for bit, where a weight is
+    used once. Stages on one rank hand each other tensors without a message.
+
+    Attributes:
+        splitter: Keeps what split passes still need.
+
+    Args:
+        args: As for `PipelineEngine`; a model with several stages per rank is a
+            `ChunkedPipelineModule`.
+        plan: One step of the model's stages; see `check`. That of the configuration's schedule if
+            omitted.
+        kwargs: As for `PipelineEngine`.
+
+    Raises:
+        PlanError: The plan is wrong, or is made for another pipeline.
+        ConfigError: The model has other stages than the schedule, or stages would send each other
+            parts of tensors.
+        ModelError: See `SplitBackward`.
+    """
+
+    _link: PlanLink  # type: ignore[assignment]
+    _homes: tuple[int, ...] = ()
+    """For each stage its rank; empty while DeepSpeed's constructor runs."""
+    _stage: int | None = None
+    """The stage whose action runs."""
+
+    def __init__(self, *args: Any, plan: Plan | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.is_pipe_partitioned or self.is_grad_partitioned:
+            raise ConfigError(
+                "pipeline.pipe_partitioned",
+                True,
+                "by a plan stages send each other whole tensors",
+                'Set it and "grad_partitioned" to false, or use schedule 1f1b',
+            )
+        self._homes = tuple(getattr(self.module, "homes", range(self.num_stages)))
+        self._is_chunked = len(self._homes) > self.num_stages
+        if self._is_chunked:
+            self._stage_watch = None  # it knows one stage per rank
+        self._labels: dict[int, Any] = {}
+        self._given_plan = plan
+        if plan is not None:
+            check(plan)
+        self.splitter = SplitBackward(self.module)
+        self._check_plan(self._plan)
+        self._link = PlanLink(self.grid, self.device, self._homes, dynamic=self.dynamic_shape)
+
+    @property
+    def _plan(self) -> Plan:
+        """The plan of a step with the present number of micro-batches."""
+        if self._given_plan is not None:
+            return self._given_plan
+        sizes = self.num_stages, self.micro_batches
+        return RunPlan.of(self.settings.pipeline, *sizes, clips=False).whole
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Check that a plan is one of this pipeline."""
+        homes = tuple(plan.rank_of)
+        if self._given_plan is None and homes != self._homes:
+            raise ConfigError(
+                "wavemare.pipeline.schedule",
+                plan.schedule,
+                f"its stages are on the ranks {homes}, and those of the model on {self._homes}",
+                f"Build the model as a ChunkedPipelineModule with homes={homes}, or give a "
+                "transformers model",
+            )
+        given = (plan.num_steps, plan.num_stages, plan.micro_batches, homes)
+        needed = (1, len(self._homes), self.micro_batches, self._homes)
+        kinds = {action.kind for rank in plan.ranks for action in rank}
+        others = ", ".join(sorted(kinds - set(self._handlers())))
+        if given != needed or others or not plan.send_slots:
+            raise PlanError(
+                "plan",
+                f"{plan.schedule} (steps, stages, micro_batches, homes: {given}; send_slots "
+                f"{plan.send_slots}; other actions: {others or 'none'})",
+                f"this pipeline needs {needed}, and sends that do not block",
+                "Make the plan for these numbers, with send_slots of 1 or more",
+            )
+
+    # --- where a stage is ------------------------------------------------------------------------
+
+    def is_first_stage(self) -> bool:
+        """Whether the stage whose action runs is the first; else, whether this rank has it."""
+        if not self._homes:
+            return bool(super().is_first_stage())
+        return self._homes[0] == self.stage_id if self._stage is None else self._stage == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether the stage whose action runs is the last; else, whether this rank has it."""
+        if not self._homes:
+            return bool(super().is_last_stage())
+        if self._stage is None:
+            return self._homes[-1] == self.stage_id
+        return self._stage == self._last_stage
+
+    @property
+    def _last_stage(self) -> int:
+        return len(self._homes) - 1
+
+    def _home_of(self, stage: int) -> int:
+        return self._homes[stage]
+
+    def _loss_stage_global_rank(self) -> int:
+        return self.loss_rank
+
+    def _hands_over(self, stage: int) -> bool:
+        """Whether the stage after this one is on this rank, too."""
+        return stage < self._last_stage and self._homes[stage + 1] == self._homes[stage]
+
+    def _run(self, action: Action | Pair, handlers: Handlers) -> None:
+        assert isinstance(action, Action)
+        if action.kind not in OF_A_STEP:
+            self._stage = action.stage
+            if self._is_chunked:
+                self.module.activate(action.stage)
+        try:
+            super()._run(action, handlers)
+        finally:
+            self._stage = None
+
+    # --- steps and evaluations -------------------------------------------------------------------
+
+    def _train_schedule(self) -> StepSchedule:
+        plan = self._plan
+        self._check_plan(plan)
+        self.tput_timer.start()
+        return self._begin_plan(plan)
+
+    def _inference_schedule(self, micro_batches: int) -> PipeSchedule:
+        if not self._is_chunked:
+            return super()._inference_schedule(micro_batches)
+        return self._begin_plan(forward_only(self._homes, micro_batches))
+
+    def _begin_plan(self, plan: Plan) -> StepSchedule:
+        self._micro_batches.clear()
+        self._labels.clear()
+        self._link.begin(plan)
+        return StepSchedule(plan.ranks[self.stage_id])
+
+    def whole_passes(self) -> AbstractContextManager[None]:
+        """Return the context of passes that are not the plan's: none of them is split."""
+        return self.splitter.paused()
+
+    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
+        splits = torch.is_grad_enabled() and self._plan.is_split
+        with self.splitter.step() if splits else nullcontext():
+            super()._exec_schedule(pipe_schedule)
+
+    # --- the actions -----------------------------------------------------------------------------
+
+    def _handlers(self) -> Handlers:
+        return {
+            **super()._handlers(),
+            Kind.BACKWARD_INPUT: self._do_backward_input,
+            Kind.BACKWARD_WEIGHT: self._do_backward_weight,
+            Kind.NORM: self._do_norm,
+        }
+
+    def _do_load(self, action: Action) -> None:
+        batch = self._next_batch()
+        if action.stage == 0:
+            self._micro_batches[action.place] = MicroBatch(inputs=self._on_device(batch[0]))
+        if self._homes[-1] == self.stage_id:
+            self._labels[action.micro_batch] = to_device(batch[1], self.device, detach=True)
+
+    def _do_recv_activation(self, action: Action) -> None:
+        inputs = self._link.receive_activation(action)
+        self._micro_batches[action.place] = MicroBatch(inputs=inputs)
+
+    def _do_forward(self, action: Action) -> None:
+        if self.is_last_stage():
+            labels = self._labels.pop(action.micro_batch)
+            self._micro_batches[action.place].labels = labels
+        super()._do_forward(action)
+
+    def _end_forward(self, action: Action, micro_batch: MicroBatch) -> None:
+        trains = torch.is_grad_enabled()
+        if self.is_last_stage():
+            if trains:
+                self._add_loss(micro_batch.loss)
+            else:
+                loss = micro_batch.loss
+                single = isinstance(loss, torch.Tensor)
+                self.fwd_outputs.append(loss.detach() if single else [t.detach() for t in loss])
+        elif self._hands_over(action.stage):
+            outputs = micro_batch.outputs
+            leaves = tuple(
+                tensor.detach().requires_grad_(tensor.is_floating_point())
+                for tensor in as_tuple(outputs)
+            )
+            inputs = leaves[0] if isinstance(outputs, torch.Tensor) else leaves
+            following = action.stage + 1, action.micro_batch
+            self._micro_batches[following] = MicroBatch(inputs=inputs)
+        elif trains:
+            self._link.expect_grad(action, micro_batch.differentiable_outputs)
+        if not trains and (self.is_last_stage() or self._hands_over(action.stage)):
+            del self._micro_batches[action.place]
+
+    def _do_send_activation(self, action: Action) -> None:
+        self._link.send_activation(action, self._micro_batches[action.place].outputs)
+        if not torch.is_grad_enabled():
+            del self._micro_batches[action.place]
+
+    def _do_recv_grad(self, action: Action) -> None:
+        self._micro_batches[action.place].grads = self._link.receive_grad(action)
+
+    def _do_backward(self, action: Action) -> None:
+        if self._plan.is_split:
+            self._do_backward_input(action)
+            self._do_backward_weight(action)
+        else:
+            self._backward_whole(action)
+
+    def _do_backward_input(self, action: Action) -> None:
+        with self.splitter.input_pass(action.place):
+            self._backward_whole(action)
+
+    def _backward_whole(self, action: Action) -> None:
+        if self._hands_over(action.stage):
+            following = action.stage + 1, action.micro_batch
+            grads = self._micro_batches.pop(following).input_grads()
+            self._micro_batches[action.place].grads = grads
+        super()._do_backward(action)
+
+    def _do_backward_weight(self, action: Action) -> None:
+        self._accumulate(partial(self.splitter.backward_weight, action.place))
+
+    def _do_send_grad(self, action: Action) -> None:
+        self._link.send_grad(action, self._micro_batches.pop(action.place).input_grads())
+
+    def _do_norm(self, action: Action) -> None:
+        """Leave the norm to DeepSpeed's optimizer step, which sums it over the ranks."""
