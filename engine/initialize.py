@@ -40,7 +40,7 @@ from wavemare.engine.seams import dispatch_to, warn_of_other_version
 from wavemare.engine.waves.segments import Segments
 from wavemare.errors import ConfigError
 from wavemare.pipeline.config import Schedule
-from wavemare.pipeline.plan.run_plan import RunPlan
+from wavemare.pipeline.plan.run_plan import RunPlan, homes_of
 
 logger = logging.getLogger("wavemare")
 
@@ -210,6 +210,7 @@ def _with_sizes(
     check_shares(ours.balance, sizes, data_ranks)
     micro_batches = sizes["gradient_accumulation_steps"]
     if isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule):
+        _check_homes(model, ours, length)
         # Every rank checks the plans of all: all fail alike, or none.
         clips = clipping_limit(config) > 0
         settings = ours.pipeline.pipemare
@@ -227,6 +228,21 @@ def _with_sizes(
     if length == 1 and mpu is None:
         _check_no_grid(model)
     return config, ours
+
+
+def _check_homes(model: Any, ours: WavemareConfig, length: int) -> None:
+    """Refuse a model that is cut for another schedule."""
+    schedule = ours.pipeline.schedule
+    needed = homes_of(ours.pipeline, length)
+    homes = tuple(getattr(model, "homes", range(length)))
+    if homes != needed:
+        raise ConfigError(
+            "wavemare.pipeline.schedule",
+            schedule,
+            f"its stages are on the ranks {needed}, and those of the model on {homes}",
+            f"Build the model as a ChunkedPipelineModule with homes={needed}, or give a "
+            "transformers model",
+        )
 
 
 def _check_no_grid(model: Any) -> None:

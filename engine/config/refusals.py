@@ -172,6 +172,21 @@ def _planned(config: Mapping[str, Any], ours: WavemareConfig) -> _Rows:
         f"the schedule {schedule!r} has an order of its own, without pairs of passes",
         "Leave it out, or use schedule 1f1b",
     )
+    chunked = schedule != "zb-h1"
+    yield (
+        chunked and ours.sparse_collective.mode != "off",
+        f"{SECTION}.sparse_collective.mode",
+        ours.sparse_collective.mode,
+        f"the schedule {schedule!r} is not tested with it",
+        'Use "off", or schedule zb-h1',
+    )
+    yield (
+        chunked and ours.pipeline.dynamic_shape,
+        f"{SECTION}.pipeline.dynamic_shape",
+        True,
+        f"the schedule {schedule!r} is not tested with it",
+        "Pad all batches alike, or use schedule zb-h1",
+    )
     yield (
         ours.tensor_parallel.size > 1,
         f"{SECTION}.tensor_parallel.size",

@@ -62,6 +62,13 @@ class PlanEngine(FlushingEngine):
                 "by a plan stages send each other whole tensors",
                 'Set it and "grad_partitioned" to false, or use schedule 1f1b',
             )
+        if self.grid.get_slice_parallel_world_size() > 1:
+            raise ConfigError(
+                "wavemare.pipeline.schedule",
+                self.settings.pipeline.schedule,
+                "it is not tested with layers that are split over ranks",
+                "Use schedule 1f1b, or a model that is not split",
+            )
         self._homes = tuple(getattr(self.module, "homes", range(self.num_stages)))
         self._is_chunked = len(self._homes) > self.num_stages
         if self._is_chunked:
@@ -85,14 +92,6 @@ class PlanEngine(FlushingEngine):
     def _check_plan(self, plan: Plan) -> None:
         """Check that a plan is one of this pipeline."""
         homes = tuple(plan.rank_of)
-        if self._given_plan is None and homes != self._homes:
-            raise ConfigError(
-                "wavemare.pipeline.schedule",
-                plan.schedule,
-                f"its stages are on the ranks {homes}, and those of the model on {self._homes}",
-                f"Build the model as a ChunkedPipelineModule with homes={homes}, or give a "
-                "transformers model",
-            )
         given = (plan.num_steps, plan.num_stages, plan.micro_batches, homes)
         needed = (1, len(self._homes), self.micro_batches, self._homes)
         kinds = {action.kind for rank in plan.ranks for action in rank}

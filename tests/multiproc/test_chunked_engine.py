@@ -40,6 +40,12 @@ def test_a_v_has_one_copy_of_a_tied_embedding(launch_once):
         assert first[schedule]["losses"] == pytest.approx(first["1f1b"]["losses"], abs=1e-5)
 
 
+def test_a_model_that_is_cut_for_another_schedule_is_refused(launch_once):
+    for results in launch_once("chunked_engine.py", *CASES):
+        assert results["refused"].startswith("ConfigError")
+        assert "on the ranks (0, 1), and those of the model on (0, 1, 1, 0)" in results["refused"]
+
+
 def test_a_checkpoint_belongs_to_its_placement_and_its_weights_to_all(launch_once):
     for results in launch_once("chunked_engine.py", *CASES):
         found = results["resumed"]

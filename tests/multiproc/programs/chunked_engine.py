@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import torch
-from common import leave, refusal
-from plan_engine import batches, go_on, start
+from common import configuration, leave, refusal
+from plan_engine import MODELS, batches, go_on, start
 
 import wavemare
 from wavemare.models.export import pipeline_state_dict
@@ -59,6 +59,13 @@ def resumed(folder):
     return found
 
 
+def refused():
+    """Return what is said of a model that is cut for a V, with 1F1B."""
+    model = wavemare.to_pipeline(MODELS["gpt2-quiet-untied"](), num_stages=2, homes=(0, 1, 1, 0))
+    config = configuration(0, wavemare={"pipeline": {"stages": 2}}, gradient_accumulation_steps=4)
+    return refusal(lambda: wavemare.initialize(model=model, config=config))
+
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     results = {}
@@ -68,4 +75,5 @@ if __name__ == "__main__":
             found[schedule] = train(start(case, schedule))
         results[case] = found
     results["resumed"] = resumed(str(Path(sys.argv[1], "checkpoint")))
+    results["refused"] = refused()
     leave(results)

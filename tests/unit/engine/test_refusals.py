@@ -113,6 +113,7 @@ def test_what_split_stages_do_not_go_with(config, key, reason):
         ({"pipemare": {}}, {}, "wavemare.pipeline.pipemare"),
         ({"overlap_forward_backward": True}, {}, KEY),
         ({"chunks": 2}, {}, "wavemare.pipeline.chunks"),
+        ({"schedule": "zbv", "dynamic_shape": True}, {}, "wavemare.pipeline.dynamic_shape"),
     ],
 )
 def test_what_split_backward_passes_do_not_go_with(pipeline, config, key):
