@@ -24,7 +24,7 @@ from deepspeed import comm as dist
 from torch import Tensor, distributed
 
 from wavemare.engine.pipe.micro_batch import Tensors
-from wavemare.errors import ModelError
+from wavemare.errors import CommError, ModelError
 from wavemare.pipeline.plan.plan import SENDS, Action, Kind, Plan
 
 _ALIGNMENT = 64  # bytes; a view of another type must begin at a multiple of its size
@@ -536,6 +536,22 @@ class _Inbox(RecvQueue):
         super().__init__(rank, group, device)
         self.arrived: dict[Action, tuple[MessageLayout, Tensor]] = {}
         self._names: deque[tuple[Action, MessageLayout]] = deque()
+
+    def expect(self, actions: Sequence[Action]) -> None:
+        """As `RecvQueue.expect`; what is posted already must be the plan's first receives.
+
+        Raises:
+            CommError: It is not: a step that read no data was another plan's.
+        """
+        posted = [receive for receive, _ in self._names]
+        if posted != list(actions[: len(posted)]):
+            raise CommError(
+                "receive",
+                ", ".join(map(str, posted)),
+                "it waits since a step that found no data, and other messages come now",
+                "Train with as many micro-batches as before, or start all processes again",
+            )
+        super().expect(actions)
 
     def post_next(self, layout_of: Callable[[Action], MessageLayout | None], slots: int) -> None:
         """Post the next expected receives, up to ``slots`` or the first of unknown layout."""

@@ -28,7 +28,8 @@ class PlanEngine(FlushingEngine):
     """Runs each optimizer step by a plan: split backward passes, and several stages on a rank.
 
     Losses, gradients and weights equal those of `PipelineEngine` bit for bit, where a weight is
-    used once. Stages on one rank hand each other tensors without a message.
+    used once; with several stages per rank only without dropout, which draws other numbers. Stages
+    on one rank hand each other tensors without a message.
 
     Attributes:
         splitter: Keeps what split passes still need.
@@ -162,7 +163,8 @@ class PlanEngine(FlushingEngine):
     def _begin_plan(self, plan: Plan) -> StepSchedule:
         self._micro_batches.clear()
         self._labels.clear()
-        self._link.begin(plan)
+        if not self._is_under_way:  # else `_exec_schedule` refuses
+            self._link.begin(plan)
         return StepSchedule(plan.ranks[self.stage_id])
 
     def whole_passes(self) -> AbstractContextManager[None]:

@@ -149,7 +149,7 @@ def zbv(num_ranks: int, micro_batches: int, num_steps: int = 1) -> Plan:
     """Return ZBV: a V of two chunks, with 1F1B's memory on every rank.
 
     The bubble is smallest with at least twice as many micro-batches as ranks. With fewer, the order
-    is that of twice as many, without the passes of those that are not there.
+    is that of twice as many, without the passes of the others.
 
     Raises:
         PlanError: A number is out of range.
