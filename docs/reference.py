@@ -3,8 +3,8 @@
 
 ``make reference`` replaces the text between ``<!-- generated: KIND of NAME -->`` and
 ``<!-- end -->``; the rest of the pages is written by hand. ``keys of`` a section, or of
-``wavemare`` for the list of sections; ``duels of``, ``steps of`` result files that match NAME. A
-test compares the pages with what this file would write.
+``wavemare`` for the list of sections; ``calls of``, ``duels of``, ``steps of`` result files that
+match NAME. A test compares the pages with what this file would write.
 """
 
 import inspect
@@ -34,7 +34,7 @@ _BOUNDS = {
 
 def page(text: str) -> str:
     """Return the page with its tables written anew."""
-    kinds = {"keys": table, "duels": duels, "steps": steps}
+    kinds = {"keys": table, "calls": calls, "duels": duels, "steps": steps}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -52,6 +52,19 @@ def duels(pattern: str) -> str:
             cells += [f"{duel['density']:g}", f"`{duel['fastest']}`", duel["executor"]]
             rows.append([str(c) for c in cells] + [f"{duel['ratio']:.2f}", f"{low:.2f}-{high:.2f}"])
     return _markdown([head, ["---"] * len(head), *rows])
+
+
+def calls(pattern: str) -> str:
+    """Return a row for each system of ``wavemare bench sparse``: its speed and what rank 0 sends."""
+    cases: dict[str, None] = {}
+    found: dict[str, dict[str, str]] = {}
+    for row in (row for result in _results(pattern) for row in result["rows"]):
+        case = f"{row['pattern']}, d = {row['density']:g}"
+        sent = f" ({row['bytes_up'] / 2**20:.1f} MiB)" if row.get("bytes_up") else ""
+        cases[case] = None
+        found.setdefault(f"`{row['system']}`", {})[case] = f"{row['ratio']:.2f}{sent}"
+    rows = [[name, *(cells.get(case, "") for case in cases)] for name, cells in found.items()]
+    return _markdown([["system", *cases], ["---"] + ["---:"] * len(cases), *rows])
 
 
 def steps(pattern: str) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from hypothesis import settings
 
 from wavemare.engine.launch.environment import free_port
@@ -37,6 +38,8 @@ STACKS_S = 2.0
 """How long ranks that are ended have to write their stacks."""
 
 PROGRAMS = Path(__file__).parent / "multiproc" / "programs"
+ACCELERATOR = os.environ.get("TEST_ACCELERATOR", "cpu")
+"""Where the ranks that tests start compute: ``cpu``, or ``cuda`` as ``make test-gpu`` has it."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 # Where launchers start processes, their orphans end when they like.
@@ -77,16 +80,20 @@ class Finished:
         return self
 
 
-def rank_environment(rank, ranks, port):
+def rank_environment(rank, ranks, port, accelerator=ACCELERATOR):
+    # NCCL refuses two ranks of one host on one GPU: with too few GPUs there are several hosts.
+    local = min(ranks, max(1, torch.cuda.device_count())) if accelerator == "cuda" else ranks
     return {
         **os.environ,
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % local),
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(local),
+        "NCCL_HOSTID": str(rank // local),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "DS_ACCELERATOR": "cpu",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "DS_ACCELERATOR": accelerator,
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
@@ -175,7 +182,14 @@ def launch(request, tmp_path, rank_server):
     """
 
     def run(
-        program, *arguments, ranks=2, timeout=LIMIT_S, environment=None, folder=None, own=False
+        program,
+        *arguments,
+        ranks=2,
+        timeout=LIMIT_S,
+        environment=None,
+        folder=None,
+        own=False,
+        accelerator=ACCELERATOR,
     ):
         mark = request.node.get_closest_marker("timeout")
         limit = float(mark.args[0] if mark else request.config.getini("timeout"))
@@ -188,7 +202,7 @@ def launch(request, tmp_path, rank_server):
             rank_server.start(
                 command,
                 log,
-                {**rank_environment(rank, ranks, port), **(environment or {})},
+                {**rank_environment(rank, ranks, port, accelerator), **(environment or {})},
                 own=own,
             )
             for rank, log in enumerate(logs)

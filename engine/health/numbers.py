@@ -262,7 +262,7 @@ class NumericsGuard(Feature):
     def _seen(self, bad: bool) -> Tensor:
         """Return whether this rank has seen something bad, here or before; () bool."""
         finite = are_finite(adapt(self._engine).gradients() if self._reads else [])
-        return (~finite | bad).to(self._engine.device)
+        return (~finite | bad).to(self._engine.device, non_blocking=True)
 
     def _report_nonfinite(self, faults: list[Fault]) -> None:
         self._skips += 1

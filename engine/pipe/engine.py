@@ -21,7 +21,7 @@ from wavemare.engine.base import EngineMixin
 from wavemare.engine.health.stage_numbers import StageWatch
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Recorder
-from wavemare.engine.pipe.micro_batch import as_tuple
+from wavemare.engine.pipe.micro_batch import as_tuple, to_device
 from wavemare.errors import ModelError
 from wavemare.pipeline.plan.lowering import Pair, ahead, in_pairs
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind
@@ -129,6 +129,7 @@ class _Batches(PlanInterpreter):
 
     module: Any
     dynamic_shape: bool
+    device: torch.device
     _shapes: Shapes | None = None
 
     def _next_batch(self) -> Any:
@@ -137,7 +138,8 @@ class _Batches(PlanInterpreter):
             batch = self.module.split_batch(batch)
         if batch is not None and not self.dynamic_shape:
             self._check_shapes(batch[0])
-        return batch
+        # DeepSpeed's own copies would let a GPU's host wait for the passes that are queued.
+        return to_device(batch, self.device)
 
     def _check_shapes(self, inputs: Any) -> None:
         # DeepSpeed sends the next stage a shape only once, and cuts or hangs on another one.

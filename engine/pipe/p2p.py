@@ -84,12 +84,19 @@ class MessageLayout:
         return self.offsets[-1]
 
     def pack(
-        self, header: Sequence[float], tensors: Sequence[Tensor], device: torch.device
+        self, header: Sequence[float | Tensor], tensors: Sequence[Tensor], device: torch.device
     ) -> Tensor:
-        """Return a message, (bytes,) uint8 on ``device``; missing tensors leave their space."""
+        """Return a message, (bytes,) uint8 on ``device``; missing tensors leave their space.
+
+        The host does not wait for numbers that are scalars on the device.
+        """
         message = torch.empty(self.size, dtype=torch.uint8, device=device)
-        numbers = torch.tensor(header, dtype=torch.float64)
-        message[: numbers.numel() * _NUMBER].view(torch.float64).copy_(numbers)
+        known = [0.0 if isinstance(number, Tensor) else number for number in header]
+        numbers = message[: len(known) * _NUMBER].view(torch.float64)
+        numbers.copy_(torch.tensor(known, dtype=torch.float64), non_blocking=True)
+        for place, number in enumerate(header):
+            if isinstance(number, Tensor):
+                numbers[place] = number
         for space, tensor in zip(self.tensors(message), tensors, strict=False):
             space.copy_(tensor)
         return message
@@ -193,7 +200,11 @@ class SendQueue:
 
 
 class RecvQueue:
-    """Receives from one rank, with the next receives posted before they are needed.
+    """Receives from one rank, on the CPU with the next receives posted before they are needed.
+
+    On a GPU a receive is posted when it is taken. The host does not wait there, and goes on; but
+    while a posted receive waits for its sender, allocating memory or loading a kernel may wait for
+    it, and two stages for each other.
 
     Args:
         rank: The sender's global rank.
@@ -208,6 +219,7 @@ class RecvQueue:
         self._rank = rank
         self._group = group
         self._device = device
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._posted: deque[tuple[Tensor, Any]] = deque()
         self.expected: deque[Action] = deque()
 
@@ -220,9 +232,16 @@ class RecvQueue:
         """Note the next receives of the plan, of which the first may be posted already."""
         self.expected = deque(actions[self.posted :])
 
-    def post_expected(self, size_of: Callable[[Action], int | None], slots: int) -> None:
+    def may_post(self, slots: int, *, now: bool) -> bool:
+        """Return whether to post the next expected receive; ``now``: it is about to be taken."""
+        limit = slots if self._beside is None else int(now)
+        return bool(self.expected) and self.posted < limit
+
+    def post_expected(
+        self, size_of: Callable[[Action], int | None], slots: int, *, now: bool = False
+    ) -> None:
         """Post the next expected receives, up to ``slots`` or the first of unknown size."""
-        while self.expected and self.posted < slots:
+        while self.may_post(slots, now=now):
             size = size_of(self.expected[0])
             if size is None:
                 return
@@ -235,11 +254,20 @@ class RecvQueue:
         work = distributed.irecv(message, self._rank, group=self._group)
         self._posted.append((message, work))
 
-    def take(self) -> Tensor:
-        """Wait for the message whose receive was posted first and return it."""
+    def take(self, layout: MessageLayout) -> tuple[list[float], Tensor]:
+        """Wait for the message whose receive was posted first; return its header and all of it.
+
+        Where it has a header, a GPU's host waits for the message, but for no pass queued before.
+        """
         message, work = self._posted.popleft()
+        if self._beside is None or not layout.numbers:
+            work.wait()
+            return layout.header(message), message
+        with torch.cuda.stream(self._beside):
+            work.wait()
+            header = layout.header(message)
         work.wait()
-        return message
+        return header, message
 
 
 class PeerLink:
@@ -329,9 +357,10 @@ class PeerLink:
         """Describe the next activation's layout again; nothing may be pending."""
         self._sent = self._received = None
 
-    def _post(self) -> None:
-        self._from_previous.post_expected(self._size_from_previous, self._slots)
-        self._from_next.post_expected(self._size_from_next, self._slots)
+    def _post(self, now: RecvQueue | None = None) -> None:
+        before, after = self._from_previous, self._from_next
+        before.post_expected(self._size_from_previous, self._slots, now=now is before)
+        after.post_expected(self._size_from_next, self._slots, now=now is after)
 
     def _size_from_previous(self, action: Action) -> int | None:
         layout = self._number if action.kind is Kind.RECV_TOTAL else self._received
@@ -343,7 +372,7 @@ class PeerLink:
         layout = self._grads.get(action.micro_batch)
         return layout.size if layout is not None else None
 
-    def send_activation(self, outputs: Tensors, header: Sequence[float] = ()) -> None:
+    def send_activation(self, outputs: Tensors, header: Sequence[float | Tensor] = ()) -> None:
         """Send a micro-batch's outputs to the next stage; an empty tuple when the data ended."""
         tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         layout = self._sent
@@ -362,22 +391,22 @@ class PeerLink:
         queue, layout = self._from_previous, self._received
         if layout is None:
             queue.post(DESCRIPTION.size)
-            description = DESCRIPTION.header(queue.take())
+            description, _ = queue.take(DESCRIPTION)
             layout = MessageLayout.described(description, self._activation_numbers)
             queue.post(layout.size)
             queue.expected.popleft()
-        message = queue.take()
+        header, message = self._take(queue, layout)
         if layout.shapes and not self._dynamic:
             self._received = layout
-        self._post()
-        return layout.header(message), _leaves(layout, message, self._stage_device)
+            self._post()
+        return header, _leaves(layout, message, self._stage_device)
 
     def expect_grad(self, micro_batch: int, outputs: Iterable[Tensor]) -> None:
         """Note that a micro-batch's gradients will have the shapes of these outputs."""
         self._grads[micro_batch] = MessageLayout.of(self._grad_numbers, tuple(outputs))
         self._post()
 
-    def send_grad(self, grads: Sequence[Tensor], header: Sequence[float] = ()) -> None:
+    def send_grad(self, grads: Sequence[Tensor], header: Sequence[float | Tensor] = ()) -> None:
         """Send the gradients of a micro-batch's inputs to the previous stage."""
         layout = MessageLayout.of(self._grad_numbers, tuple(grads))
         self._to_previous.send(layout.pack(header, grads, self._device))
@@ -385,10 +414,9 @@ class PeerLink:
     def receive_grad(self, micro_batch: int) -> tuple[list[float], list[Tensor]]:
         """Return the header and the gradients of a micro-batch's outputs."""
         layout = self._grads[micro_batch]
-        message = self._take(self._from_next)
+        header, message = self._take(self._from_next, layout)
         del self._grads[micro_batch]
-        tensors = [tensor.to(self._stage_device) for tensor in layout.tensors(message)]
-        return layout.header(message), tensors
+        return header, [tensor.to(self._stage_device) for tensor in layout.tensors(message)]
 
     def send_number(self, kind: Kind, number: float) -> None:
         """Send a norm: `SEND_NORM` to the previous stage, `SEND_TOTAL` to the next."""
@@ -398,13 +426,13 @@ class PeerLink:
     def receive_number(self, kind: Kind) -> float:
         """Receive a norm: `RECV_NORM` from the next stage, `RECV_TOTAL` from the previous."""
         queue = self._from_next if kind is Kind.RECV_NORM else self._from_previous
-        return self._number.header(self._take(queue))[0]
+        return self._take(queue, self._number)[0][0]
 
-    def _take(self, queue: RecvQueue) -> Tensor:
+    def _take(self, queue: RecvQueue, layout: MessageLayout) -> tuple[list[float], Tensor]:
+        self._post(queue)
+        taken = queue.take(layout)
         self._post()
-        message = queue.take()
-        self._post()
-        return message
+        return taken
 
 
 class PlanLink:
@@ -513,11 +541,10 @@ class PlanLink:
     def _take(self, action: Action, sender: int) -> tuple[MessageLayout, Tensor]:
         inbox, wanted = self._from[sender], action._replace(version=-1)
         while wanted not in inbox.arrived:
-            inbox.post_next(self._layout_of, self._slots)
+            inbox.post_next(self._layout_of, self._slots, now=True)
             if not inbox.posted:  # the first activation of a stage
-                layout = MessageLayout.described(
-                    DESCRIPTION.header(inbox.take_now(DESCRIPTION.size)), 0
-                )
+                inbox.post(DESCRIPTION.size)
+                layout = MessageLayout.described(inbox.take(DESCRIPTION)[0], 0)
                 self._received[inbox.expected[0].stage] = layout
                 inbox.post_as(layout)
             inbox.take_next()
@@ -553,9 +580,11 @@ class _Inbox(RecvQueue):
             )
         super().expect(actions)
 
-    def post_next(self, layout_of: Callable[[Action], MessageLayout | None], slots: int) -> None:
+    def post_next(
+        self, layout_of: Callable[[Action], MessageLayout | None], slots: int, *, now: bool = False
+    ) -> None:
         """Post the next expected receives, up to ``slots`` or the first of unknown layout."""
-        while self.expected and self.posted < slots:
+        while self.may_post(slots, now=now):
             layout = layout_of(self.expected[0])
             if layout is None:
                 return
@@ -566,15 +595,10 @@ class _Inbox(RecvQueue):
         self.post(layout.size)
         self._names.append((self.expected.popleft(), layout))
 
-    def take_now(self, size: int) -> Tensor:
-        """Receive a message that is not in the plan; none is posted."""
-        self.post(size)
-        return self.take()
-
     def take_next(self) -> None:
         """Wait for the message whose receive was posted first."""
         receive, layout = self._names.popleft()
-        self.arrived[receive] = layout, self.take()
+        self.arrived[receive] = layout, self.take(layout)[1]
 
 
 def _received_as(send: Action) -> Action:

@@ -274,9 +274,7 @@ class PipeMareEngine(LinkedEngine):
 
     def _do_send_grad(self, action: Action) -> None:
         micro_batch = self._micro_batches.pop(action.place)
-        # float() waits for the device: once per step, in the step's last message.
-        complete = action.micro_batch == self._first + self.micro_batches - 1
-        header = [float(self._loss_sum) if complete else 0.0, *self._telemetry.pack()]
+        header = [self._loss_sum, *self._telemetry.pack()]
         self._link.send_grad(micro_batch.input_grads(), header)
 
     def _do_reduce(self, action: Action) -> None:
@@ -287,7 +285,10 @@ class PipeMareEngine(LinkedEngine):
             self._stage_optimizer.scale_gradients(self.micro_batches / trained)
         if self.is_data_parallel or self.zero_optimization():
             self._exec_reduce_grads()
-        loss = torch.as_tensor(self._loss_sum, dtype=torch.float32, device=self.device) / trained
+        loss = self._loss_sum
+        if not isinstance(loss, Tensor):
+            loss = torch.full((), loss, dtype=torch.float32, device=self.device)
+        loss = loss / trained
         if self.is_data_parallel:
             dist.all_reduce(loss, group=self.grid.get_data_parallel_group())
             loss /= self.dp_world_size

@@ -20,6 +20,7 @@ import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import tqdm
@@ -44,14 +45,20 @@ LIBRARIES = [
     "wavemare.parallel",
     "wavemare.pipeline",
 ]
+ALONE = Path("/dev/nvidiactl").exists()
+"""Whether each rank is an interpreter of its own: CUDA does not work in forks."""
 STACKS = signal.SIGRTMIN
 """On this signal a rank writes the stacks of its threads into its log."""
+
+
+def register_stacks():
+    faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
 
 
 def enter(request):
     """Take the log, environment, folder and words of a program."""
     os.setsid()
-    faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
+    register_stacks()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in (nothing, 0), (log, 1), (log, 2):
@@ -86,6 +93,8 @@ def exit_code_of(program):
 def run(request):
     """Run a program in this fork."""
     enter(request)
+    if ALONE:
+        os.execv(sys.executable, [sys.executable, __file__, *sys.argv])
     if request["own"]:
         runpy.run_path(request["program"], run_name="__main__")
         sys.exit()
@@ -102,8 +111,18 @@ def poll(pid):
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
+def run_alone():
+    """Run the program that the command line names."""
+    register_stacks()
+    del sys.argv[0]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    sys.exit(exit_code_of(sys.argv[0]))
+
+
 if __name__ == "__main__":
-    for library in LIBRARIES:
+    if sys.argv[1:]:
+        run_alone()
+    for library in [] if ALONE else LIBRARIES:
         importlib.import_module(library)
     tqdm.tqdm.monitor_interval = 0  # without a thread
     threads = os.listdir("/proc/self/task")

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,13 @@ from pathlib import Path
 import deepspeed
 import torch
 import transformers
+from deepspeed.accelerator import get_accelerator
 
 import wavemare
 from wavemare.errors import WavemareError
 
 ACCUMULATION, MICRO, LENGTH, VOCABULARY, HIDDEN = 2, 2, 16, 50, 32
+DEVICE = get_accelerator().device_name(int(os.environ["LOCAL_RANK"]))
 QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 """GPT-2 without dropout."""
 
@@ -140,7 +143,7 @@ def configuration(zero_stage, **changes):
 def token_batches(data_rank):
     generator = torch.Generator().manual_seed(100 + data_rank)
     while True:
-        yield torch.randint(0, VOCABULARY, (MICRO, LENGTH), generator=generator)
+        yield torch.randint(0, VOCABULARY, (MICRO, LENGTH), generator=generator).to(DEVICE)
 
 
 def train_plainly(model, optimizer, batches, *, steps, micro_batches, clip=math.inf):
@@ -176,7 +179,7 @@ def weights_digest(engine):
     for parameter in engine.module.parameters():
         gathered = engine.zero_optimization_stage() == 3
         with deepspeed.zero.GatheredParameters([parameter], enabled=gathered):
-            digest.update(parameter.detach().float().numpy().tobytes())
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@ from common import leave
 from torch import distributed
 
 from wavemare.engine import init_distributed
-from wavemare.engine.pipe.p2p import RecvQueue, SendQueue
+from wavemare.engine.pipe.p2p import MessageLayout, RecvQueue, SendQueue
 
 BYTES = 2**26  # more than sockets hold
 
@@ -29,5 +29,5 @@ if __name__ == "__main__":
         time.sleep(1)
         queue = RecvQueue(0, group, torch.device("cpu"))
         queue.post(BYTES)
-        result = bool((queue.take() == 7).all())
+        result = bool((queue.take(MessageLayout(0))[1] == 7).all())
     leave(result, part=not ends)

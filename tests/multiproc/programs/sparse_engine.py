@@ -36,7 +36,7 @@ class Rows(torch.nn.Module):
         self.out = torch.nn.Linear(HIDDEN, 3)
 
     def forward(self, input_ids, labels):
-        places = torch.arange(input_ids.shape[1])
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
         hidden = self.words(input_ids) + self.positions(places).mean(0)
         return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
 
