@@ -95,7 +95,7 @@ test-hosts: $(READY)
 
 test-gpu: $(READY)
 	$(call pytest) -s tests/gpu $(ARGS)
-	TEST_ACCELERATOR=cuda $(call pytest) tests/multiproc/test_train_batch.py $(ARGS)
+	TEST_ACCELERATOR=cuda $(call pytest,-ranks) tests/multiproc/test_train_batch.py $(ARGS)
 
 # DeepSpeed's own unit tests with our initialize: DEEPSPEED_TESTS is the folder tests of its repository.
 conformance: $(READY)

@@ -55,7 +55,7 @@ def duels(pattern: str) -> str:
 
 
 def calls(pattern: str) -> str:
-    """Return a row for each system of ``wavemare bench sparse``: its speed and what rank 0 sends."""
+    """Return a row for each system of ``wavemare bench sparse``: speed, and what rank 0 sends."""
     cases: dict[str, None] = {}
     found: dict[str, dict[str, str]] = {}
     for row in (row for result in _results(pattern) for row in result["rows"]):
