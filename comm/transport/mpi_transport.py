@@ -21,9 +21,10 @@ _SPINS = 20
 """Polls without a pause: a short message arrives before a sleeping thread wakes up. More of them
 take Python's lock from the backward pass: 200 made a step
 4 ms longer, timed by hand."""
-_PAUSE_S = 100e-6
-"""Then a pause between two polls. A library that waits by itself keeps a core busy, which the
-backward pass needs; over the slowest of useful links the buffers of the kernel last for longer."""
+_SHARE, _LEAST_S, _MOST_S = 1 / 32, 100e-6, 500e-6
+"""Then a pause between two polls: a share of the wait so far, within limits. A library that waits
+by itself keeps a core busy, which the backward pass and other ranks need; over the slowest of
+useful links the buffers of the kernel last for longer."""
 _TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int32: MPI.INT32_T}
 
 
@@ -129,7 +130,7 @@ class MpiTransport(Transport):
         Raises:
             CommError: A request failed, timed out or has another size.
         """
-        deadline = time.monotonic() + self.timeout_s
+        started = time.monotonic()
         left, polls = len(requests), 0
         ended: list[MPI.Status] = []
         try:
@@ -143,9 +144,13 @@ class MpiTransport(Transport):
                 if not left:
                     return ended[0]
                 polls += 1
-                time.sleep(0 if polls < _SPINS else _PAUSE_S)
-                if polls % 256 == 0 and time.monotonic() > deadline:
+                if polls < _SPINS:
+                    time.sleep(0)
+                    continue
+                waited = time.monotonic() - started
+                if waited > self.timeout_s:
                     raise self._silent(requests, peers)
+                time.sleep(min(max(waited * _SHARE, _LEAST_S), _MOST_S))
         except MPI.Exception as error:
             kinds = {MPI.Get_error_class(status.Get_error()) for status in ended}
             if MPI.ERR_TRUNCATE in kinds:
