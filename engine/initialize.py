@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -38,8 +40,11 @@ from wavemare.engine.pipe.planned import PlanEngine
 from wavemare.engine.pipe.stage_passes import check_overlap
 from wavemare.engine.seams import dispatch_to, warn_of_other_version
 from wavemare.engine.waves.segments import Segments
-from wavemare.errors import ConfigError
-from wavemare.pipeline.config import Schedule
+from wavemare.errors import ConfigError, PlanError
+from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.files import read_plan
+from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.run_plan import RunPlan, homes_of
 
 logger = logging.getLogger("wavemare")
@@ -51,12 +56,12 @@ ENGINES: Mapping[str, Any] = {
 }
 """The names that ``deepspeed.initialize`` looks up in its module, and what we put there."""
 
-PIPELINE_ENGINES: Mapping[Schedule, type[PipelineEngine]] = {
+PIPELINE_ENGINES: Mapping[str, type[PipelineEngine]] = {
     "1f1b": PipelineEngine,
     **dict.fromkeys(("zb-h1", "interleaved", "zbv", "auto"), PlanEngine),
     "pipemare": PipeMareEngine,
 }
-"""The engine that runs each schedule of ``wavemare.pipeline.schedule``."""
+"""The engine that runs each schedule of ``wavemare.pipeline.schedule``; of files `PlanEngine`."""
 
 _IN_ARGS = ("deepspeed_config", "deepscale_config")  # the second is DeepSpeed's older name
 
@@ -172,9 +177,6 @@ def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Map
     schedule, overlap = ours.pipeline.schedule, ours.pipeline.overlap_forward_backward
     if overlap:
         check_overlap(model)
-    engine = PIPELINE_ENGINES[schedule]
-    if overlap and engine is PipelineEngine:
-        engine = OverlappedPipelineEngine
     stages = isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule)
     if schedule != "1f1b" and not stages:
         raise ConfigError(
@@ -183,7 +185,46 @@ def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Map
             f"{type(model).__name__} is no pipeline of one stage per rank",
             "Give a PipelineModule, or a transformers model and 2 or more stages",
         )
+    plan = file_plan(ours.pipeline, _pipeline_length(model, ours))
+    if plan is not None:
+        return {**engines, "PipelineEngine": partial(PlanEngine, settings=ours, plan=plan)}
+    engine = PIPELINE_ENGINES[schedule]
+    if overlap and engine is PipelineEngine:
+        engine = OverlappedPipelineEngine
     return {**engines, "PipelineEngine": partial(engine, settings=ours)}
+
+
+def file_plan(pipeline: PipelineConfig, num_ranks: int) -> Plan | None:
+    """Return the plan in the file that is the schedule, proved; None if it is no file.
+
+    All ranks call this, and fail alike.
+
+    Raises:
+        ConfigError: The file cannot be read.
+        PlanError: It holds no plan or a wrong one, for other ranks, or not the same on all ranks.
+    """
+    if pipeline.file is None:
+        return None
+    key, plan, error = "wavemare.pipeline.schedule", None, None
+    try:
+        plan = read_plan(Path(pipeline.file), key)
+        check(plan)
+        found = hashlib.sha256(str(plan).encode()).hexdigest()[:12]
+    except (ConfigError, PlanError) as failure:
+        error, found = failure, str(failure)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    for rank, other in enumerate(ranks):
+        if other != ranks[0]:
+            reason = f"the ranks' plans differ: rank 0 has {ranks[0]}, rank {rank} has {other}"
+            raise PlanError(key, pipeline.schedule, reason, "Give all ranks the same file")
+    if error is not None:
+        raise error
+    assert plan is not None
+    if len(plan.ranks) != num_ranks:
+        reason = f"the plan has {len(plan.ranks)} ranks, and the pipeline {num_ranks}"
+        raise PlanError(key, pipeline.schedule, reason, "Make it for as many ranks")
+    return plan
 
 
 def _with_sizes(
@@ -209,7 +250,8 @@ def _with_sizes(
     sizes = check_batch_sizes(config, data_world_size=data_ranks, stages=length)
     check_shares(ours.balance, sizes, data_ranks)
     micro_batches = sizes["gradient_accumulation_steps"]
-    if isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule):
+    stages = isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule)
+    if stages and ours.pipeline.file is None:  # the engine compares a file's plan with the model
         _check_homes(model, ours, length)
         # Every rank checks the plans of all: all fail alike, or none.
         clips = clipping_limit(config) > 0

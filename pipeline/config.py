@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import math
+import re
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -13,6 +15,8 @@ Schedule = Literal["1f1b", "zb-h1", "interleaved", "zbv", "auto", "pipemare"]
 """Schedules that engines train with; `wavemare.pipeline.plan.schedules.SCHEDULES` has more."""
 TRAINED: tuple[str, ...] = get_args(Schedule)
 """The same names at run time."""
+FILE = "file:"
+"""Before the path of a plan, in place of a schedule's name."""
 
 
 class LrRescheduling(Section):
@@ -74,13 +78,14 @@ class PipelineConfig(Section):
     A ``PipelineModule`` that the caller built keeps its own stages and cuts.
     """
 
-    schedule: Schedule = "1f1b"
+    schedule: Schedule | Annotated[str, Field(pattern=f"^{FILE}.")] = "1f1b"
     """``1f1b`` empties the pipeline at each optimizer step; ``zb-h1``, ``interleaved``, ``zbv`` and
-    ``auto`` do so and idle less; ``pipemare`` never empties it."""
+    ``auto`` do so and idle less; ``pipemare`` never empties it. ``file:PATH`` runs the plan of one
+    step in a file, our text or torch's CSV."""
 
     stages: int = Field(default=1, ge=1)
     """Number of pipeline stages; 1 trains the model as a plain data-parallel job. With
-    ``interleaved``, ``zbv`` and ``auto``, the number of ranks, which have several each."""
+    ``interleaved``, ``zbv``, ``auto`` and a file, the number of ranks, which may have several."""
 
     partition: str | list[int] = "parameters"
     """Where the stages are cut: ``parameters`` or ``time`` (balanced by parameter count or by
@@ -89,6 +94,10 @@ class PipelineConfig(Section):
 
     chunks: int | None = Field(default=None, ge=1)
     """Stages per rank of ``interleaved``; 2 if omitted."""
+
+    memory_limit: str | None = None
+    """Activations that a rank keeps with ``auto``, as a share of 1F1B's on its first rank, such as
+    ``0.63x``; ``1x`` if omitted."""
 
     dynamic_shape: bool = False
     """Whether micro-batches differ in shape. Every message then carries its shape."""
@@ -118,6 +127,17 @@ class PipelineConfig(Section):
     def is_planned(self) -> bool:
         """Whether its passes have an order of their own, with split backward passes."""
         return self.schedule not in ("1f1b", "pipemare")
+
+    @property
+    def file(self) -> str | None:
+        """Path of the plan, if it is in a file."""
+        return self.schedule.removeprefix(FILE) if self.schedule.startswith(FILE) else None
+
+    @property
+    def memory_share(self) -> float:
+        """The memory limit as a number; nan where it is no share."""
+        text = self.memory_limit or "1x"
+        return float(text[:-1]) if re.fullmatch(r"[0-9]+(\.[0-9]+)?x", text) else math.nan
 
     @property
     def unties(self) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,21 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         pipeline.chunks,
         f"it has no effect on the schedule {pipeline.schedule!r}",
         f'Set {key}.schedule to "interleaved", or remove the key',
+    )
+    limit = pipeline.memory_limit
+    yield (
+        limit is not None and pipeline.schedule != "auto",
+        f"{key}.memory_limit",
+        limit,
+        f"it has no effect on the schedule {pipeline.schedule!r}",
+        f'Set {key}.schedule to "auto", or remove the key',
+    )
+    yield (
+        math.isnan(pipeline.memory_share),
+        f"{key}.memory_limit",
+        limit,
+        "only a share of 1F1B's activations is known before training, not bytes",
+        'Give a share, such as "0.63x"',
     )
     if pipeline.is_planned:
         yield from _planned(config, ours)

@@ -3,25 +3,39 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 
+from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.engine import Handlers, StepSchedule
 from wavemare.engine.pipe.linked import FlushingEngine
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
 from wavemare.engine.pipe.p2p import PlanLink
 from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.errors import ConfigError, PlanError
+from wavemare.pipeline.clock.measured import measured_costs
+from wavemare.pipeline.clock.simulate import Event, simulate
+from wavemare.pipeline.plan.automatic import EQUAL_PASSES, lower_bound
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.chunked import forward_only
 from wavemare.pipeline.plan.cursor import OF_A_STEP
 from wavemare.pipeline.plan.lowering import Pair
 from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.run_plan import RunPlan
+
+logger = logging.getLogger("wavemare")
+
+_MEASURED_STEPS = 3
+"""They follow the first step, which is a warm-up."""
 
 
 class PlanEngine(FlushingEngine):
@@ -30,6 +44,9 @@ class PlanEngine(FlushingEngine):
     Losses, gradients and weights equal those of `PipelineEngine` bit for bit, where a weight is
     used once; with several stages per rank only without dropout, which draws other numbers. Stages
     on one rank hand each other tensors without a message.
+
+    The schedule ``auto`` measures steps 2 to 4 of each run, and from then on takes the plan for
+    these times. Meanwhile the host waits for the accelerator after each action.
 
     Attributes:
         splitter: Keeps what split passes still need.
@@ -78,17 +95,23 @@ class PlanEngine(FlushingEngine):
         self._given_plan = plan
         if plan is not None:
             check(plan)
+        self._costs = EQUAL_PASSES
+        self._events: list[Event] | None = None
+        """While steps are measured, their actions so far."""
+        measures = plan is None and self.settings.pipeline.schedule == "auto"
+        self._steps_to_measure = (1 + _MEASURED_STEPS) * measures
         self.splitter = SplitBackward(self.module)
-        self._check_plan(self._plan)
+        self._check_plan(self.plan)
         self._link = PlanLink(self.grid, self.device, self._homes, dynamic=self.dynamic_shape)
 
     @property
-    def _plan(self) -> Plan:
+    def plan(self) -> Plan:
         """The plan of a step with the present number of micro-batches."""
         if self._given_plan is not None:
             return self._given_plan
         sizes = self.num_stages, self.micro_batches
-        return RunPlan.of(self.settings.pipeline, *sizes, clips=False).whole
+        run = RunPlan.of(self.settings.pipeline, *sizes, clips=False)
+        return replace(run, costs=self._costs).whole
 
     def _check_plan(self, plan: Plan) -> None:
         """Check that a plan is one of this pipeline."""
@@ -142,15 +165,53 @@ class PlanEngine(FlushingEngine):
             self._stage = action.stage
             if self._is_chunked:
                 self.module.activate(action.stage)
+        measures = self._events is not None and torch.is_grad_enabled()
+        start_s = _now() if measures else 0.0
         try:
             super()._run(action, handlers)
         finally:
             self._stage = None
+        if measures and self._events is not None:
+            self._events.append(Event(action, start_s, _now()))
 
     # --- steps and evaluations -------------------------------------------------------------------
 
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """Train an optimizer step as ``deepspeed.PipelineEngine.train_batch``."""
+        loss = super().train_batch(data_iter)
+        if self._steps_to_measure:
+            self._steps_to_measure -= 1
+            if self._steps_to_measure == _MEASURED_STEPS:
+                self._events = []
+            elif not self._steps_to_measure:
+                with PROGRESS.doing("the search of a schedule"):
+                    self._plan_for_measured_times()
+        return loss
+
+    def _plan_for_measured_times(self) -> None:
+        """Search a plan for what passes took; all ranks have the same times, and find the same."""
+        ranks: list[Any] = [None] * self.num_stages
+        group = self.grid.get_pipe_parallel_group()
+        dist.all_gather_object(ranks, self._events, group=group)
+        self._events = None
+        costs, before = measured_costs(ranks, self._homes), self.plan
+        before_s = simulate(before, costs).makespan_s
+        old, self._costs = self._costs, costs
+        after_s = simulate(self.plan, costs).makespan_s
+        if after_s >= before_s:
+            after_s, self._costs = before_s, old
+        bound_s = lower_bound(self._homes, before.micro_batches, costs, split=True)
+        if self.global_rank == 0:
+            logger.info(
+                "schedule auto: predicted passes of a step %.4g ms before, %.4g ms from now on "
+                "(%.1f %% above the lower bound)",
+                1e3 * before_s,
+                1e3 * after_s,
+                100 * (after_s / bound_s - 1),
+            )
+
     def _train_schedule(self) -> StepSchedule:
-        plan = self._plan
+        plan = self.plan
         self._check_plan(plan)
         self.tput_timer.start()
         return self._begin_plan(plan)
@@ -172,7 +233,7 @@ class PlanEngine(FlushingEngine):
         return self.splitter.paused()
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
-        splits = torch.is_grad_enabled() and self._plan.is_split
+        splits = torch.is_grad_enabled() and self.plan.is_split
         with self.splitter.step() if splits else nullcontext():
             super()._exec_schedule(pipe_schedule)
 
@@ -235,7 +296,7 @@ class PlanEngine(FlushingEngine):
         self._micro_batches[action.place].grads = self._link.receive_grad(action)
 
     def _do_backward(self, action: Action) -> None:
-        if self._plan.is_split:
+        if self.plan.is_split:
             self._do_backward_input(action)
             self._do_backward_weight(action)
         else:
@@ -260,3 +321,11 @@ class PlanEngine(FlushingEngine):
 
     def _do_norm(self, action: Action) -> None:
         """Leave the norm to DeepSpeed's optimizer step, which sums it over the ranks."""
+
+
+def _now() -> float:
+    """Return the seconds on the host's clock once the passes that are queued have ended."""
+    stream = get_accelerator().current_stream()  # not all streams: others wait for messages
+    if stream is not None:
+        stream.synchronize()
+    return time.perf_counter()

@@ -15,7 +15,7 @@ from wavemare.engine import build_engine
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, zero_section
 from wavemare.engine.config.shape import check_complete
 from wavemare.engine.health.watchdog import acquire
-from wavemare.engine.initialize import read_config
+from wavemare.engine.initialize import file_plan, read_config
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.waves.segments import Segments
 from wavemare.errors import ConfigError, PlanError
@@ -210,6 +210,7 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
             f"{type(model).__name__} is neither a transformers model nor a PipelineModule",
             "Give one of these, or 1 stage",
         )
+    plan = file_plan(ours.pipeline, ours.pipeline.stages)
     return to_pipeline(
         model,
         num_stages=ours.pipeline.stages,
@@ -217,7 +218,7 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
         inputs=ours.pipeline.inputs,
         dynamic_shape=ours.pipeline.dynamic_shape,
         untie=ours.pipeline.unties,
-        homes=homes_of(ours.pipeline, ours.pipeline.stages),
+        homes=homes_of(ours.pipeline, ours.pipeline.stages) if plan is None else plan.rank_of,
     )
 
 

@@ -102,8 +102,9 @@ def _first_error(
             return ConfigError(key, given, "it was removed", _REMOVED[removed])
     # Where a value may be of several kinds there is an error of each.
     same = [details for place, details in found if place == location]
-    if isinstance(given, str) and all(item["type"] == "literal_error" for item in same):
-        names = [name for item in same for name in _NAME.findall(item["ctx"]["expected"])]
+    choices = [item for item in same if item["type"] == "literal_error"]
+    if isinstance(given, str) and choices:
+        names = [name for item in choices for name in _NAME.findall(item["ctx"]["expected"])]
         return ConfigError(key, given, "there is no such choice", did_you_mean(given, names))
     reasons = dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in same)
     reason = " or ".join(reasons)

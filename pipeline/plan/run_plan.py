@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
-from wavemare.pipeline.config import PipelineConfig, Schedule
+from wavemare.pipeline.clock.simulate import Costs
+from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.plan.automatic import EQUAL_PASSES
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.chunked import loop, vee
 from wavemare.pipeline.plan.lowering import ahead
@@ -50,16 +53,20 @@ class RunPlan:
         correct: See `Versions`.
         slack: See `ahead`.
         chunks: Stages per rank of an interleaved schedule.
+        memory_limit: Of the schedule ``auto``; see `automatic`.
+        costs: The same.
     """
 
     num_stages: int
     micro_batches: int
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     overlap: bool = False
     norms: bool = False
     correct: bool = False
     slack: int = 0
     chunks: int = 0
+    memory_limit: float = 1.0
+    costs: Costs = EQUAL_PASSES
 
     @classmethod
     def of(
@@ -71,7 +78,8 @@ class RunPlan:
         if not config.is_asynchronous:
             chunks = (config.chunks or _CHUNKS) if config.schedule == "interleaved" else 0
             slack = OVERLAP_SLACK if overlap else 0
-            return cls(*sizes, overlap=overlap, slack=slack, chunks=chunks)
+            limit = config.memory_share
+            return cls(*sizes, overlap=overlap, slack=slack, chunks=chunks, memory_limit=limit)
         return cls(
             *sizes,
             overlap=overlap,
@@ -173,7 +181,9 @@ class RunPlan:
     def _plan(self, num_steps: int) -> Plan:
         if not self._is_asynchronous:
             make = overlapped_one_f_one_b if self.overlap else SCHEDULES[self.schedule]
-            options = {"chunks": self.chunks} if self.chunks else {}
+            options: dict[str, Any] = {"chunks": self.chunks} if self.chunks else {}
+            if self.schedule == "auto":
+                options = {"costs": self.costs, "memory_limit": self.memory_limit}
             return make(self.num_stages, self._size, num_steps, **options)
         return pipemare(
             self.num_stages,
