@@ -46,7 +46,7 @@ def measured_costs(ranks: Iterable[Iterable[Event]], homes: Sequence[int]) -> Co
     for stage, rank in enumerate(homes):
         others = {homes[s] for s in (stage - 1, stage + 1) if s in stages} - {rank}
         both = [(fastest[rank, other] + fastest[other, rank]) / 2 for other in others]
-        sends.append(max(0.0, *both))
+        sends.append(max([0.0, *both]))
     forward, inputs, weights = (
         tuple(median(passes[kind, stage]) for stage in stages)
         for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

@@ -11,6 +11,17 @@ CASES = [
     "gpt2-quiet/fp32",
 ]
 HOMES = {"interleaved": [0, 1, 0, 1], "zbv": [0, 1, 1, 0], "auto": [0, 1, 1, 0]}
+EQUAL = ("losses", "evaluation", "more", "weights", "loss")
+FILES = {"zbv.csv": [0, 1, 1, 0], "zb-h1.csv": [0, 1], "by-hand.txt": [0, 1, 0]}
+REFUSED = {
+    "circle.txt": "wait for each other",
+    "missing.txt": "1W1",
+    "three-ranks.csv": "the plan has 3 ranks, and the pipeline 2",
+    "fewer.csv": "this pipeline needs (1, 4, 4, (0, 1, 1, 0))",
+    "other stages": "this pipeline needs (1, 2, 4, (0, 1))",
+    "unlike zbv.csv": "the ranks' plans differ: rank 0 has ",
+    "unlike zb-h1.csv": "No such file",
+}
 
 pytestmark = pytest.mark.world_size(2)
 
@@ -24,7 +35,7 @@ def test_several_stages_per_rank_train_to_the_bits_of_1f1b(launch_once, case):
     for schedule, homes in HOMES.items():
         found, other = first[schedule], second[schedule]
         assert found["homes"] == other["homes"] == homes
-        for name in ("losses", "evaluation", "more", "weights"):
+        for name in EQUAL:
             assert found[name] == expected[name], (schedule, name)
         assert (found if homes[-1] == 0 else other)["logits"] == logits != 0.0
 
@@ -53,3 +64,33 @@ def test_a_checkpoint_belongs_to_its_placement_and_its_weights_to_all(launch_onc
         assert "cuts" in found["other"]
         assert found["other"].startswith("TopologyError")
         assert found["loaded"] == found["saved"]
+
+
+def test_plans_in_files_train_to_the_bits_of_1f1b(launch_once):
+    results = launch_once("chunked_engine.py", *CASES)
+    expected = results[0][CASES[0]]["1f1b"]
+    for name, homes in FILES.items():
+        for found in (result["files"][name] for result in results):
+            assert found["homes"] == homes
+            assert "8, " in found["larger"], name
+        for key in EQUAL[:-1]:
+            assert results[0]["files"][name][key] == expected[key], (name, key)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_in_a_file_is_refused_on_all_ranks_alike(launch_once, name):
+    first, second = (result["files"][name] for result in launch_once("chunked_engine.py", *CASES))
+    assert first.startswith("PlanError")
+    assert REFUSED[name] in first
+    assert first == second
+
+
+def test_auto_takes_another_plan_within_its_limit_and_keeps_the_bits_of_1f1b(launch_once):
+    results = launch_once("chunked_engine.py", *CASES)
+    expected = results[0][CASES[0]]["1f1b"]
+    for key in EQUAL:
+        assert results[0]["limited"][key] == expected[key], key
+    for found in (result["limited"] for result in results):
+        before, after = found["plans"]
+        assert before != after == found["ran"]
+        assert found["peaks"] == [[1.5, 1.5]] * 2

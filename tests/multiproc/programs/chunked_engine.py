@@ -1,20 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with several stages on each of two ranks, beside 1F1B.
 
-Usage: chunked_engine.py FOLDER CASE...; each rank leaves the results by case and schedule.
+Usage: chunked_engine.py FOLDER CASE...; each rank leaves the results by case and schedule; of the
+first case with files of plans, too, and with a limit.
 """
 
+import contextlib
 import sys
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from common import configuration, leave, refusal
 from plan_engine import MODELS, batches, go_on, start
 
 import wavemare
+from wavemare.engine.pipe import planned
 from wavemare.models.export import pipeline_state_dict
+from wavemare.pipeline.clock.simulate import Costs
+from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.chunked import zb_h1, zbv
+from wavemare.pipeline.plan.files import to_csv
+from wavemare.pipeline.plan.plan import COMPUTE
 
 SCHEDULES = ["interleaved", "zbv", "auto"]
+UNLIKE = Costs(
+    forward_s=(8.0, 1.0, 1.0, 1.0), backward_s=(8.0, 2.0, 2.0, 2.0), weight_s=(4.0, 1.0, 1.0, 1.0)
+)
+"""Times for which `auto` has another plan than for equal ones."""
+BY_HAND = """
+plan schedule=by-hand stages=3 micro_batches=4 steps=1 send_slots=0 homes=0,1,0
+0: 0F0 0F1 2F0 2B0 0F2 2F1 2I1 0I0 0F3 2F2 2I2 2W1 0W0 0B1 2W2 2F3 2B3 0B2 0B3
+1: 1F0 1F1 1B0 1F2 1I1 1F3 1W1 1B2 1B3
+"""
+FILES = {
+    "zbv.csv": to_csv(zbv(2, 4)),
+    "zb-h1.csv": to_csv(zb_h1(2, 4)),
+    "by-hand.txt": BY_HAND,
+}
+BROKEN = {
+    "circle.txt": BY_HAND.replace("0F0 0F1 2F0", "2F0 0F0 0F1"),
+    "missing.txt": BY_HAND.replace("1W1 ", ""),
+    "three-ranks.csv": to_csv(zbv(3, 6)),
+    "fewer.csv": to_csv(zbv(2, 3)),
+}
 
 
 def weights(engine):
@@ -31,15 +61,54 @@ def train(engine):
     data = batches(0)
     losses = [float(engine.train_batch(data)) for _ in range(3)]
     evaluation, logits = engine.eval_batch(batches(9), return_logits=True, num_micro_batches=3)
-    return {
+    found = {
         "losses": losses,
         "evaluation": float(evaluation),
         "logits": 0.0 if logits is None else float(logits.double().sum()),
-        "more": float(engine.train_batch(data)),
+        "more": [float(engine.train_batch(data)) for _ in range(2)],
         "weights": weights(engine),
         "parameters": sum(p.numel() for p in engine.module.parameters()),
         "homes": list(engine.module.homes),
     }
+    engine.set_train_batch_size(2 * engine.train_batch_size())
+    return found | {"larger": refusal(lambda: found.update(loss=float(engine.train_batch(data))))}
+
+
+def limited(case):
+    """Train with `auto` and a limit; return the passes of the plans, and of the last step."""
+    with mock.patch.object(planned, "measured_costs", return_value=UNLIKE):
+        engine = start(case, "auto", memory_limit="0.75x")
+        plans = [engine.plan]
+        found = train(engine)
+    engine.set_train_batch_size(engine.train_batch_size() // 2)
+    plans.append(engine.plan)
+    engine.recorder.keeping = True
+    engine.train_batch(batches(0))
+    ran = [str(event.action) for event in engine.recorder.events if event.action.kind in COMPUTE]
+    passes = [[str(a) for a in p.ranks[engine.stage_id] if a.kind in COMPUTE] for p in plans]
+    return found | {"plans": passes, "ran": ran, "peaks": [check(p).peak_memory for p in plans]}
+
+
+def of_files(case):
+    """Train by each file's plan, by a path that is relative to the working directory."""
+    for name, text in (FILES | BROKEN).items():
+        Path(name).write_text(text)
+    for name in FILES:
+        yield name, train(start(case, f"file:{name}"))
+    for name in BROKEN:
+        yield name, refusal(partial(start, case, f"file:{name}"))
+    model = wavemare.to_pipeline(MODELS["gpt2-quiet-untied"](), num_stages=2)
+    config = configuration(
+        0,
+        wavemare={"pipeline": {"schedule": "file:zbv.csv"}},
+        gradient_accumulation_steps=4,
+    )
+    yield "other stages", refusal(lambda: wavemare.initialize(model=model, config=config))
+    if torch.distributed.get_rank():
+        Path("zbv.csv").write_text(FILES["by-hand.txt"])
+        Path("zb-h1.csv").unlink()
+    for name in ("zbv.csv", "zb-h1.csv"):
+        yield f"unlike {name}", refusal(partial(start, case, f"file:{name}"))
 
 
 def resumed(folder):
@@ -74,6 +143,12 @@ if __name__ == "__main__":
         for schedule in SCHEDULES:
             found[schedule] = train(start(case, schedule))
         results[case] = found
+    with contextlib.chdir(sys.argv[1]):
+        own = Path(f"plans-{torch.distributed.get_rank()}")
+        own.mkdir()
+        with contextlib.chdir(own):
+            results["files"] = dict(of_files(sys.argv[2]))
+    results["limited"] = limited(sys.argv[2])
     results["resumed"] = resumed(str(Path(sys.argv[1], "checkpoint")))
     results["refused"] = refused()
     leave(results)

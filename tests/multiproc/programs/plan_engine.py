@@ -67,11 +67,11 @@ CHANGES = {
 }
 
 
-def start(case, schedule="1f1b", plan=None):
+def start(case, schedule="1f1b", plan=None, **pipeline):
     """Return an engine of a schedule, or of a plan."""
     model, changes = case.split("/")
     sizes = {"gradient_accumulation_steps": MICRO_BATCHES, **CHANGES[changes]}
-    ours = {"pipeline": {"stages": 2, "schedule": schedule}}
+    ours = {"pipeline": {"stages": 2, "schedule": schedule, **pipeline}}
     if changes.startswith("sparse"):
         ours["sparse_collective"] = {"mode": "auto"}
     config = configuration(0, wavemare=ours, **sizes)

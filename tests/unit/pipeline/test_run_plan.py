@@ -2,13 +2,16 @@
 """The steps that engines run: those of the whole plan, though a short one is made and checked."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
+from wavemare.pipeline.clock.simulate import Costs
 from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.plan.automatic import automatic
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.chunked import forward_only, zb_h1
 from wavemare.pipeline.plan.lowering import StageSchedule, overlap_forward_backward
@@ -64,6 +67,15 @@ def test_stages_are_where_the_schedule_has_them(settings, homes):
     config = PipelineConfig.parse(settings)
     assert homes_of(config, 3) == homes == tuple(RunPlan.of(config, 3, 6, clips=True).whole.rank_of)
     check(forward_only(homes, 4))
+
+
+def test_auto_keeps_its_limit_and_follows_its_costs():
+    run = RunPlan.of(PipelineConfig(schedule="auto", memory_limit="0.75x"), 2, 4, clips=True)
+    assert check(run.whole).peak_memory == (1.5, 1.5)
+    unlike = Costs(forward_s=(8.0, 1.0, 1.0, 1.0), backward_s=1.0, weight_s=0.5)
+    assert replace(run, costs=unlike).whole == automatic(2, 4, costs=unlike, memory_limit=0.75)
+    with pytest.raises(PlanError, match=r"memory_limit = 0\.4.*Give 0\.5 or more"):
+        RunPlan.of(PipelineConfig(schedule="auto", memory_limit="0.4x"), 2, 4, clips=True).check()
 
 
 @some
