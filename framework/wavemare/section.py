@@ -103,7 +103,8 @@ def _first_error(
     # Where a value may be of several kinds there is an error of each.
     same = [details for place, details in found if place == location]
     choices = [item for item in same if item["type"] == "literal_error"]
-    if isinstance(given, str) and choices:
+    text = [item for item in same if item["type"] == "string_pattern_mismatch"]
+    if isinstance(given, str) and choices and len(choices + text) == len(same):
         names = [name for item in choices for name in _NAME.findall(item["ctx"]["expected"])]
         return ConfigError(key, given, "there is no such choice", did_you_mean(given, names))
     reasons = dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in same)
