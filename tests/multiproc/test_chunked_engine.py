@@ -15,7 +15,7 @@ EQUAL = ("losses", "evaluation", "more", "weights", "loss")
 FILES = {"zbv.csv": [0, 1, 1, 0], "zb-h1.csv": [0, 1], "by-hand.txt": [0, 1, 0]}
 REFUSED = {
     "circle.txt": "wait for each other",
-    "missing.txt": "1W1",
+    "missing.txt": "next gradients of the weights are those of 1",
     "three-ranks.csv": "the plan has 3 ranks, and the pipeline 2",
     "fewer.csv": "this pipeline needs (1, 4, 4, (0, 1, 1, 0))",
     "other stages": "this pipeline needs (1, 2, 4, (0, 1))",
