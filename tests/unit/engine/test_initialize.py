@@ -128,7 +128,7 @@ def load():
     """Load micro-batches as DeepSpeed's instruction does."""
     engine = object.__new__(PipelineEngine)
     torch.nn.Module.__init__(engine)
-    engine.dynamic_shape, engine.batch_fn = False, None
+    engine.dynamic_shape, engine.batch_fn, engine.device = False, None, torch.device("cpu")
 
     def load(*inputs):
         engine.data_iterator = iter([(each, None) for each in inputs])
