@@ -7,10 +7,12 @@ from those of plain training, and the actions that were noted.
 
 import sys
 from collections import Counter
+from unittest import mock
 
 import torch
 from common import leave
 
+from wavemare.bench.pipeline import workload as workloads
 from wavemare.bench.pipeline.request import SYSTEMS, PipelineRequest
 from wavemare.bench.pipeline.runner import ADAMW, Place
 from wavemare.bench.pipeline.systems import BUILDERS
@@ -40,6 +42,17 @@ def weights_of(runner):
     return runner.optimizer.param_groups[0]["params"]
 
 
+def waits_of(name, workload):
+    """Return how often a rank sleeps how long in a step, without sleeping."""
+    runner = BUILDERS[name](workload, Place(rank, stages, 4))
+    with mock.patch.object(workloads, "sleep") as sleep:
+        for _ in range(2):  # torch's first step finds out the shapes
+            sleep.reset_mock()
+            runner.step()
+            runner.drain()
+    return Counter(round(1000 * call.args[0], 3) for call in sleep.call_args_list)
+
+
 if __name__ == "__main__":
     init_distributed()
     rank, stages = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -61,7 +74,8 @@ if __name__ == "__main__":
             parts = stages * system.parts_per_stage
             optimizer_of = SOAP if name.endswith("-soap") else torch.optim.AdamW
             trained = plain_training(workload, parts, count, optimizer_of)
-            held = [rank] if parts == stages else [rank, parts - 1 - rank]
+            second = rank + stages if "interleaved" in name else parts - 1 - rank
+            held = [rank] if parts == stages else [rank, second]
             expected = [weight for index in held for weight in trained[index].parameters()]
             pairs = list(zip(weights_of(runner), expected, strict=True))
             events = runner.take() if runner.take is not None else []
@@ -74,6 +88,8 @@ if __name__ == "__main__":
                 "actions": Counter(f"{e.action.stage}{e.action.kind.value}" for e in events),
                 "ordered": all(e.start_s <= e.end_s for e in events),
             }
+    synthetic = build_workload(PipelineRequest(stages=stages, synthetic=True, weight_ms=8.0))
+    results["waits"] = {name: waits_of(name, synthetic) for name in SYSTEMS}
     bound = BUILDERS["no-communication-bound"](workload, Place(rank, stages, 5))
     bound.step()
     results["bound"] = [str(event.action) for event in bound.take()]

@@ -27,7 +27,9 @@ REFUSED = {
         ({"forward_ms": 1.0}, "--forward-ms", "Add --synthetic"),
         ({"synthetic": True, "backward_ms": float("inf")}, "--backward-ms", "finite"),
         ({"systems": ("torch-1f1b",), "micro_batches": (1,)}, "--micro-batches", "at least 2"),
-        ({"systems": ("torch-zbv",), "synthetic": True}, "--micro-batches", "splits the backward"),
+        ({"systems": ("torch-interleaved",), "micro_batches": (3,)}, "--micro-batches", "of 2"),
+        ({"weight_ms": 1.0}, "--weight-ms", "Add --synthetic"),
+        ({"synthetic": True, "weight_ms": 21.0}, "--weight-ms", "smaller"),
     ],
     SparseRequest: [
         ({"ranks": 1}, "--ranks", "2 or more"),

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from wavemare.bench.pipeline.request import BASELINE, BOUND, SYSTEMS, PipelineRequest
-from wavemare.bench.pipeline.runner import BoundRunner, Busy, Place, Runner, busy_seconds
+from wavemare.bench.pipeline.runner import (
+    GRADIENT_CLIPPING,
+    BoundRunner,
+    Busy,
+    Place,
+    Runner,
+    busy_seconds,
+)
 from wavemare.bench.pipeline.systems import BUILDERS
 from wavemare.bench.pipeline.workload import Workload, build_workload
 from wavemare.bench.ranks import gather, interleaved, ratio_row
@@ -78,6 +85,7 @@ def measure(request: PipelineRequest) -> dict[str, Any]:
         "baseline": BASELINE,
         "stage_s": stage_s,
         "imbalance": max(stage_s) * len(stage_s) / sum(stage_s) - 1,
+        "waits_s": request.waits._asdict() if request.synthetic else None,
         "rows": build_rows(request, samples),
         "skipped": request.skipped(),
     }
@@ -136,7 +144,8 @@ def build_rows(request: PipelineRequest, samples: Samples) -> list[dict[str, Any
     for count in request.micro_batches:
         bound = slowest.get((BOUND, count))
         for name in (name for name in SYSTEMS if (name, count) in samples):
-            ideal = SYSTEMS[name].ideal
+            ideal_of = SYSTEMS[name].ideal
+            ideal = ideal_of(request.stages, count) if ideal_of else None
             timed = ratio_row(slowest[name, count], slowest.get((BASELINE, count)))
             own = timed["median_s"]
             row = {
@@ -144,17 +153,15 @@ def build_rows(request: PipelineRequest, samples: Samples) -> list[dict[str, Any
                 "stages": request.stages,
                 "micro_batches": count,
                 **timed,
-                "ideal": ideal(request.stages, count) if ideal else None,
+                "ideal": ideal,
                 "bound_fraction": None if bound is None else median(bound) / own,
                 "steps_per_round": request.steps(count),
+                "gradient_clipping": GRADIENT_CLIPPING,
                 **_shares(samples[name, count]),
             }
             if request.synthetic:
-                nominal_s = (request.forward_ms + request.backward_ms) / 1000 * count
-                row["utilisation"] = nominal_s / own
-                row["ideal_utilisation"] = (
-                    1.0 if SYSTEMS[name].steady else count / (count + request.stages - 1)
-                )
+                row["utilisation"] = sum(request.waits) * count / own
+                row["ideal_utilisation"] = ideal and ideal * count / (count + request.stages - 1)
             rows.append(row)
     return rows
 

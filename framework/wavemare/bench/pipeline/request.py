@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field, PositiveInt
 
-from wavemare.bench.request import Column, GptRequest, Positive, Row, check_names
+from wavemare.bench.request import Column, GptRequest, Positive, Row, check_names, option
 from wavemare.errors import ConfigError
+from wavemare.pipeline.config import Schedule
 
 BASELINE = "deepspeed-1f1b"
 BOUND = "no-communication-bound"
-_FORWARD_MS, _BACKWARD_MS = 7.0, 13.0
+_FORWARD_MS, _BACKWARD_MS = 10.0, 20.0
 _ROUND_MICRO_BATCHES = 8
 
 
@@ -29,6 +30,36 @@ def _without_bubble(stages: int, micro_batches: int) -> float:
     return (micro_batches + stages - 1) / micro_batches
 
 
+def _by_plan(schedule: Schedule) -> Callable[[int, int], float]:
+    """Return the ideal of a schedule whose passes F, I and W take equally long."""
+
+    def ideal(stages: int, micro_batches: int) -> float:
+        # Imported late: commands that run no plan start faster.
+        from wavemare.pipeline.clock.simulate import Costs, simulate
+        from wavemare.pipeline.plan.run_plan import RunPlan
+
+        plan = RunPlan(stages, micro_batches, schedule).whole
+        each = stages / plan.num_stages
+        timeline = simulate(plan, Costs(forward_s=each, backward_s=2 * each, weight_s=each))
+        return 3 * (micro_batches + stages - 1) / timeline.makespan_s
+
+    return ideal
+
+
+class Waits(NamedTuple):
+    """Seconds that a synthetic stage sleeps per micro-batch.
+
+    Args:
+        forward_s: In the forward pass.
+        input_s: For the gradient of the input.
+        weight_s: For the gradient of the weight.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class System:
     """A pipeline.
@@ -36,18 +67,18 @@ class System:
     Args:
         ideal: From (stages, micro-batches) to the theoretical ratio to 1F1B with one device per
             stage; None where it depends on more.
-        parts_per_stage: Parts of the model on a rank: 2 for V-shaped pipelines.
+        parts_per_stage: Parts of the model on a rank.
         least: From stages to the fewest micro-batches of a step.
+        in_rounds: Whether micro-batches come in rounds of as many as there are stages.
         steady: Whether steps overlap, so that only the rate between full steps is meaningful.
-        splits_backward: Whether the two halves of a backward pass run at different times.
         on_request: Whether it is measured only if it is named.
     """
 
     ideal: Callable[[int, int], float] | None = None
     parts_per_stage: int = 1
     least: Callable[[int], int] = lambda stages: 1
+    in_rounds: bool = False
     steady: bool = False
-    splits_backward: bool = False
     on_request: bool = False
 
 
@@ -55,7 +86,14 @@ SYSTEMS: Mapping[str, System] = {
     BASELINE: System(ideal=_always_one),
     "deepspeed-dualpipev": System(parts_per_stage=2, least=lambda stages: 2 * stages),
     "torch-1f1b": System(ideal=_always_one, least=lambda stages: stages),
-    "torch-zbv": System(parts_per_stage=2, splits_backward=True),
+    "torch-interleaved": System(ideal=_by_plan("interleaved"), parts_per_stage=2, in_rounds=True),
+    "torch-zbv": System(parts_per_stage=2),
+    "wavemare-interleaved": System(
+        ideal=_by_plan("interleaved"), parts_per_stage=2, in_rounds=True
+    ),
+    "wavemare-zb-h1": System(ideal=_by_plan("zb-h1")),
+    "wavemare-zbv": System(ideal=_by_plan("zbv"), parts_per_stage=2),
+    "wavemare-auto-v": System(ideal=_by_plan("auto"), parts_per_stage=2),
     "wavemare-pipemare": System(ideal=_without_bubble, steady=True),
     "wavemare-pipemare-slack": System(ideal=_without_bubble, steady=True),
     "wavemare-pipemare-auto": System(ideal=_without_bubble, steady=True),
@@ -115,10 +153,20 @@ class PipelineRequest(GptRequest):
     backward_ms: Positive = _BACKWARD_MS
     """With --synthetic: milliseconds of a stage's backward pass."""
 
+    weight_ms: Positive | None = None
+    """With --synthetic: the part of --backward-ms for the weight's gradient; by default half."""
+
     @property
     def num_ranks(self) -> int:
         """One process for each stage."""
         return self.stages
+
+    @property
+    def waits(self) -> Waits:
+        """The sleep of a synthetic stage."""
+        weight_ms = self.backward_ms / 2 if self.weight_ms is None else self.weight_ms
+        parts = self.forward_ms, self.backward_ms - weight_ms, weight_ms
+        return Waits(*(milliseconds / 1000 for milliseconds in parts))
 
     def check(self) -> None:
         """Check values against each other."""
@@ -127,11 +175,14 @@ class PipelineRequest(GptRequest):
             remedy = "Give numbers such as 1,2,4,8"
             raise ConfigError("--micro-batches", [], "there is nothing to measure", remedy)
         check_names("--systems", self.systems, SYSTEMS)
-        for name, default in (("forward", _FORWARD_MS), ("backward", _BACKWARD_MS)):
-            value = getattr(self, f"{name}_ms")
-            if value != default and not self.synthetic:
+        for name in ("forward_ms", "backward_ms", "weight_ms"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and not self.synthetic:
                 reason = "only synthetic stages have it"
-                raise ConfigError(f"--{name}-ms", value, reason, "Add --synthetic")
+                raise ConfigError(option(name), value, reason, "Add --synthetic")
+        if self.waits.input_s < 0:
+            reason = f"it is a part of --backward-ms, {self.backward_ms:g}"
+            raise ConfigError("--weight-ms", self.weight_ms, reason, "Give a smaller number")
         parts = max(SYSTEMS[name].parts_per_stage for name in self.systems) * self.stages
         if not self.synthetic and self.layers < parts:
             reason = f"{self.stages} stages of these systems need {parts} blocks"
@@ -150,8 +201,8 @@ class PipelineRequest(GptRequest):
         least = SYSTEMS[system].least(self.stages)
         if micro_batches < least:
             return f"it needs at least {least} micro-batches for {self.stages} stages"
-        if self.synthetic and SYSTEMS[system].splits_backward:
-            return "it splits the backward pass, which a timed wait cannot follow"
+        if SYSTEMS[system].in_rounds and micro_batches % self.stages:
+            return f"it needs a multiple of {self.stages} micro-batches"
         return None
 
     def skipped(self) -> list[dict[str, Any]]:

@@ -21,6 +21,8 @@ from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """The optimizer of all systems: AdamW in fp32."""
+GRADIENT_CLIPPING = 0.0
+"""None: by default pipelines of DeepSpeed clip, and torch's do not."""
 Take = Callable[[], list[Event]]
 """Returns the events since the last call."""
 _MESSAGES = frozenset(RECEIVES) | frozenset(SENDS)

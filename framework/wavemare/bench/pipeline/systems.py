@@ -13,12 +13,18 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 import wavemare
 from wavemare.bench.pipeline.request import BASELINE, BOUND
 from wavemare.bench.pipeline.runner import (
     ADAMW,
+    GRADIENT_CLIPPING,
     BoundRunner,
     Place,
     Recorder,
@@ -28,8 +34,12 @@ from wavemare.bench.pipeline.runner import (
 )
 from wavemare.bench.pipeline.workload import Workload
 from wavemare.bench.ranks import bench_device
+from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 from wavemare.pipeline.clock.simulate import Event
+from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.plan.chunked import loop, vee
 from wavemare.pipeline.plan.plan import Kind
+from wavemare.pipeline.plan.run_plan import homes_of
 
 _KINDS = {
     schedule.LoadMicroBatch: Kind.LOAD,
@@ -98,25 +108,26 @@ class TorchRunner(Runner):
         self.optimizer.zero_grad()
 
 
-def _build_torch_one_f_one_b(workload: Workload, place: Place) -> Runner:
+def _build_torch(
+    workload: Workload,
+    place: Place,
+    *,
+    schedule: Callable[..., Any],
+    homes: Callable[[int], Sequence[int]],
+) -> Runner:
+    """Build a schedule; ``homes`` is from the number of ranks to the rank of each part."""
     device = bench_device()
-    part = workload.parts(place.stages)[place.rank].to(device)
-    stage = PipelineStage(part, place.rank, place.stages, device)
-    schedule = Schedule1F1B(stage, place.micro_batches, loss_fn=workload.loss)
-    ends = {"is_first": place.rank == 0, "is_last": place.is_last}
-    return TorchRunner(schedule, build_optimizer(part), workload, place, **ends)
-
-
-def _build_torch_zbv(workload: Workload, place: Place) -> Runner:
-    """Rank r holds the parts r and 2P - 1 - r, and rank 0 both ends."""
-    device = bench_device()
-    count = 2 * place.stages
-    parts = workload.parts(count)
-    own = {index: parts[index].to(device) for index in (place.rank, count - 1 - place.rank)}
-    stages: Any = [PipelineStage(part, index, count, device) for index, part in own.items()]
-    schedule = ScheduleZBVZeroBubble(stages, place.micro_batches, loss_fn=workload.loss)
-    ends = {"is_first": place.rank == 0, "is_last": place.rank == 0}
-    return TorchRunner(schedule, build_optimizer(*own.values()), workload, place, **ends)
+    ranks = homes(place.stages)
+    parts = workload.parts(len(ranks))
+    own = {index: parts[index].to(device) for index, rank in enumerate(ranks) if rank == place.rank}
+    stages = [PipelineStage(part, index, len(ranks), device) for index, part in own.items()]
+    made = schedule(
+        stages if len(ranks) > place.stages else stages[0],
+        place.micro_batches,
+        loss_fn=workload.loss,
+    )
+    ends = {"is_first": 0 in own, "is_last": len(ranks) - 1 in own}
+    return TorchRunner(made, build_optimizer(*own.values()), workload, place, **ends)
 
 
 def _build_deepspeed(workload: Workload, place: Place) -> Runner:
@@ -134,22 +145,23 @@ def _build_dualpipev(workload: Workload, place: Place) -> Runner:
     return EngineRunner(engine, workload.batches, record_actions(engine, place).take)
 
 
-def _build_soap(workload: Workload, place: Place) -> Runner:
-    """1F1B with SOAP by our engine: stock DeepSpeed has no such optimizer."""
-    module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
-    config = _config(workload, place) | {"optimizer": {"type": "SOAP", "params": ADAMW}}
-    config["wavemare"] = {"pipeline": {"schedule": "1f1b", "stages": place.stages}}
-    engine = _initialize(wavemare.initialize, module, config)
-    return EngineRunner(engine, workload.batches, record_engine(engine))
-
-
-def _build_pipemare(
-    workload: Workload, place: Place, *, guard: Mapping[str, Any] | None = None, **pipemare: Any
+def _build_wavemare(
+    workload: Workload,
+    place: Place,
+    *,
+    soap: bool = False,
+    guard: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Runner:
-    module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
-    pipeline = {"schedule": "pipemare", "stages": place.stages, "pipemare": pipemare}
-    section = {"pipeline": pipeline, "guard": dict(guard or {})}
-    config = {**_config(workload, place), "wavemare": section}
+    """Build our engine; ``options`` are those of its pipeline."""
+    pipeline = {"stages": place.stages, **options}
+    homes = homes_of(PipelineConfig.parse(pipeline), place.stages)
+    make = partial(ChunkedPipelineModule, homes=homes)
+    module = _module(make, workload, place, parts=len(homes))
+    config = _config(workload, place)
+    config["wavemare"] = {"pipeline": pipeline, "guard": dict(guard or {})}
+    if soap:  # stock DeepSpeed has no such optimizer
+        config["optimizer"] = {"type": "SOAP", "params": ADAMW}
     engine = _initialize(wavemare.initialize, module, config)
     return EngineRunner(engine, workload.batches, record_engine(engine))
 
@@ -157,13 +169,24 @@ def _build_pipemare(
 BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
     BASELINE: _build_deepspeed,
     "deepspeed-dualpipev": _build_dualpipev,
-    "torch-1f1b": _build_torch_one_f_one_b,
-    "torch-zbv": _build_torch_zbv,
-    "wavemare-pipemare": _build_pipemare,
-    "wavemare-pipemare-slack": partial(_build_pipemare, slack=1),
-    "wavemare-pipemare-auto": partial(_build_pipemare, optimizer_policy="auto"),
-    "wavemare-pipemare-unguarded": partial(_build_pipemare, guard={"nonfinite": "off"}),
-    "wavemare-1f1b-soap": _build_soap,
+    "torch-1f1b": partial(_build_torch, schedule=Schedule1F1B, homes=range),
+    "torch-interleaved": partial(
+        _build_torch, schedule=ScheduleInterleaved1F1B, homes=partial(loop, chunks=2)
+    ),
+    "torch-zbv": partial(_build_torch, schedule=ScheduleZBVZeroBubble, homes=vee),
+    "wavemare-interleaved": partial(_build_wavemare, schedule="interleaved"),
+    "wavemare-zb-h1": partial(_build_wavemare, schedule="zb-h1"),
+    "wavemare-zbv": partial(_build_wavemare, schedule="zbv"),
+    "wavemare-auto-v": partial(_build_wavemare, schedule="auto"),
+    "wavemare-pipemare": partial(_build_wavemare, schedule="pipemare"),
+    "wavemare-pipemare-slack": partial(_build_wavemare, schedule="pipemare", pipemare={"slack": 1}),
+    "wavemare-pipemare-auto": partial(
+        _build_wavemare, schedule="pipemare", pipemare={"optimizer_policy": "auto"}
+    ),
+    "wavemare-pipemare-unguarded": partial(
+        _build_wavemare, schedule="pipemare", guard={"nonfinite": "off"}
+    ),
+    "wavemare-1f1b-soap": partial(_build_wavemare, schedule="1f1b", soap=True),
     BOUND: BoundRunner,
 }
 """By the name of the system. All ranks build a system together."""
@@ -184,7 +207,7 @@ def _config(workload: Workload, place: Place) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": len(workload.batches[0][0]),
         "gradient_accumulation_steps": place.micro_batches,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
-        "gradient_clipping": 0.0,  # by default pipelines clip, and torch's systems do not
+        "gradient_clipping": GRADIENT_CLIPPING,
         "steps_per_print": None,
     }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import set_seed
 
-from wavemare.bench.pipeline.request import PipelineRequest
+from wavemare.bench.pipeline.request import PipelineRequest, Waits
 from wavemare.bench.ranks import SEED, build_gpt
 from wavemare.models.chains import gpt2_chain
 from wavemare.models.families import LanguageModelLoss
@@ -79,8 +79,7 @@ class SyntheticWorkload(Workload):
 
     def __init__(self, request: PipelineRequest) -> None:
         self._stages = request.stages
-        self._forward_s = request.forward_ms / 1000
-        self._backward_s = request.backward_ms / 1000
+        self._waits = request.waits
         self.loss = nn.functional.mse_loss
         self.activation_shape = (request.batch, _SYNTHETIC_WIDTH)
         values = torch.randn((_BATCHES, *self.activation_shape), generator=_generator())
@@ -89,42 +88,33 @@ class SyntheticWorkload(Workload):
     def parts(self, count: int) -> list[nn.Module]:
         """Return layers whose waits add up to the same whole for every number of parts."""
         set_seed(SEED)
-        share = self._stages / count
-        return [TimedWait(self._forward_s * share, self._backward_s * share) for _ in range(count)]
+        waits = Waits(*(seconds * self._stages / count for seconds in self._waits))
+        return [TimedWait(waits) for _ in range(count)]
 
 
 class TimedWait(nn.Module):
-    """A linear layer whose forward and backward passes take a given time, most of it asleep.
+    """A linear layer that sleeps in its passes.
+
+    Hooks on the two gradients sleep, so that a split backward pass sleeps in the same parts.
 
     Args:
-        forward_s: Seconds from the call to its return.
-        backward_s: Seconds from the output's gradient to the input's.
+        waits: How long.
     """
 
-    def __init__(self, forward_s: float, backward_s: float) -> None:
+    def __init__(self, waits: Waits) -> None:
         super().__init__()
         self.linear = nn.Linear(_SYNTHETIC_WIDTH, _SYNTHETIC_WIDTH)
-        self.forward_s = forward_s
-        self.backward_s = backward_s
-        self._backward_end = 0.0
-        self.linear.register_full_backward_pre_hook(self._begin_backward)
-        self.linear.register_full_backward_hook(self._end_backward)
+        self.waits = waits
+        self.linear.weight.register_hook(lambda _: sleep(waits.weight_s))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (batch, 64) to (batch, 64)."""
-        end = time.perf_counter() + self.forward_s
-        if not inputs.requires_grad:
-            # Without a gradient to the first stage's input its backward pass would not wait.
-            inputs = inputs.detach().requires_grad_()
-        output: Tensor = self.linear(inputs)
-        _sleep_until(end)
+        # The first stage's input needs no gradient, and sleeps for it as others do.
+        own = inputs.view_as(inputs) if inputs.requires_grad else inputs.detach().requires_grad_()
+        own.register_hook(lambda _: sleep(self.waits.input_s))
+        output: Tensor = self.linear(own)
+        sleep(self.waits.forward_s)
         return output
-
-    def _begin_backward(self, *_: Any) -> None:
-        self._backward_end = time.perf_counter() + self.backward_s
-
-    def _end_backward(self, *_: Any) -> None:
-        _sleep_until(self._backward_end)
 
 
 def build_workload(request: PipelineRequest) -> Workload:
@@ -132,10 +122,10 @@ def build_workload(request: PipelineRequest) -> Workload:
     return SyntheticWorkload(request) if request.synthetic else GPTWorkload(request)
 
 
-def _sleep_until(end: float) -> None:
-    asleep = end - time.perf_counter() - _TIMER_SLACK_S
-    if asleep > 0:
-        time.sleep(asleep)
+def sleep(seconds: float) -> None:
+    """Sleep; the last moment is spent awake, to end in time."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(seconds - _TIMER_SLACK_S, 0))
     while time.perf_counter() < end:
         pass
 

@@ -44,6 +44,7 @@ def test_rows_are_ordered_and_compared_at_equal_micro_batches():
     two = by_key[OURS, 2]
     assert (two["ratio"], two["ideal"], two["bound_fraction"]) == (1.5, 1.5, None)
     assert by_key[STOCK, 2]["ideal"] == 1.0
+    assert ours["gradient_clipping"] == 0.0
     assert "utilisation" not in ours
 
 
@@ -73,7 +74,7 @@ def test_waiting_is_that_of_the_busiest_rank():
 
 def test_utilisation_is_the_nominal_work_over_the_measured_time():
     request = PipelineRequest(stages=4, micro_batches=(4,), systems=(STOCK, OURS), synthetic=True)
-    samples = {(STOCK, 4): rounds(0.16), (OURS, 4): rounds(0.1)}
+    samples = {(STOCK, 4): rounds(0.24), (OURS, 4): rounds(0.15)}
     stock, ours = build_rows(request, samples)
     assert stock["utilisation"] == pytest.approx(0.5)
     assert stock["ideal_utilisation"] == pytest.approx(4 / 7)

@@ -7,11 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from wavemare.bench.pipeline import workload
-from wavemare.bench.pipeline.request import PipelineRequest
+from wavemare.bench.pipeline.request import PipelineRequest, Waits
 from wavemare.bench.pipeline.workload import GPTWorkload, SyntheticWorkload, TimedWait
 from wavemare.bench.ranks import build_gpt
+from wavemare.engine.pipe.split_backward import SplitBackward
 
 SMALL = PipelineRequest(layers=4, hidden=16, heads=2, vocabulary=11, sequence=6, batch=3)
 
@@ -53,37 +55,78 @@ def test_batches_differ_and_are_the_same_for_all(gpt):
     assert all(torch.equal(a[0], b[0]) for a, b in zip(gpt.batches, again.batches, strict=True))
 
 
-def test_a_wait_is_a_linear_layer_to_autograd():
+@pytest.fixture
+def slept(monkeypatch):
+    """Note the waits instead of sleeping."""
+    log = []
+    monkeypatch.setattr(workload, "sleep", log.append)
+    return log
+
+
+def whole(wait, inputs, outputs):
+    outputs.sum().backward()
+    yield
+    yield
+
+
+def ours(wait, inputs, outputs):
+    with (splitter := SplitBackward(wait)).step():
+        outputs = wait(inputs)
+        splitter.backward_input(0, [outputs.sum()], [None])
+        yield
+        splitter.backward_weight(0)
+        yield
+
+
+def of_torch(wait, inputs, outputs):
+    _, groups = stage_backward_input([outputs.sum()], None, [inputs], wait.parameters())
+    yield
+    stage_backward_weight(wait.parameters(), groups)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("backward", "in_input", "in_weight"),
+    [(whole, [3.0, 2.0], []), (ours, [1.0, 2.0], [3.0]), (of_torch, [2.0], [3.0])],
+)
+def test_a_wait_is_a_linear_layer_that_sleeps_in_each_pass(slept, backward, in_input, in_weight):
     torch.manual_seed(0)
-    wait = TimedWait(1e-3, 1e-3)
+    wait = TimedWait(Waits(1.0, 2.0, 3.0))
     plain = nn.Linear(64, 64)
     plain.load_state_dict(wait.linear.state_dict())
-    first = torch.randn(2, 64)
-    inputs = [first.clone().requires_grad_(), first.clone().requires_grad_()]
-    outputs = [wait(inputs[0]), plain(inputs[1])]
-    for output in outputs:
-        output.square().sum().backward()
-    torch.testing.assert_close(*outputs)
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    inputs = torch.randn(2, 64, requires_grad=True)
+    twin = inputs.detach().clone().requires_grad_()
+    expected = plain(twin)
+    expected.sum().backward()
+    outputs = wait(inputs)
+    torch.testing.assert_close(outputs, expected)
+    assert slept == [1.0]
+    slept.clear()
+    passes = backward(wait, inputs, outputs)
+    next(passes)
+    assert slept == in_input
+    slept.clear()
+    next(passes)
+    assert slept == in_weight
+    torch.testing.assert_close(inputs.grad, twin.grad)
     torch.testing.assert_close(wait.linear.weight.grad, plain.weight.grad)
 
 
-@pytest.mark.parametrize("needs_gradient", [True, False])
-def test_waits_last_as_long_as_asked(needs_gradient):
-    wait = TimedWait(0.01, 0.02)
+def test_the_first_stage_sleeps_for_its_input_too(slept):
+    TimedWait(Waits(1.0, 2.0, 3.0))(torch.randn(2, 64)).sum().backward()
+    assert sorted(slept) == [1.0, 2.0, 3.0]
+
+
+def test_a_sleep_lasts_as_long_as_asked():
     started = time.perf_counter()
-    output = wait(torch.randn(2, 64, requires_grad=needs_gradient))
-    between = time.perf_counter()
-    output.sum().backward()
-    # They last longer on a busy machine, and never shorter.
-    assert between - started >= 0.01
-    assert time.perf_counter() - between >= 0.02
+    workload.sleep(0.01)
+    # It lasts longer on a busy machine, and never shorter.
+    assert time.perf_counter() - started >= 0.01
 
 
 def test_waits_add_up_to_the_same_whole():
     request = PipelineRequest(stages=4, synthetic=True, forward_ms=6.0, backward_ms=10.0)
     synthetic = SyntheticWorkload(request)
     for count in (4, 8):
-        parts = synthetic.parts(count)
-        assert sum(part.forward_s for part in parts) == pytest.approx(4 * 0.006)
-        assert sum(part.backward_s for part in parts) == pytest.approx(4 * 0.010)
+        waits = torch.tensor([part.waits for part in synthetic.parts(count)])
+        assert waits.sum(0).tolist() == pytest.approx([4 * 0.006, 4 * 0.005, 4 * 0.005])
