@@ -82,7 +82,8 @@ def test_pipelines_have_rows_and_timelines(bench, tmp_path, systems):
     assert len(result["stage_s"]) == 2
     rows = by(result, "system", "micro_batches")
     left_out = {(row["system"], row["micro_batches"]) for row in result["skipped"]}
-    too_few = {"deepspeed-dualpipev", "torch-1f1b"}.intersection(systems)
+    interleaved = {"torch-interleaved", "wavemare-interleaved"}
+    too_few = {"deepspeed-dualpipev", "torch-1f1b", *interleaved}.intersection(systems)
     assert left_out == {(name, 1) for name in too_few}
     assert rows.keys() | left_out == {(name, count) for name in systems for count in (1, 4)}
     for (name, count), row in rows.items():
