@@ -45,7 +45,7 @@ def weights_of(runner):
 def waits_of(name, workload):
     """Return how often a rank sleeps how long in a step, without sleeping."""
     runner = BUILDERS[name](workload, Place(rank, stages, 4))
-    with mock.patch.object(workloads, "sleep") as sleep:
+    with mock.patch.object(workloads, "sleep", return_value=None) as sleep:
         for _ in range(2):  # torch's first step finds out the shapes
             sleep.reset_mock()
             runner.step()
