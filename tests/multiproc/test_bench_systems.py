@@ -22,7 +22,7 @@ def test_synchronous_systems_train_what_one_process_trains(launch_once, counts):
             assert entry["ordered"], key
         for name, slept in waits.items():
             parts = SYSTEMS[name].parts_per_stage
-            assert slept == {ms / parts: 4 * parts for ms in (10.0, 12.0, 8.0)}, name
+            assert slept == {str(ms / parts): 4 * parts for ms in (10.0, 12.0, 8.0)}, name
         stock = result["deepspeed-1f1b 4"]["actions"]
         sends, receives = [("SA", "RG"), ("SG", "RA")][rank]
         expected = {"L": 12, "F": 12, "B": 12, "R": 3, "S": 3, sends: 12, receives: 12}
