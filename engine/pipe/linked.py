@@ -201,7 +201,8 @@ class FlushingEngine(LinkedEngine):
 
     def _run(self, action: Action | Pair, handlers: Handlers) -> None:
         # Data may end, and others be given, while the step's first micro-batch is read.
-        self._is_under_way |= isinstance(action, Pair) or action.kind is not Kind.LOAD
+        if not self._is_under_way:  # attributes of a module are slow to set
+            self._is_under_way = isinstance(action, Pair) or action.kind is not Kind.LOAD
         super()._run(action, handlers)
 
     def _do_load(self, action: Action) -> None:

@@ -161,18 +161,19 @@ class PlanEngine(FlushingEngine):
 
     def _run(self, action: Action | Pair, handlers: Handlers) -> None:
         assert isinstance(action, Action)
-        if action.kind not in OF_A_STEP:
-            self._stage = action.stage
-            if self._is_chunked:
-                self.module.activate(action.stage)
+        self._set_stage(None if action.kind in OF_A_STEP else action.stage)
         measures = self._events is not None and torch.is_grad_enabled()
         start_s = _now() if measures else 0.0
-        try:
-            super()._run(action, handlers)
-        finally:
-            self._stage = None
+        super()._run(action, handlers)
         if measures and self._events is not None:
             self._events.append(Event(action, start_s, _now()))
+
+    def _set_stage(self, stage: int | None) -> None:
+        if stage == self._stage:  # attributes of a module are slow to set
+            return
+        self._stage = stage
+        if stage is not None and self._is_chunked:
+            self.module.activate(stage)
 
     # --- steps and evaluations -------------------------------------------------------------------
 
@@ -234,8 +235,11 @@ class PlanEngine(FlushingEngine):
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         splits = torch.is_grad_enabled() and self.plan.is_split
-        with self.splitter.step() if splits else nullcontext():
-            super()._exec_schedule(pipe_schedule)
+        try:
+            with self.splitter.step() if splits else nullcontext():
+                super()._exec_schedule(pipe_schedule)
+        finally:
+            self._set_stage(None)
 
     # --- the actions -----------------------------------------------------------------------------
 
