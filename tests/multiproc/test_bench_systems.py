@@ -22,7 +22,10 @@ def test_synchronous_systems_train_what_one_process_trains(launch_once, counts):
             assert entry["ordered"], key
         for name, slept in waits.items():
             parts = SYSTEMS[name].parts_per_stage
-            assert slept == {str(ms / parts): 4 * parts for ms in (10.0, 12.0, 8.0)}, name
+            forwards = slept.pop(str(10.0 / parts))
+            # A drain drops forward passes that are ahead.
+            assert forwards == 4 * parts or (SYSTEMS[name].steady and forwards > 4), name
+            assert slept == {str(12.0 / parts): 4 * parts, str(8.0 / parts): 4 * parts}, name
         stock = result["deepspeed-1f1b 4"]["actions"]
         sends, receives = [("SA", "RG"), ("SG", "RA")][rank]
         expected = {"L": 12, "F": 12, "B": 12, "R": 3, "S": 3, sends: 12, receives: 12}
