@@ -3,8 +3,8 @@
 
 ``make reference`` replaces the text between ``<!-- generated: KIND of NAME -->`` and
 ``<!-- end -->``; the rest of the pages is written by hand. ``keys of`` a section, or of
-``wavemare`` for the list of sections; ``calls of``, ``duels of``, ``steps of`` result files that
-match NAME. A test compares the pages with what this file would write.
+``wavemare`` for the list of sections; ``calls of``, ``duels of``, ``schedules of``, ``steps of``
+result files that match NAME. A test compares the pages with what this file would write.
 """
 
 import inspect
@@ -19,7 +19,11 @@ from pydantic import BaseModel
 from wavemare.engine.config.resolve import WavemareConfig
 
 RESULTS = Path(__file__).with_name("results")
-PAGES = (Path(__file__).with_name("configuration.md"), RESULTS / "sparse.md")
+PAGES = (
+    Path(__file__).with_name("configuration.md"),
+    RESULTS / "sparse.md",
+    RESULTS / "pipeline.md",
+)
 SECTIONS = {name: field.annotation for name, field in WavemareConfig.model_fields.items()}
 _MARKED = re.compile(
     r"^(<!-- generated: (\w+) of (\S+) -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL
@@ -34,7 +38,7 @@ _BOUNDS = {
 
 def page(text: str) -> str:
     """Return the page with its tables written anew."""
-    kinds = {"keys": table, "calls": calls, "duels": duels, "steps": steps}
+    kinds = {"keys": table, "calls": calls, "duels": duels, "schedules": schedules, "steps": steps}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -63,6 +67,22 @@ def calls(pattern: str) -> str:
         sent = f" ({row['bytes_up'] / 2**20:.1f} MiB)" if row.get("bytes_up") else ""
         cases[case] = None
         found.setdefault(f"`{row['system']}`", {})[case] = f"{row['ratio']:.2f}{sent}"
+    rows = [[name, *(cells.get(case, "") for case in cases)] for name, cells in found.items()]
+    return _markdown([["system", *cases], ["---"] + ["---:"] * len(cases), *rows])
+
+
+def schedules(pattern: str) -> str:
+    """Return a row for each system of ``wavemare bench pipeline``, a column for each case."""
+    cases: dict[str, None] = {}
+    found: dict[str, dict[str, str]] = {}
+    for result in _results(pattern):
+        waits = result["waits_s"]
+        passes = "GPT" if waits is None else f"{1e3 * waits['forward_s']:g} ms"
+        for row in result["rows"]:
+            case = f"P={row['stages']}, M={row['micro_batches']}, {passes}"
+            cases[case] = None
+            ideal = f" ({row['ideal']:.2f})" if row["ideal"] else ""
+            found.setdefault(f"`{row['system']}`", {})[case] = f"{row['ratio']:.2f}{ideal}"
     rows = [[name, *(cells.get(case, "") for case in cases)] for name, cells in found.items()]
     return _markdown([["system", *cases], ["---"] + ["---:"] * len(cases), *rows])
 
