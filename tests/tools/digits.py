@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What pipelines learn with PipeMare's own optimizer, SGD with momentum: images of digits.
 
-A residual network of 20 layers is cut into stages and trained version by version, with one
-micro-batch per step. Each method's learning rate is tuned on one fold. Results join those in the
-file; what is there is not repeated. Many runs train side by side in one model: its weights have a
-dimension for them.
+A residual network is cut into stages and trained version by version, with one micro-batch per step.
+The runs of a seed, one for each learning rate and fold, train side by side in one model, whose
+weights have a dimension for them. Results join those in the file.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import json
 from collections.abc import Iterator
 from datetime import date
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,43 +28,27 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 from wavemare.pipeline.staleness.replay import Replay
 
-FOLDS, SEEDS, TUNING_SEEDS = 5, 5, 2
-LAYERS, WIDTH, PIXELS, CLASSES = 20, 32, 64, 10
-BATCH, EPOCHS, DECAY_EPOCH = 32, 20, 14
-RATES = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
-T1, T3 = {"anneal": 5}, {"warmup": 3}  # epochs
-T2, COPIES = {"correction": "ema"}, {"correction": "exact"}
-METHODS: dict[str, dict[str, Any]] = {
-    "naive": {},
-    "T1": T1,
-    "T1 + T2": T1 | T2,
-    "T1 + copies": T1 | COPIES,
-    "T1 + T2 + T3": T1 | T2 | T3,
-    "T1 + copies + T3": T1 | COPIES | T3,
-}
-# Delays of the stages, in steps: ours, and those of the paper's machine.
-PIPELINES = {
-    "P=20": range(19, -1, -1),
-    "P=8": range(7, -1, -1),
-    "P=20, paper's delays": range(39, 0, -2),
-}
-
-Run = tuple[float, int, int]
-"""Learning rate, seed, held-out fold."""
+FOLDS = 5
+LAYERS, WIDTH = 20, 32
+BATCH, DECAY, ANNEAL, WARMUP = 32, 2 / 3, 4 / 15, 2 / 15  # parts of the training but for BATCH
+RATES = (0.0005, 0.002, 0.005, 0.01, 0.03, 0.1)
+METHODS = ("naive", "T1", "T1 + T2", "T1 + copies", "T1 + T2 + T3", "T1 + copies + T3")
+PIPELINES = {"P=8": range(7, -1, -1), "P=20": range(19, -1, -1)}  # delays of the stages, in steps
+RUNS = list(product(RATES, range(FOLDS)))
 
 
 class Layer(nn.Module):
     """A linear layer of each run; a hidden one adds its rectified outputs to its inputs."""
 
-    def __init__(self, place: int, seeds: list[int]) -> None:
+    def __init__(self, place: int, seed: int) -> None:
         super().__init__()
         self.first, self.last = place == 0, place == LAYERS - 1
-        fan_in, fan_out = PIXELS if self.first else WIDTH, CLASSES if self.last else WIDTH
+        fan_in, fan_out = 64 if self.first else WIDTH, 10 if self.last else WIDTH
         deviation = ((1 if self.first or self.last else 2) / fan_in) ** 0.5
-        generators = [torch.Generator().manual_seed(LAYERS * seed + place) for seed in seeds]
-        drawn = [torch.randn(fan_in, fan_out, generator=g) * deviation for g in generators]
-        self.weight = nn.Parameter(torch.stack(drawn))
-        self.bias = nn.Parameter(torch.zeros(len(drawn), 1, fan_out))
+        generator = torch.Generator().manual_seed(LAYERS * seed + place)
+        drawn = torch.randn(fan_in, fan_out, generator=generator) * deviation
+        self.weight = nn.Parameter(drawn.repeat(len(RUNS), 1, 1))
+        self.bias = nn.Parameter(torch.zeros(len(RUNS), 1, fan_out))
 
     def forward(self, x: Tensor) -> Tensor:
         seen = x if self.first else F.layer_norm(x, (WIDTH,))
@@ -80,31 +63,36 @@ class Data:
         images, labels = load_digits(return_X_y=True)
         self.images, self.labels = torch.tensor(images).float() / 8 - 1, torch.tensor(labels)
         folds = StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(images, labels)
-        self.trained, self.held_out = zip(*[map(torch.tensor, fold) for fold in folds], strict=True)
-        self.steps = min(map(len, self.trained)) // BATCH  # of an epoch
+        trained, held_out = zip(*[map(torch.tensor, fold) for fold in folds], strict=True)
+        self.trained, self.held_out = trained, torch.zeros(FOLDS, len(labels), dtype=torch.bool)
+        for fold, chosen in enumerate(held_out):
+            self.held_out[fold, chosen] = True
+        self.steps = min(map(len, trained)) // BATCH  # of an epoch
 
-    def batches(self, runs: list[Run]) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, seed: int, epochs: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the training's batches, of all runs together."""
-        own = [(self.trained[fold], torch.Generator().manual_seed(seed)) for _, seed, fold in runs]
-        for _ in range(EPOCHS):
-            orders = [trained[torch.randperm(len(trained), generator=g)] for trained, g in own]
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(epochs):
+            orders = [t[torch.randperm(len(t), generator=generator)] for t in self.trained]
             for first in range(0, self.steps * BATCH, BATCH):
-                chosen = torch.stack([order[first : first + BATCH] for order in orders])
+                chosen = torch.stack([orders[fold][first : first + BATCH] for _, fold in RUNS])
                 yield self.images[chosen], self.labels[chosen]
 
-    def accuracies(self, model: nn.Module, runs: list[Run]) -> list[float]:
-        """Return the accuracy of each run on its held-out fold."""
-        right = model(self.images.expand(len(runs), -1, -1)).argmax(2) == self.labels
-        tests = [r[self.held_out[fold]] for r, (*_, fold) in zip(right, runs, strict=True)]
-        return [round(float(test.float().mean()), 5) for test in tests]
+    def accuracies(self, model: nn.Module) -> list[list[float]]:
+        """Return the accuracies on the held-out folds, a list for each learning rate."""
+        right = model(self.images.expand(len(RUNS), -1, -1)).argmax(2) == self.labels
+        right = right.view(len(RATES), FOLDS, -1) & self.held_out
+        accuracies = right.sum(2).double() / self.held_out.sum(1)
+        return accuracies.mul(1e5).round().div(1e5).tolist()
 
 
-def train(data: Data, pipeline: str, method: str, runs: list[Run]) -> list[float]:
-    """Return the accuracies of runs of one method."""
-    layers = [Layer(place, [seed for _, seed, _ in runs]) for place in range(LAYERS)]
-    settings, delays = METHODS.get(method, {}), list(PIPELINES.get(pipeline, [0]))
+def train(data: Data, epochs: int, seed: int, pipeline: str, method: str) -> list[list[float]]:
+    """Return the accuracies of a method's runs with a seed, a list for each learning rate."""
+    steps = epochs * data.steps
+    layers = [Layer(place, seed) for place in range(LAYERS)]
+    delays = list(PIPELINES.get(pipeline, [0]))
     cuts = [round(LAYERS * stage / len(delays)) for stage in range(len(delays) + 1)]
-    rates = torch.tensor([rate for rate, *_ in runs])
+    rates = torch.tensor([rate for rate, _ in RUNS])
 
     def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
         # SGD is linear in the gradient: a run's rate can be a factor of its loss.
@@ -116,53 +104,45 @@ def train(data: Data, pipeline: str, method: str, runs: list[Run]) -> list[float
         loss_of,
         partial(SGD, lr=1.0, momentum=0.9),
         micro_batches=1,
-        correction=settings.get("correction", "off"),
-        anneal_steps=settings.get("anneal", 0) * data.steps or None,
-        make_scheduler=partial(MultiStepLR, milestones=[DECAY_EPOCH * data.steps]),
-        warmup_steps=settings.get("warmup", 0) * data.steps,
+        correction="ema" if "T2" in method else "exact" if "copies" in method else "off",
+        anneal_steps=round(ANNEAL * steps) if "T1" in method else None,
+        make_scheduler=partial(MultiStepLR, milestones=[round(DECAY * steps)]),
+        warmup_steps=round(WARMUP * steps) if "T3" in method else 0,
         delays=delays,
     )
-    for batch in data.batches(runs):
+    for batch in data.batches(seed, epochs):
         replay.step([batch])
     with torch.no_grad():
-        return data.accuracies(nn.Sequential(*layers), runs)
+        return data.accuracies(nn.Sequential(*layers))
 
 
-def measure(data: Data, pipeline: str, method: str, synchronous: float) -> dict[str, Any]:
-    """Tune a method on fold 0; return its accuracies at its best rate and the synchronous one."""
-    found = train(data, pipeline, method, [(r, s, 0) for r in RATES for s in range(TUNING_SEEDS)])
-    tuning = [fmean(found[i : i + TUNING_SEEDS]) for i in range(0, len(found), TUNING_SEEDS)]
-    best = RATES[tuning.index(max(tuning))]
-    places = [(seed, fold) for seed in range(SEEDS) for fold in range(FOLDS)]
-    results = {
-        str(rate): train(data, pipeline, method, [(rate, *place) for place in places])
-        for rate in sorted({best, synchronous or best})
-    }
-    names = {"pipeline": pipeline, "method": method, "date": str(date.today()), "best_rate": best}
-    tuned = dict(zip(map(str, RATES), tuning, strict=True))
-    return {**names, "tuning": tuned, "accuracies": results}
+def print_row(record: dict[str, Any]) -> None:
+    """Print the folds' mean accuracies: at the rate that is best on the first fold, and at all."""
+    rates, found = record["rates"], record["accuracies"]
+    means = [f"{fmean(row):.2%}" for row in found]
+    best = max(range(len(rates)), key=lambda i: found[i][0])
+    print("|", record["method"], "|", rates[best], "|", " | ".join([means[best], *means]), "|")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--pipelines", nargs="+", default=PIPELINES, choices=PIPELINES)
     parser.add_argument("--json", type=Path, required=True)
-    file = parser.parse_args().json
+    options = parser.parse_args()
     report = {"machine": "2 x86-64 cores, 24 GiB, no GPU", "records": []}
-    report["command"] = f"python tests/tools/digits.py --json {file}"
-    report = json.loads(file.read_text()) if file.exists() else report
-    records, data = report["records"], Data()
-    cases = [("any", "synchronous"), *((p, m) for p in PIPELINES for m in METHODS)]
-    for case in cases[len(records) :]:
-        records.append(measure(data, *case, records[0]["best_rate"] if records else 0.0))
-        file.write_text(json.dumps(report, indent=1) + "\n")
-    expected = fmean(records[0]["accuracies"][str(records[0]["best_rate"])])
-    for record in records:
-        cells = [record["pipeline"], record["method"]]
-        for rate in (record["best_rate"], records[0]["best_rate"]):
-            found = record["accuracies"][str(rate)]
-            gap, lost = 100 * (fmean(found) - expected), sum(a < 0.2 for a in found)
-            cells += [str(rate), f"{100 * fmean(found):.2f} %", f"{gap:+.2f}", str(lost)]
-        print("|", " | ".join(cells), "|")
+    if options.json.exists():
+        report = json.loads(options.json.read_text())
+    cases = [("any", "synchronous"), *product(options.pipelines, METHODS)]
+    for seed, (pipeline, method) in product(range(options.seeds), cases):
+        case = {"epochs": options.epochs, "seed": seed, "pipeline": pipeline, "method": method}
+        if not any(case.items() <= record.items() for record in report["records"]):
+            results = {"rates": RATES, "accuracies": train(Data(), **case)}
+            report["records"].append({**case, "date": str(date.today()), **results})
+            options.json.write_text(json.dumps(report) + "\n")
+    for record in report["records"]:
+        print_row(record)
 
 
 if __name__ == "__main__":
