@@ -310,9 +310,9 @@ def _wait(processes, timeout):
 @pytest.fixture(autouse=True)
 def no_leaked_environment():
     """A test must leave the environment as it was."""
-    # Set by torch and DeepSpeed when they are imported.
+    # Set by torch, DeepSpeed and scikit-learn when they are imported.
     ignored = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
-    ignored.add("KMP_DUPLICATE_LIB_OK")  # by scikit-learn, which transformers imports
+    ignored |= {"KMP_DUPLICATE_LIB_OK"}
     before = {k: v for k, v in os.environ.items() if k not in ignored}
     yield
     after = {k: v for k, v in os.environ.items() if k not in ignored}

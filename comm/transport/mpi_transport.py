@@ -19,8 +19,7 @@ _TAG = 7
 _PROBE_TAG = 8
 _SPINS = 20
 """Polls without a pause: a short message arrives before a sleeping thread wakes up. More of them
-take Python's lock from the backward pass: 200 made a step
-4 ms longer, timed by hand."""
+take Python's lock from the backward pass: 200 made a step 4 ms longer, timed by hand."""
 _SHARE, _LEAST_S, _MOST_S = 1 / 32, 100e-6, 500e-6
 """Then a pause between two polls: a share of the wait so far, within limits. A library that waits
 by itself keeps a core busy, which the backward pass and other ranks need; over the slowest of
