@@ -138,8 +138,8 @@ class _Batches(PlanInterpreter):
             batch = self.module.split_batch(batch)
         if batch is not None and not self.dynamic_shape:
             self._check_shapes(batch[0])
-        # DeepSpeed's own copies would let a GPU's host wait for the passes that are queued.
-        return to_device(batch, self.device)
+        # Here once: DeepSpeed's own copies let a GPU's host wait for the passes that are queued.
+        return to_device(batch, self.device, detach=True)
 
     def _check_shapes(self, inputs: Any) -> None:
         # DeepSpeed sends the next stage a shape only once, and cuts or hangs on another one.

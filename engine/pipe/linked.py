@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.schedule import PipeSchedule
 from torch import Tensor
 
 from wavemare.engine.pipe.engine import Handlers, PipelineEngine, StepSchedule
-from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
+from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
 from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.stage_passes import StagePasses
 from wavemare.errors import CommError, ModelError
@@ -39,12 +39,12 @@ class LinkedEngine(PipelineEngine):
         # By stage and number.
         self._micro_batches: dict[tuple[int, int], MicroBatch] = {}
 
-    def _on_device(self, inputs: Any) -> Tensor | tuple[Tensor, ...]:
+    def _first_inputs(self, inputs: Any) -> Tensor | tuple[Tensor, ...]:
         """Return the first layer's inputs as leaves."""
-        tensors = [t.detach().to(self.device) for t in as_tuple(inputs)]
+        tensors = as_tuple(inputs)
         if self._reentrant_activation_checkpointing():
-            tensors = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
-        return tensors[0] if isinstance(inputs, Tensor) else tuple(tensors)
+            tensors = tuple(t.clone().requires_grad_(t.is_floating_point()) for t in tensors)
+        return tensors[0] if isinstance(inputs, Tensor) else tensors
 
     def _do_recv_activation(self, action: Action) -> None:
         _, inputs = self._link.receive_activation()
@@ -208,10 +208,9 @@ class FlushingEngine(LinkedEngine):
     def _do_load(self, action: Action) -> None:
         batch = self._next_batch()
         if self.is_first_stage():
-            self._micro_batches[action.place] = MicroBatch(inputs=self._on_device(batch[0]))
+            self._micro_batches[action.place] = MicroBatch(inputs=self._first_inputs(batch[0]))
         if self.is_last_stage():
-            labels = to_device(batch[1], self.device, detach=True)
-            self._micro_batches[action.place].labels = labels
+            self._micro_batches[action.place].labels = batch[1]
 
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
         if self._stage_watch is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from wavemare.engine.observe.recorder import Telemetry
 from wavemare.engine.pipe.engine import Handlers, StepSchedule
 from wavemare.engine.pipe.linked import LinkedEngine
-from wavemare.engine.pipe.micro_batch import Feed, MicroBatch, to_device
+from wavemare.engine.pipe.micro_batch import Feed, MicroBatch
 from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.stage_optimizer import StageNorms, StageOptimizer
 from wavemare.engine.pipe.stage_passes import StagePasses
@@ -218,7 +218,7 @@ class PipeMareEngine(LinkedEngine):
                 self._micro_batches[action.place] = MicroBatch(ended=True)
                 return
             source, batch = found
-            inputs = self._on_device(batch[0])
+            inputs = self._first_inputs(batch[0])
             self._micro_batches[action.place] = MicroBatch(
                 inputs=inputs, source=source, batch=batch
             )
@@ -226,7 +226,7 @@ class PipeMareEngine(LinkedEngine):
         if self.is_last_stage() and not micro_batch.ended:
             if not self.is_first_stage():
                 batch = self._feed.next_labels(micro_batch.source)
-            micro_batch.labels = to_device(batch[1], self.device, detach=True)
+            micro_batch.labels = batch[1]
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         self.data_iterator = iterator

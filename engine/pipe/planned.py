@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.schedule import PipeSchedule
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.engine import Handlers, StepSchedule
 from wavemare.engine.pipe.linked import FlushingEngine
-from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple, to_device
+from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
 from wavemare.engine.pipe.p2p import PlanLink
 from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.errors import ConfigError, PlanError
@@ -254,9 +254,9 @@ class PlanEngine(FlushingEngine):
     def _do_load(self, action: Action) -> None:
         batch = self._next_batch()
         if action.stage == 0:
-            self._micro_batches[action.place] = MicroBatch(inputs=self._on_device(batch[0]))
+            self._micro_batches[action.place] = MicroBatch(inputs=self._first_inputs(batch[0]))
         if self._homes[-1] == self.stage_id:
-            self._labels[action.micro_batch] = to_device(batch[1], self.device, detach=True)
+            self._labels[action.micro_batch] = batch[1]
 
     def _do_recv_activation(self, action: Action) -> None:
         inputs = self._link.receive_activation(action)
