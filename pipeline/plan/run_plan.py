@@ -2,9 +2,8 @@
 """The optimizer steps that a pipeline engine runs, taken from plans that `check` has proved.
 
 A run is a sequence of optimizer steps. It begins with an empty pipeline and drains it at the end,
-or never. The middle steps of a long run are alike, and so are the middle micro-batches of a long
-step of 1F1B and PipeMare. Their checked plan has one of each; the engine repeats it. Other
-schedules are checked with all micro-batches.
+or never. The middle steps of a long run are alike: the checked plan has one of them, and the
+engine repeats it.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from wavemare.pipeline.plan.schedules import (
     pipemare,
 )
 
-_REPEATED = ("1f1b", "pipemare")
-"""Schedules whose middle micro-batches are alike."""
 _CHUNKS = 2
 
 
@@ -120,7 +117,7 @@ class RunPlan:
         """
         num_steps, index = self._place(number, left)
         actions = _step_of(self, stage, num_steps, index)
-        return _shifted(actions, first - index * self._size, version - index)
+        return _shifted(actions, first - index * self.micro_batches, version - index)
 
     def unreceived(self, stage: int, left: int | None) -> int:
         """Return how many activations are in flight to this stage when a step ends.
@@ -139,7 +136,7 @@ class RunPlan:
 
     @property
     def whole(self) -> Plan:
-        """The plan of a run of one step, proved; repeated schedules may have fewer micro-batches.
+        """The plan of a run of one step, proved.
 
         Raises:
             PlanError: A number is out of range, or the plan is wrong.
@@ -151,19 +148,9 @@ class RunPlan:
         return self.schedule == "pipemare"
 
     @cached_property
-    def _size(self) -> int:
-        """Micro-batches per step of the checked plan: the one in the middle is repeated.
-
-        It is large enough that the middle micro-batch is in steady state on every stage.
-        """
-        if self.schedule not in _REPEATED:
-            return self.micro_batches
-        return min(self.micro_batches, 2 * ahead(0, self.num_stages, self.slack) + 3)
-
-    @cached_property
     def _delay(self) -> int:
         """The first stage's maximum staleness in optimizer steps."""
-        return -(-ahead(0, self.num_stages, self.slack) // self._size)
+        return -(-ahead(0, self.num_stages, self.slack) // self.micro_batches)
 
     @cached_property
     def _longest(self) -> int:
@@ -184,10 +171,10 @@ class RunPlan:
             options: dict[str, Any] = {"chunks": self.chunks} if self.chunks else {}
             if self.schedule == "auto":
                 options = {"costs": self.costs, "memory_limit": self.memory_limit}
-            return make(self.num_stages, self._size, num_steps, **options)
+            return make(self.num_stages, self.micro_batches, num_steps, **options)
         return pipemare(
             self.num_stages,
-            self._size,
+            self.micro_batches,
             num_steps,
             norms=self.norms,
             correct=self.correct,
@@ -205,17 +192,10 @@ def _checked(run: RunPlan, num_steps: int) -> Plan:
 
 @lru_cache(maxsize=64)
 def _step_of(run: RunPlan, stage: int, num_steps: int, index: int) -> Sequence[Action]:
-    """Return a stage's actions of one step of a checked plan, with all micro-batches."""
-    plan = _checked(run, num_steps)
-    actions = plan.ranks[stage]
+    """Return a stage's actions of one step of a checked plan."""
+    actions = _checked(run, num_steps).ranks[stage]
     ends = [0, *(n + 1 for n, action in enumerate(actions) if action.kind is Kind.STEP)]
-    middle = index * plan.micro_batches + ahead(0, run.num_stages, run.slack)
-    return repeat_micro_batch(
-        actions[ends[index] : ends[index + 1]],
-        stage,
-        middle,
-        run.micro_batches - plan.micro_batches,
-    )
+    return actions[ends[index] : ends[index + 1]]
 
 
 def repeat_micro_batch(

@@ -30,7 +30,7 @@ def _without_bubble(stages: int, micro_batches: int) -> float:
     return (micro_batches + stages - 1) / micro_batches
 
 
-def _by_plan(schedule: Schedule) -> Callable[[int, int], float]:
+def _by_plan(schedule: Schedule, limit: float = 1.0) -> Callable[[int, int], float]:
     """Return the ideal of a schedule whose passes F, I and W take equally long."""
 
     def ideal(stages: int, micro_batches: int) -> float:
@@ -38,7 +38,7 @@ def _by_plan(schedule: Schedule) -> Callable[[int, int], float]:
         from wavemare.pipeline.clock.simulate import Costs, simulate
         from wavemare.pipeline.plan.run_plan import RunPlan
 
-        plan = RunPlan(stages, micro_batches, schedule).whole
+        plan = RunPlan(stages, micro_batches, schedule, memory_limit=limit).whole
         each = stages / plan.num_stages
         timeline = simulate(plan, Costs(forward_s=each, backward_s=2 * each, weight_s=each))
         return 3 * (micro_batches + stages - 1) / timeline.makespan_s
@@ -94,6 +94,9 @@ SYSTEMS: Mapping[str, System] = {
     "wavemare-zb-h1": System(ideal=_by_plan("zb-h1")),
     "wavemare-zbv": System(ideal=_by_plan("zbv"), parts_per_stage=2),
     "wavemare-auto-v": System(ideal=_by_plan("auto"), parts_per_stage=2),
+    "wavemare-auto-v-0.63x": System(
+        ideal=_by_plan("auto", 0.63), parts_per_stage=2, on_request=True
+    ),
     "wavemare-pipemare": System(ideal=_without_bubble, steady=True),
     "wavemare-pipemare-slack": System(ideal=_without_bubble, steady=True),
     "wavemare-pipemare-auto": System(ideal=_without_bubble, steady=True),

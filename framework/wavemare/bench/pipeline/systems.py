@@ -178,6 +178,7 @@ BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
     "wavemare-zb-h1": partial(_build_wavemare, schedule="zb-h1"),
     "wavemare-zbv": partial(_build_wavemare, schedule="zbv"),
     "wavemare-auto-v": partial(_build_wavemare, schedule="auto"),
+    "wavemare-auto-v-0.63x": partial(_build_wavemare, schedule="auto", memory_limit="0.63x"),
     "wavemare-pipemare": partial(_build_wavemare, schedule="pipemare"),
     "wavemare-pipemare-slack": partial(_build_wavemare, schedule="pipemare", pipemare={"slack": 1}),
     "wavemare-pipemare-auto": partial(
