@@ -8,7 +8,7 @@ No other module reads these attributes of the optimizers. Tested with the versio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -49,9 +49,10 @@ class OptimizerAdapter:
     Attributes:
         steps_one_stage: Whether one stage of a pipeline can step without the others.
         accumulates_in_fp32: Whether backward passes add to fp32 gradients of the optimizer.
+        partitions_gradients: Whether a rank keeps the gradients of a partition alone.
     """
 
-    accumulates_in_fp32 = False
+    accumulates_in_fp32 = partitions_gradients = False
     _can_detach_stage = False
 
     def __init__(self, engine: EngineContext) -> None:
@@ -118,6 +119,15 @@ class OptimizerAdapter:
         """
         return own
 
+    def clip_by(self, norm: Callable[[], Tensor]) -> None:
+        """Make the optimizer's steps take this norm of all gradients in place of DeepSpeed's.
+
+        Without a wrapper it is the engine that clips; see ``clip_fp32_gradients``.
+
+        Args:
+            norm: Returns a scalar, fp32; all ranks call it in each step.
+        """
+
     def _parameters(self) -> Iterator[Any]:
         return (p for p in self._engine.module.parameters() if p.requires_grad)
 
@@ -125,7 +135,7 @@ class OptimizerAdapter:
 class ZeroAdapter(OptimizerAdapter):
     """DeepSpeed's optimizer of ZeRO 1 and 2: each rank keeps the gradients of its partition."""
 
-    _can_detach_stage = True
+    _can_detach_stage = partitions_gradients = True
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's shares of the reduced gradients."""
@@ -169,6 +179,11 @@ class ZeroAdapter(OptimizerAdapter):
     def norm_squared(self, group: Any, rank: int) -> float:
         """Return the squared norm of one stage's gradients."""
         return float(self._optimizer.scaled_global_norm()) ** 2
+
+    def clip_by(self, norm: Callable[[], Tensor]) -> None:
+        """Make the optimizer's steps take this norm; offloaded gradients keep DeepSpeed's."""
+        if not self._optimizer.cpu_offload:
+            self._optimizer.scaled_global_norm = norm
 
     # --- where reduced gradients go ---------------------------------------------------------------
 
@@ -289,6 +304,16 @@ class _Bf16Adapter(OptimizerAdapter):
     def clipped_norm(self, own: float, group: Any) -> float:
         """Return the norm that the optimizer's step compares with its ``clip_grad``."""
         return own if group is None else self._counted_norm()
+
+    def clip_by(self, norm: Callable[[], Tensor]) -> None:
+        """Make the optimizer's steps take this norm of all gradients in place of DeepSpeed's."""
+        all_of_rank = self._optimizer.get_grads_for_norm
+
+        def grads_for_norm(for_clipping: bool = False) -> Any:
+            return all_of_rank(for_clipping=True) if for_clipping else ([norm()], {})
+
+        self._optimizer.get_grads_for_norm = grads_for_norm
+        self._optimizer.mpu = None  # else a step would add the norm up over ranks
 
     def _counted_norm(self) -> float:
         gradients, _ = self._optimizer.get_grads_for_norm()

@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.schedule import PipeSchedule
 
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.engine import Handlers, StepSchedule
+from wavemare.engine.pipe.grad_norm import LayerwiseNorm
 from wavemare.engine.pipe.linked import FlushingEngine
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
 from wavemare.engine.pipe.p2p import PlanLink
@@ -102,6 +103,7 @@ class PlanEngine(FlushingEngine):
         self._steps_to_measure = (1 + _MEASURED_STEPS) * measures
         self.splitter = SplitBackward(self.module)
         self._check_plan(self.plan)
+        self._norm = LayerwiseNorm(self) if self.plan.has_norms else None
         self._link = PlanLink(self.grid, self.device, self._homes, dynamic=self.dynamic_shape)
 
     @property
@@ -324,7 +326,14 @@ class PlanEngine(FlushingEngine):
         self._link.send_grad(action, self._micro_batches.pop(action.place).input_grads())
 
     def _do_norm(self, action: Action) -> None:
-        """Leave the norm to DeepSpeed's optimizer step, which sums it over the ranks."""
+        """Leave the norm to the optimizer step, which asks for it."""
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip as DeepSpeed's method of that name, by the norm of the plan if it has one."""
+        if self._norm is None:
+            super().clip_fp32_gradients()
+        else:
+            self._norm.clip(self.gradient_clipping())
 
 
 def _now() -> float:

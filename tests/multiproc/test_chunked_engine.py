@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several stages per rank train to the bits of 1F1B, where each weight is used once."""
 
+from itertools import product
+
 import pytest
 
 CASES = [
     "gpt2-quiet-untied/fp32",
-    "gpt2-quiet-untied/zero-unclipped",
-    "gpt2-quiet-untied/bf16-unclipped",
-    "gpt2-quiet-untied/checkpoints-unclipped",
-    "gpt2-quiet/fp32",
+    "gpt2-quiet-untied/sgd-zero",
+    "gpt2-quiet-untied/sgd-bf16",
+    "gpt2-quiet-untied/sgd-checkpoints",
+    "gpt2-quiet/sgd-zero",
 ]
+REPLICAS = ["gpt2-quiet-untied/sgd-zero"]
 HOMES = {"interleaved": [0, 1, 0, 1], "zbv": [0, 1, 1, 0], "auto": [0, 1, 1, 0]}
-EQUAL = ("losses", "evaluation", "more", "weights", "loss")
+EQUAL = ("losses", "norms", "evaluation", "more", "weights", "loss")
 FILES = {"zbv.csv": [0, 1, 1, 0], "zb-h1.csv": [0, 1], "by-hand.txt": [0, 1, 0]}
 REFUSED = {
     "circle.txt": "wait for each other",
@@ -27,11 +30,12 @@ pytestmark = pytest.mark.world_size(2)
 
 
 @pytest.mark.parametrize("case", CASES[:-1])
-def test_several_stages_per_rank_train_to_the_bits_of_1f1b(launch_once, case):
+def test_all_placements_train_to_the_same_bits_also_when_clipped(launch_once, case):
     first, second = (results[case] for results in launch_once("chunked_engine.py", *CASES))
-    expected = first["1f1b"]
+    reference = "zb-h1" if "sgd" in case else "1f1b"  # 1F1B clips by DeepSpeed's norm
+    expected = first[reference]
     assert len(expected["weights"]) > 20
-    logits = second["1f1b"]["logits"]
+    logits = second[reference]["logits"]
     for schedule, homes in HOMES.items():
         found, other = first[schedule], second[schedule]
         assert found["homes"] == other["homes"] == homes
@@ -40,15 +44,27 @@ def test_several_stages_per_rank_train_to_the_bits_of_1f1b(launch_once, case):
         assert (found if homes[-1] == 0 else other)["logits"] == logits != 0.0
 
 
-def test_a_v_has_one_copy_of_a_tied_embedding(launch_once):
-    first, second = (
-        results["gpt2-quiet/fp32"] for results in launch_once("chunked_engine.py", *CASES)
-    )
+@pytest.mark.world_size(4)
+def test_partitions_that_cut_layers_clip_to_the_same_bits(launch_once):
+    first = launch_once("chunked_engine.py", *REPLICAS, ranks=4)[0][REPLICAS[0]]
+    assert first["zb-h1"]["norms"] == pytest.approx(first["1f1b"]["norms"], rel=1e-6)
+    for schedule, name in product(HOMES, EQUAL):
+        assert first[schedule][name] == first["zb-h1"][name], (schedule, name)
+
+
+def test_clipped_weights_are_those_of_accumulation_in_one_process(launch_once):
+    first = launch_once("chunked_engine.py", *CASES)[0]
+    assert first["accumulated"] == first["gpt2-quiet-untied/sgd-checkpoints"]["zb-h1"]["weights"]
+
+
+def test_a_v_has_one_copy_of_a_tied_embedding_and_two_count_once_when_clipped(launch_once):
+    first, second = (results[CASES[-1]] for results in launch_once("chunked_engine.py", *CASES))
     embedding = 50 * 32
     sizes = {s: first[s]["parameters"] + second[s]["parameters"] for s in first}
     assert sizes["1f1b"] == sizes["interleaved"] == sizes["zbv"] + embedding
     for schedule in HOMES:
-        assert first[schedule]["losses"] == pytest.approx(first["1f1b"]["losses"], abs=1e-5)
+        for name in ("losses", "norms"):
+            assert first[schedule][name] == pytest.approx(first["1f1b"][name], rel=1e-5), schedule
 
 
 def test_a_model_that_is_cut_for_another_schedule_is_refused(launch_once):

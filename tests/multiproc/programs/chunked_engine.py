@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with several stages on each of two ranks, beside 1F1B.
 
-Usage: chunked_engine.py FOLDER CASE...; each rank leaves the results by case and schedule; of the
-first case with files of plans, too, and with a limit.
+Usage: chunked_engine.py FOLDER CASE...; each rank leaves the results by case and schedule. On two
+ranks of the first case with files of plans, too, and with a limit.
 """
 
 import contextlib
 import sys
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +25,7 @@ from wavemare.pipeline.plan.chunked import zb_h1, zbv
 from wavemare.pipeline.plan.files import to_csv
 from wavemare.pipeline.plan.plan import COMPUTE
 
-SCHEDULES = ["interleaved", "zbv", "auto"]
+SCHEDULES = ["zb-h1", "interleaved", "zbv", "auto"]
 UNLIKE = Costs(
     forward_s=(8.0, 1.0, 1.0, 1.0), backward_s=(8.0, 2.0, 2.0, 2.0), weight_s=(4.0, 1.0, 1.0, 1.0)
 )
@@ -49,7 +50,10 @@ BROKEN = {
 
 def weights(engine):
     """Return the sum of the bits of each weight of the model, on rank 0."""
-    state = pipeline_state_dict(engine) or {}
+    return bits(pipeline_state_dict(engine) or {})
+
+
+def bits(state):
     return {
         name: int(tensor.contiguous().view(torch.uint8).long().cumsum(-1).sum())
         for name, tensor in state.items()
@@ -58,11 +62,15 @@ def weights(engine):
 
 def train(engine):
     torch.manual_seed(0)
-    data = batches(0)
-    losses = [float(engine.train_batch(data)) for _ in range(3)]
+    data = batches(engine.data_rank)
+    losses, norms = [], []
+    for _ in range(3):
+        losses.append(float(engine.train_batch(data)))
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
     evaluation, logits = engine.eval_batch(batches(9), return_logits=True, num_micro_batches=3)
     found = {
         "losses": losses,
+        "norms": norms,
         "evaluation": float(evaluation),
         "logits": 0.0 if logits is None else float(logits.double().sum()),
         "more": [float(engine.train_batch(data)) for _ in range(2)],
@@ -135,20 +143,35 @@ def refused():
     return refusal(lambda: wavemare.initialize(model=model, config=config))
 
 
+def accumulated():
+    """Train as `gpt2-quiet-untied/sgd-checkpoints` in one process, by plain PyTorch."""
+    model, data = MODELS["gpt2-quiet-untied"](), batches(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    for _ in range(5):
+        for batch in islice(data, 4):
+            (model(**batch).loss / 4).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
+        torch._foreach_mul_(gradients, 0.1 / (norm + 1e-6))
+        optimizer.step()
+        optimizer.zero_grad()
+    return bits(model.state_dict())
+
+
+def more(folder, case):
+    """Return what is told of one case alone."""
+    with contextlib.chdir(folder):
+        own = Path(f"plans-{torch.distributed.get_rank()}")
+        own.mkdir()
+        with contextlib.chdir(own):
+            files = dict(of_files(case))
+    found = {"files": files, "limited": limited(case), "resumed": resumed(f"{folder}/checkpoint")}
+    return found | {"refused": refused(), "accumulated": accumulated()}
+
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     results = {}
     for case in sys.argv[2:]:
-        found = {"1f1b": train(start(case))}
-        for schedule in SCHEDULES:
-            found[schedule] = train(start(case, schedule))
-        results[case] = found
-    with contextlib.chdir(sys.argv[1]):
-        own = Path(f"plans-{torch.distributed.get_rank()}")
-        own.mkdir()
-        with contextlib.chdir(own):
-            results["files"] = dict(of_files(sys.argv[2]))
-    results["limited"] = limited(sys.argv[2])
-    results["resumed"] = resumed(str(Path(sys.argv[1], "checkpoint")))
-    results["refused"] = refused()
-    leave(results)
+        results[case] = {name: train(start(case, name)) for name in ["1f1b", *SCHEDULES]}
+    leave(results | (more(*sys.argv[1:3]) if torch.distributed.get_world_size() == 2 else {}))
