@@ -43,8 +43,9 @@ class PlanEngine(FlushingEngine):
     """Runs each optimizer step by a plan: split backward passes, and several stages on a rank.
 
     Losses, gradients and weights equal those of `PipelineEngine` bit for bit, where a weight is
-    used once; with several stages per rank only without dropout, which draws other numbers. Stages
-    on one rank hand each other tensors without a message.
+    used once; with several stages per rank only without dropout, which draws other numbers. A plan
+    with norms clips by a `LayerwiseNorm`, to the same bits wherever layers are. Stages on one rank
+    hand each other tensors without a message.
 
     The schedule ``auto`` measures steps 2 to 4 of each run, and from then on takes the plan for
     these times. Meanwhile the host waits for the accelerator after each action.

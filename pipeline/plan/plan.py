@@ -62,7 +62,7 @@ class Kind(StrEnum):
     """Average the stage's gradients over its data-parallel ranks."""
 
     NORM = "N"
-    """Sum of the ranks' squared gradient norms: an all-reduce over the pipeline, in place of the
+    """Sum of all layers' squared gradient norms: an all-reduce over the pipeline, in place of the
     messages below."""
 
     SEND_NORM = "SN"
