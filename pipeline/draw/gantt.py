@@ -72,8 +72,6 @@ def figure(
     timelines: Timeline | Sequence[Timeline],
     *,
     width: int = 1200,
-    start_s: float = 0.0,
-    end_s: float | None = None,
     title: str = "",
 ) -> Figure:
     """Draw timelines below each other on one time axis, with a legend of the colours used.
@@ -81,22 +79,20 @@ def figure(
     Args:
         timelines: One timeline, or several to compare.
         width: Width in pixels; the height follows from the number of ranks.
-        start_s: Left end of the time axis, in seconds.
-        end_s: Right end; the end of the last event if omitted.
         title: Text above all timelines.
 
     Raises:
-        PlanError: No event lies between the two ends.
+        PlanError: There is no event, or none ends.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     timelines = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     ends = [event.end_s for t in timelines for events in t.ranks for event in events]
-    end_s = max(ends, default=0.0) if end_s is None else end_s
-    if not start_s < end_s < math.inf:
-        reason = f"nothing happens between {start_s:g} s and {end_s:g} s"
-        raise PlanError("end_s", end_s, reason, "Give a later end, or a timeline with events")
+    end_s = max(ends, default=0.0)
+    if not 0 < end_s < math.inf:
+        reason = f"nothing happens between 0 s and {end_s:g} s"
+        raise PlanError("end_s", end_s, reason, "Give a timeline with events")
     rows = [lanes(timeline) for timeline in timelines]
     num_lanes = [max(len(lane), 1) for lane in rows]
     lane_px = min(max(_LANES_PX / sum(num_lanes), _LANE_PX[0]), _LANE_PX[1])
@@ -104,17 +100,16 @@ def figure(
     size = width / _DPI, height / _DPI
     chart = Figure(size, dpi=_DPI, layout="constrained")
     panels = chart.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=num_lanes)
-    seconds, unit = next((u for u in _UNITS if end_s - start_s >= 10 * u[0]), _UNITS[-1])
+    seconds, unit = next((u for u in _UNITS if end_s >= 10 * u[0]), _UNITS[-1])
     for axes, timeline, lane in zip(panels[:, 0], timelines, rows, strict=True):
-        axes.set_xlim(start_s / seconds, end_s / seconds)
+        axes.set_xlim(0, end_s / seconds)
         _style(axes, [name for name, _ in lane], last=axes is panels[-1, 0])
         axes.set_title(timeline.title, loc="left", fontsize=12)
         busy = 100 * (1 - bubble(timeline))
         axes.set_title(f"busy {busy:.0f} % of the time", loc="right", fontsize=9, color="#59636e")
-        px_per_s = (width - 110) / (end_s - start_s)
+        px_per_s = (width - 110) / end_s
         for row, (_, spans) in enumerate(lane):
-            shown = [s for s in spans if s.start_s <= end_s and s.end_s >= start_s]
-            _draw_lane(axes, row, shown, seconds, px_per_s, lane_px)
+            _draw_lane(axes, row, spans, seconds, px_per_s, lane_px)
     panels[-1, 0].set_xlabel(f"time in {unit}")
     used = {span.kind for lane in rows for _, spans in lane for span in spans}
     keys = [

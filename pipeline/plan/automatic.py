@@ -75,7 +75,7 @@ def automatic(
         raise PlanError("memory_limit", memory_limit, reason, remedy)
     homes, known = vee(num_ranks), [zbv(num_ranks, micro_batches)]
     limit = memory_limit * most
-    passes = search(homes, micro_batches, costs, limit, split=True, known=known)
+    passes = search(homes, micro_batches, costs, limit, known=known)
     return passes_to_plan("auto", homes, passes, micro_batches, num_steps)
 
 
@@ -85,17 +85,15 @@ def search(
     costs: Costs,
     limit: float,
     *,
-    split: bool,
     known: Iterable[Plan] = (),
 ) -> list[list[Action]]:
-    """Return for each rank the passes of the shortest step that is found.
+    """Return for each rank the passes of the shortest step that is found, all backward ones split.
 
     Args:
         homes: For each stage its rank; all ranks have as many.
         micro_batches: Per optimizer step.
         costs: Of the stages.
         limit: Micro-batches whose activations a rank keeps at most.
-        split: Whether backward passes are split.
         known: Plans of the same stages, which are taken if they fit and are shorter.
 
     Raises:
@@ -112,9 +110,8 @@ def search(
             best, best_s = ranks, step_s
     slots = int(limit * chunks + _TOLERANCE)
     levels = slots, slots - 1, slots - 2
-    gaps = _WEIGHT_GAPS if split else _WEIGHT_GAPS[:1]
-    for setting in product(levels, gaps, _PREFERENCES, _ORDERS[: chunks + 1]):
-        schedule = _ListSchedule(homes, micro_batches, costs, setting, split=split)
+    for setting in product(levels, _WEIGHT_GAPS, _PREFERENCES, _ORDERS[: chunks + 1]):
+        schedule = _ListSchedule(homes, micro_batches, costs, setting)
         if schedule.fill(best_s):
             best, best_s = schedule.ranks, max(schedule.clocks)
     if best is None:
@@ -155,13 +152,7 @@ class _ListSchedule:
     """
 
     def __init__(
-        self,
-        homes: Sequence[int],
-        micro_batches: int,
-        costs: Costs,
-        setting: _Setting,
-        *,
-        split: bool,
+        self, homes: Sequence[int], micro_batches: int, costs: Costs, setting: _Setting
     ) -> None:
         self._slots, self._weight_gap, self._prefer, self._order = setting
         self._homes = homes
@@ -169,18 +160,15 @@ class _ListSchedule:
         self._micro_batches = micro_batches
         self._durations = costs.durations(len(homes))
         self._sends = costs.of("send_s", len(homes))
-        self._backward = _I if split else _B
         num_ranks = max(homes) + 1
         self._stages = [[s for s, r in enumerate(homes) if r == rank] for rank in range(num_ranks)]
         self._round = [self._stages[rank].index(stage) for stage, rank in enumerate(homes)]
-        self._kinds = [_F, self._backward, *([_W] if split else [])]
-        self._frees = self._kinds[-1]
-        self._done = {kind: [0] * len(homes) for kind in self._kinds}
+        self._done = {kind: [0] * len(homes) for kind in (_F, _I, _W)}
         self._ends: dict[Action, float] = {}
         self._kept = [0] * num_ranks
-        self._last = [self._backward] * num_ranks
+        self._last = [_I] * num_ranks
         self._left = [
-            micro_batches * sum(self._durations[k][s] for s in stages for k in self._kinds)
+            micro_batches * sum(self._durations[k][s] for s in stages for k in self._done)
             for stages in self._stages
         ]
         self._tolerance = _TOLERANCE * max(self._left) / micro_batches
@@ -190,7 +178,7 @@ class _ListSchedule:
     def fill(self, bound_s: float) -> bool:
         """Schedule all passes; return whether they end before a bound, in seconds."""
         choices = [self._choose(rank) for rank in range(len(self.ranks))]
-        for _ in range(len(self._kinds) * len(self._homes) * self._micro_batches):
+        for _ in range(len(self._done) * len(self._homes) * self._micro_batches):
             ready = [(choice[0], r, choice[1]) for r, choice in enumerate(choices) if choice]
             if not ready:
                 return False  # the limit leaves no way
@@ -211,7 +199,7 @@ class _ListSchedule:
         self.clocks[rank] = self._ends[action] = start + length
         self._left[rank] -= length
         self._done[kind][stage] += 1
-        self._kept[rank] += (kind is _F) - (kind is self._frees)
+        self._kept[rank] += (kind is _F) - (kind is _W)
         if kind is not _W:
             self._last[rank] = kind
         self.ranks[rank].append(action)
@@ -220,9 +208,9 @@ class _ListSchedule:
         """Return a rank's next pass and its start; None if there is none yet."""
         now = self.clocks[rank]
         waiting = list(self._candidates(rank))
-        first = {"forward": _F, "backward": self._backward}.get(self._prefer)
+        first = {"forward": _F, "backward": _I}.get(self._prefer)
         if first is None:
-            first = _F if self._last[rank] is self._backward else self._backward
+            first = _F if self._last[rank] is _I else _I
         if ready := [a for start, a in waiting if start <= now + self._tolerance]:
             return now, min(
                 ready, key=lambda a: (a.kind is not first, self._place(a), a.micro_batch)
@@ -239,12 +227,12 @@ class _ListSchedule:
 
     def _candidates(self, rank: int) -> Iterator[tuple[float, Action]]:
         """Yield a rank's forward and input-gradient passes whose inputs have a known time."""
-        forwards, backwards = self._done[_F], self._done[self._backward]
+        forwards, backwards = self._done[_F], self._done[_I]
         for stage in self._stages[rank]:
             m = backwards[stage]
             if m < forwards[stage] and (stage == self._head or backwards[stage + 1] > m):
-                kind, source = (_F, stage) if stage == self._head else (self._backward, stage + 1)
-                yield self._arrival(rank, Action(kind, source, m)), Action(self._backward, stage, m)
+                kind, source = (_F, stage) if stage == self._head else (_I, stage + 1)
+                yield self._arrival(rank, Action(kind, source, m)), Action(_I, stage, m)
             m = forwards[stage]
             # Each later round keeps a slot, or the earlier ones might fill the memory for good.
             later = len(self._stages[rank]) - 1 - self._round[stage]
@@ -261,9 +249,7 @@ class _ListSchedule:
 
     def _owed(self, rank: int) -> Action | None:
         """Return the oldest gradient of weights that a rank can compute."""
-        if self._frees is not _W:
-            return None
-        inputs, weights = self._done[self._backward], self._done[_W]
+        inputs, weights = self._done[_I], self._done[_W]
         owed = [(weights[s], -s) for s in self._stages[rank] if weights[s] < inputs[s]]
         return Action(_W, -min(owed)[1], min(owed)[0]) if owed else None
 

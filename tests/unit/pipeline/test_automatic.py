@@ -7,7 +7,7 @@ from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.plan.automatic import EQUAL_PASSES, automatic, lower_bound, search
 from wavemare.pipeline.plan.check import Memory, check
-from wavemare.pipeline.plan.chunked import interleaved, loop, passes_to_plan, vee, zb_h1, zbv
+from wavemare.pipeline.plan.chunked import loop, passes_to_plan, vee, zb_h1, zbv
 from wavemare.pipeline.plan.schedules import one_f_one_b
 
 
@@ -72,38 +72,32 @@ def test_latency_and_little_memory():
         automatic(*sizes, memory_limit=0.1)
     # A loop keeps one micro-batch of each of its stages.
     with pytest.raises(PlanError, match=r"memory_limit = 0\.5: .* Raise memory_limit"):
-        search(loop(2, 2), 4, EQUAL_PASSES, 0.5, split=False)
+        search(loop(2, 2), 4, EQUAL_PASSES, 0.5)
 
 
 # The optimum, by exhaustive search, for equal passes with limits P and 2 P - 1, then for
 # F : B : W = 1 : 1.4 : 0.6 with latency 0.1; and how much longer the list schedule takes.
 EXHAUSTIVE = [
-    (loop(2, 1), 4, True, [13.0, 13.0, 14.2, 13.4], [1, 1, 1, 1]),
-    (loop(3, 1), 3, True, [11.0, 11.0, 13.0, 13.0], [1, 1, 1, 1]),
-    (vee(2), 3, True, [9.5, 9.5, 10.0, 9.6], [1, 1, 1.08, 1]),
-    (vee(2), 3, False, [11.0, 10.5, 11.4, 10.7], [1, 1, 1, 1]),
-    (loop(2, 2), 4, False, [13.5, 13.5, 14.3, 13.7], [1.037, 1, 1.26, 1.015]),
+    (loop(2, 1), 4, [13.0, 13.0, 14.2, 13.4], [1, 1, 1, 1]),
+    (loop(3, 1), 3, [11.0, 11.0, 13.0, 13.0], [1, 1, 1, 1]),
+    (vee(2), 3, [9.5, 9.5, 10.0, 9.6], [1, 1, 1.08, 1]),
 ]
 
 
-@pytest.mark.parametrize(("homes", "micro_batches", "split", "optimum", "ratio"), EXHAUSTIVE)
-def test_list_schedules_are_near_the_optimum(homes, micro_batches, split, optimum, ratio):
+@pytest.mark.parametrize(("homes", "micro_batches", "optimum", "ratio"), EXHAUSTIVE)
+def test_list_schedules_are_near_the_optimum(homes, micro_batches, optimum, ratio):
     num_ranks = max(homes) + 1
     chunks = len(homes) // num_ranks
-    known = {
-        loop(num_ranks, 1): [zb_h1(num_ranks, micro_batches)],
-        vee(2): [zbv(2, micro_batches)] if split else [],
-        loop(2, 2): [interleaved(2, 4)],
-    }[homes]
+    known = [(zb_h1 if chunks == 1 else zbv)(num_ranks, micro_batches)]
     for place, times in enumerate([(1, 1, 1), (1, 1.4, 0.6, 0.1)]):
         priced = costs(*times, chunks=chunks)
         for more, limit in enumerate((num_ranks, 2 * num_ranks - 1)):
-            passes = search(homes, micro_batches, priced, limit, split=split, known=known)
+            passes = search(homes, micro_batches, priced, limit, known=known)
             plan = passes_to_plan("best", homes, passes, micro_batches, 1)
             check(plan, Memory.in_micro_batches(plan, limit))
             step_s, best = simulate(plan, priced).makespan_s, optimum[2 * place + more]
             assert round(step_s / best, 2) == round(ratio[2 * place + more], 2)
-            assert lower_bound(homes, micro_batches, priced, split=split) <= best + 0.05
+            assert lower_bound(homes, micro_batches, priced, split=True) <= best + 0.05
 
 
 def test_times_may_differ_by_stage():
