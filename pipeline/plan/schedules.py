@@ -24,6 +24,7 @@ __all__ = [
     "SCHEDULES",
     "SEND_SLOTS",
     "build_plan",
+    "drain_boundary",
     "inference",
     "one_f_one_b",
     "overlapped_one_f_one_b",
@@ -52,6 +53,30 @@ def steps_to_drain(step: int, warmup_steps: int, drain_interval: int) -> int | N
     return drain_interval - step % drain_interval if drain_interval else None
 
 
+def drain_boundary(
+    step: int,
+    first: int,
+    micro_batches: int,
+    *,
+    warmup_steps: int = 0,
+    drain_interval: int = 0,
+    last_step: int | None = None,
+) -> int | None:
+    """Return how many micro-batches of the run may be forwarded before the pipeline is empty again.
+
+    Args:
+        step: The next optimizer step, counted from 0.
+        first: Its first micro-batch.
+        micro_batches: Micro-batches per optimizer step.
+        warmup_steps: See `steps_to_drain`.
+        drain_interval: See `steps_to_drain`.
+        last_step: One behind the last step of the run; None if it has no known end.
+    """
+    left = steps_to_drain(step, warmup_steps, drain_interval)
+    ends = [steps for steps in (left, last_step and last_step - step) if steps is not None]
+    return first + min(ends) * micro_batches if ends else None
+
+
 def _build(
     schedule: str,
     num_stages: int,
@@ -69,9 +94,15 @@ def _build(
     def actions(stage: int) -> Iterable[Action]:
         row = StageSchedule(stage, num_stages, micro_batches, **options)
         for step in range(num_steps):
-            left = num_steps - step
-            drained = steps_to_drain(step, warmup_steps, drain_interval) or left
-            yield from lower(row.step(row.first + min(drained, left) * micro_batches))
+            stop = drain_boundary(
+                step,
+                row.first,
+                micro_batches,
+                warmup_steps=warmup_steps,
+                drain_interval=drain_interval,
+                last_step=num_steps,
+            )
+            yield from lower(row.step(stop))
 
     ranks = tuple(tuple(actions(stage)) for stage in range(num_stages))
     return Plan(schedule, num_stages, micro_batches, num_steps, ranks, send_slots)
