@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -47,7 +47,7 @@ class LinkedEngine(PipelineEngine):
         return tensors[0] if isinstance(inputs, Tensor) else tensors
 
     def _do_recv_activation(self, action: Action) -> None:
-        _, inputs = self._link.receive_activation()
+        _, inputs = self._link.receive_activation(action)
         self._micro_batches[action.place] = MicroBatch(inputs=inputs)
 
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
@@ -93,13 +93,13 @@ class LinkedEngine(PipelineEngine):
 
     def _end_forward(self, action: Action, micro_batch: MicroBatch) -> None:
         if not self.is_last_stage():
-            self._link.expect_grad(action.micro_batch, micro_batch.differentiable_outputs)
+            self._link.expect_grad(action, micro_batch.differentiable_outputs)
 
     def _do_send_activation(self, action: Action) -> None:
-        self._link.send_activation(self._micro_batches[action.place].outputs)
+        self._link.send_activation(action, self._micro_batches[action.place].outputs)
 
     def _do_recv_grad(self, action: Action) -> None:
-        _, grads = self._link.receive_grad(action.micro_batch)
+        _, grads = self._link.receive_grad(action)
         self._micro_batches[action.place].grads = grads
 
     def _do_backward(self, action: Action) -> None:
@@ -150,7 +150,7 @@ class LinkedEngine(PipelineEngine):
         self._end_forward(pair.forward, next_one)
 
     def _do_send_grad(self, action: Action) -> None:
-        self._link.send_grad(self._micro_batches.pop(action.place).input_grads())
+        self._link.send_grad(action, self._micro_batches.pop(action.place).input_grads())
 
     def reset_activation_shape(self) -> None:
         """Forget the shapes of earlier micro-batches; all stages must call it."""
@@ -176,12 +176,14 @@ class FlushingEngine(LinkedEngine):
     _is_under_way = False
     """Whether a step has begun that has not come to the optimizer."""
 
-    def _begin(self, actions: Sequence[Action], *, overlap: bool = False) -> StepSchedule:
-        """Start an optimizer step of these actions."""
-        self.tput_timer.start()
+    def _begin(
+        self, schedule: StepSchedule, receives: Iterable[Action], slots: int
+    ) -> StepSchedule:
+        """Start a schedule; see `PeerLink.begin`."""
         self._micro_batches.clear()
-        self._link.begin(actions)
-        return StepSchedule(actions, overlap=overlap)
+        if not self._is_under_way:  # else `_exec_schedule` refuses
+            self._link.begin(receives, slots)
+        return schedule
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         try:
@@ -242,9 +244,12 @@ class OverlappedPipelineEngine(FlushingEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._passes = StagePasses(self)
-        slots = SEND_SLOTS + OVERLAP_SLACK
-        self._link = PeerLink(self.grid, self.device, slots, dynamic=self.dynamic_shape)
+        self._link = PeerLink(
+            self.grid, self.device, range(self.num_stages), dynamic=self.dynamic_shape
+        )
 
     def _train_schedule(self) -> StepSchedule:
         run = RunPlan.of(self.settings.pipeline, self.num_stages, self.micro_batches, clips=False)
-        return self._begin(run.step(self.stage_id, 0, 1), overlap=True)
+        actions = run.step(self.stage_id, 0, 1)
+        self.tput_timer.start()
+        return self._begin(StepSchedule(actions, overlap=True), actions, SEND_SLOTS + OVERLAP_SLACK)

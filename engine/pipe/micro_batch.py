@@ -71,6 +71,12 @@ def as_tuple(tensors: Any) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
+def as_leaves(tensors: Any) -> Tensors:
+    """Return one tensor, or a tuple of several, without their graph, to be differentiated."""
+    leaves = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in as_tuple(tensors))
+    return leaves[0] if isinstance(tensors, Tensor) else leaves
+
+
 def to_device(batch: Any, device: torch.device, *, detach: bool = False) -> Any:
     """Return a tensor, or nested mappings, tuples and lists of them, on a device.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between neighbouring stages, received ahead and sent without waiting.
+"""Messages between the ranks of a pipeline, received ahead and sent without waiting.
 
 A message is one flat buffer: a header of numbers followed by tensors. The header carries all other
 information between stages (the loss, gradient norms, the end of the data), so that no rank waits
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -23,9 +24,9 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, distributed
 
-from wavemare.engine.pipe.micro_batch import Tensors
+from wavemare.engine.pipe.micro_batch import Tensors, as_leaves, as_tuple
 from wavemare.errors import CommError, ModelError
-from wavemare.pipeline.plan.plan import SENDS, Action, Kind, Plan
+from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind
 
 _ALIGNMENT = 64  # bytes; a view of another type must begin at a multiple of its size
 _NUMBER = 8  # bytes of a float64
@@ -42,8 +43,8 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-_FROM_PREVIOUS = (Kind.RECV_ACTIVATION, Kind.RECV_TOTAL)
-_FROM_NEXT = (Kind.RECV_GRAD, Kind.RECV_NORM)
+Receive = tuple[Kind, int, int]
+"""An action's kind, stage and micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,18 @@ class MessageLayout:
     @classmethod
     def of(cls, numbers: int, tensors: Tensor | Sequence[Tensor]) -> MessageLayout:
         """Describe a header and tensors."""
-        single = isinstance(tensors, Tensor)
-        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        shapes = tuple(tuple(tensor.shape) for tensor in listed)
-        return cls(numbers, shapes, tuple(tensor.dtype for tensor in listed), single)
+        listed = as_tuple(tensors)
+        shapes, dtypes = tuple(t.shape for t in listed), tuple(t.dtype for t in listed)
+        return _layout(numbers, shapes, dtypes, isinstance(tensors, Tensor))
 
     @cached_property
     def offsets(self) -> list[int]:
         """Where each tensor begins, then the message's length; in bytes."""
-        offsets = [_aligned(self.numbers * _NUMBER)]
+        offsets, end = [], self.numbers * _NUMBER
         for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            offsets.append(offsets[-1] + _aligned(torch.Size(shape).numel() * dtype.itemsize))
-        return offsets
+            offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+            end = offsets[-1] + math.prod(shape) * dtype.itemsize
+        return [*offsets, end]
 
     @property
     def size(self) -> int:
@@ -88,8 +89,11 @@ class MessageLayout:
     ) -> Tensor:
         """Return a message, (bytes,) uint8 on ``device``; missing tensors leave their space.
 
-        The host does not wait for numbers that are scalars on the device.
+        A tensor alone is not copied. The host does not wait for numbers that are scalars on the
+        device.
         """
+        if len(self.shapes) == 1 and not self.numbers and tensors[0].device == device:
+            return tensors[0].detach().contiguous().view(-1).view(torch.uint8)
         message = torch.empty(self.size, dtype=torch.uint8, device=device)
         known = [0.0 if isinstance(number, Tensor) else number for number in header]
         numbers = message[: len(known) * _NUMBER].view(torch.float64)
@@ -103,6 +107,8 @@ class MessageLayout:
 
     def header(self, message: Tensor) -> list[float]:
         """Return the numbers of a message."""
+        if not self.numbers:
+            return []
         numbers: list[float] = message[: self.numbers * _NUMBER].view(torch.float64).tolist()
         return numbers
 
@@ -110,7 +116,7 @@ class MessageLayout:
         """Return the tensors of a message, as views of it."""
         views = []
         for start, shape, dtype in zip(self.offsets, self.shapes, self.dtypes, strict=False):
-            length = torch.Size(shape).numel() * dtype.itemsize
+            length = math.prod(shape) * dtype.itemsize
             views.append(message[start : start + length].view(dtype).view(shape))
         return views
 
@@ -144,12 +150,16 @@ class MessageLayout:
         return cls(numbers, tuple(shapes), tuple(dtypes), single)
 
 
+@lru_cache(maxsize=256)
+def _layout(
+    numbers: int, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], single: bool
+) -> MessageLayout:
+    return MessageLayout(numbers, tuple(map(tuple, shapes)), dtypes, single)
+
+
 DESCRIPTION = MessageLayout(256)
 """MessageLayout of the message that describes another message's layout."""
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+_NUMBER_ALONE = MessageLayout(1)
 
 
 _pending: list[deque[tuple[Tensor, Any, bool]]] = []
@@ -202,9 +212,10 @@ class SendQueue:
 class RecvQueue:
     """Receives from one rank, on the CPU with the next receives posted before they are needed.
 
-    On a GPU a receive is posted when it is taken. The host does not wait there, and goes on; but
-    while a posted receive waits for its sender, allocating memory or loading a kernel may wait for
-    it, and two stages for each other.
+    Messages come in the sender's order, and are kept until they are wanted. On a GPU a receive is
+    posted when it is needed. The host does not wait there, and goes on; but while a posted receive
+    waits for its sender, allocating memory or loading a kernel may wait for it, and two stages for
+    each other.
 
     Args:
         rank: The sender's global rank.
@@ -212,7 +223,8 @@ class RecvQueue:
         device: Where messages are put.
 
     Attributes:
-        expected: Receives of the plan that are not posted yet.
+        expected: Receives of the plan that are not posted yet, in the sender's order.
+        arrived: What has come and is not taken yet: its layout, header and message.
     """
 
     def __init__(self, rank: int, group: Any, device: torch.device) -> None:
@@ -220,72 +232,89 @@ class RecvQueue:
         self._group = group
         self._device = device
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._posted: deque[tuple[Tensor, Any]] = deque()
-        self.expected: deque[Action] = deque()
+        self._posted: deque[tuple[Receive | None, MessageLayout, Tensor, Any]] = deque()
+        self.expected: deque[Receive] = deque()
+        self.arrived: dict[Receive, tuple[MessageLayout, list[float], Tensor]] = {}
 
-    @property
-    def posted(self) -> int:
-        """How many receives are posted."""
-        return len(self._posted)
+    def expect(self, receives: Sequence[Receive]) -> None:
+        """Note the next receives; the first may be posted already, in a step that had no data.
 
-    def expect(self, actions: Sequence[Action]) -> None:
-        """Note the next receives of the plan, of which the first may be posted already."""
-        self.expected = deque(actions[self.posted :])
-
-    def may_post(self, slots: int, *, now: bool) -> bool:
-        """Return whether to post the next expected receive; ``now``: it is about to be taken."""
-        limit = slots if self._beside is None else int(now)
-        return bool(self.expected) and self.posted < limit
+        Raises:
+            CommError: Others are posted: that step was another plan's.
+        """
+        posted = [receive for receive, *_ in self._posted]
+        if posted != list(receives[: len(posted)]):
+            raise CommError(
+                "receive",
+                ", ".join(str(Action(*receive)) for receive in posted if receive),
+                "it waits since a step that found no data, and other messages come now",
+                "Train with as many micro-batches as before, or start all processes again",
+            )
+        self.expected = deque(receives[len(posted) :])
 
     def post_expected(
-        self, size_of: Callable[[Action], int | None], slots: int, *, now: bool = False
-    ) -> None:
-        """Post the next expected receives, up to ``slots`` or the first of unknown size."""
-        while self.may_post(slots, now=now):
-            size = size_of(self.expected[0])
-            if size is None:
-                return
-            self.post(size)
-            self.expected.popleft()
+        self, layout_of: Callable[[Receive], MessageLayout | None], slots: int, *, now: bool = False
+    ) -> bool:
+        """Post the next expected receives, up to ``slots`` or the first of unknown layout.
 
-    def post(self, size: int) -> None:
-        """Post the receive of a further message of ``size`` bytes."""
-        message = torch.empty(size, dtype=torch.uint8, device=self._device)
+        Args:
+            layout_of: Of a receive, if it is known.
+            slots: Receives that may be posted.
+            now: Whether the host is about to wait for the first of them.
+
+        Returns:
+            Whether one is posted.
+        """
+        limit = slots if self._beside is None else int(now)
+        while self.expected and len(self._posted) < limit:
+            layout = layout_of(self.expected[0])
+            if layout is None:
+                break
+            self.post(self.expected.popleft(), layout)
+        return bool(self._posted)
+
+    def post(self, receive: Receive | None, layout: MessageLayout) -> None:
+        """Post a receive; None stands for one that no plan has."""
+        message = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
         work = distributed.irecv(message, self._rank, group=self._group)
-        self._posted.append((message, work))
+        self._posted.append((receive, layout, message, work))
 
-    def take(self, layout: MessageLayout) -> tuple[list[float], Tensor]:
-        """Wait for the message whose receive was posted first; return its header and all of it.
+    def wait(self) -> list[float]:
+        """Wait for the message whose receive was posted first; return its header.
 
         Where it has a header, a GPU's host waits for the message, but for no pass queued before.
         """
-        message, work = self._posted.popleft()
-        if self._beside is None or not layout.numbers:
+        receive, layout, message, work = self._posted.popleft()
+        if layout.numbers and self._beside is not None:
+            with torch.cuda.stream(self._beside):
+                work.wait()
+                header = layout.header(message)
             work.wait()
-            return layout.header(message), message
-        with torch.cuda.stream(self._beside):
+        else:
             work.wait()
             header = layout.header(message)
-        work.wait()
-        return header, message
+        if receive is not None:
+            self.arrived[receive] = layout, header, message
+        return header
 
 
 class PeerLink:
-    """The messages of one stage with its neighbours, in the order of its plan.
+    """The messages of one rank by its plan, in which it may have several stages.
 
-    All ranks make theirs together. Each direction between two stages has its own group, and so its
-    own communicator: in one NCCL communicator a receive posted ahead would hold up later sends.
-    NCCL splits its communicator by all ranks, so every rank makes every group. Over gloo a rank
-    outside of a group does not touch the store for it (1,024 ranks, 16 stages: 1,920 groups in
-    0.05 s).
+    All ranks make theirs together. There is one channel for each ordered pair of ranks whose stages
+    are neighbours, with a group, and so a communicator, of its own: in one NCCL communicator a
+    receive posted ahead would hold up later sends. NCCL splits its communicator by all ranks, so
+    every rank makes every group. Over gloo a rank outside of a group does not touch the store for
+    it (1,024 ranks, 16 stages: 1,920 groups in 0.05 s).
 
-    A message before the first activation describes its layout. With ``dynamic`` one comes before
-    each activation, which then cannot be received ahead.
+    Messages are received in the sender's order, and taken in the receiver's, which may differ. The
+    first activation of each stage comes behind a description of its layout; with ``dynamic`` each
+    one does, and cannot be received ahead.
 
     Args:
         grid: DeepSpeed's grid of the pipeline.
-        device: The stage's device. Messages over gloo, which takes nothing else, are on the CPU.
-        slots: Messages that may be pending in one direction.
+        device: The rank's device. Messages over gloo, which takes nothing else, are on the CPU.
+        homes: For each stage its rank in the pipeline.
         activation_numbers: Length of an activation's header.
         grad_numbers: Length of a gradient's header.
         dynamic: Whether micro-batches differ in shape.
@@ -295,177 +324,24 @@ class PeerLink:
         self,
         grid: Any,
         device: torch.device,
-        slots: int,
+        homes: Sequence[int],
         *,
         activation_numbers: int = 0,
         grad_numbers: int = 0,
         dynamic: bool = False,
     ) -> None:
-        self._stage_device = device
-        self._device = torch.device("cpu") if distributed.get_backend() == "gloo" else device
-        self._slots = slots
-        self._activation_numbers = activation_numbers
-        self._grad_numbers = grad_numbers
-        self._number = MessageLayout(1)
-        self._dynamic = dynamic
-        self._sent: MessageLayout | None = None
-        self._received: MessageLayout | None = None
-        self._grads: dict[int, MessageLayout] = {}
-        self._beyond = 0
-        # The first stage has no previous one and the last no next one; their plans know it.
-        self._from_previous = self._from_next = RecvQueue(-1, None, self._device)
-        self._to_previous = self._to_next = SendQueue(-1, None, slots)
-        me = dist.get_rank()
-        for before, after in (pair for ranks in grid.pipe_groups for pair in pairwise(ranks)):
-            down, up = dist.new_group([before, after]), dist.new_group([before, after])
-            if me == before:
-                self._to_next = SendQueue(after, down, slots)
-                self._from_next = RecvQueue(after, up, self._device)
-            elif me == after:
-                self._from_previous = RecvQueue(before, down, self._device)
-                self._to_previous = SendQueue(before, up, slots)
-
-    def begin(self, actions: Sequence[Action], beyond: int = 0) -> None:
-        """Note the receives of a step, and post the first of them.
-
-        Args:
-            actions: The stage's step.
-            beyond: Activations that are still in flight to this stage when the step ends.
-        """
-        expected = [action for action in actions if action.kind in _FROM_PREVIOUS]
-        expected += [Action(Kind.RECV_ACTIVATION, 0, 0)] * beyond
-        # Some are posted: of activations in flight, or where a step failed at its first load.
-        self._from_previous.expect(expected)
-        self._from_next.expect([action for action in actions if action.kind in _FROM_NEXT])
-        self._beyond = beyond
-        self._post()
-
-    def discard(self) -> None:
-        """Receive and drop the activations beyond the last step, and send all that is pending."""
-        for _ in range(self._beyond):
-            self.receive_activation()
-        self._beyond = 0
-        self._grads.clear()
-        self.flush()
-
-    def flush(self) -> None:
-        """Wait until all messages are sent."""
-        self._to_next.flush()
-        self._to_previous.flush()
-
-    def reset_shapes(self) -> None:
-        """Describe the next activation's layout again; nothing may be pending."""
-        self._sent = self._received = None
-
-    def _post(self, now: RecvQueue | None = None) -> None:
-        before, after = self._from_previous, self._from_next
-        before.post_expected(self._size_from_previous, self._slots, now=now is before)
-        after.post_expected(self._size_from_next, self._slots, now=now is after)
-
-    def _size_from_previous(self, action: Action) -> int | None:
-        layout = self._number if action.kind is Kind.RECV_TOTAL else self._received
-        return layout.size if layout is not None else None
-
-    def _size_from_next(self, action: Action) -> int | None:
-        if action.kind is Kind.RECV_NORM:
-            return self._number.size
-        layout = self._grads.get(action.micro_batch)
-        return layout.size if layout is not None else None
-
-    def send_activation(self, outputs: Tensors, header: Sequence[float | Tensor] = ()) -> None:
-        """Send a micro-batch's outputs to the next stage; an empty tuple when the data ended."""
-        tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        layout = self._sent
-        if tensors or layout is None:
-            layout = MessageLayout.of(self._activation_numbers, outputs)
-        if self._dynamic or self._sent is None:
-            self._to_next.send(DESCRIPTION.pack(layout.describe(), [], self._device))
-        if tensors and not self._dynamic:
-            if self._sent is not None and self._sent != layout:
-                raise _other_shapes(layout, self._sent)
-            self._sent = layout
-        self._to_next.send(layout.pack(header, tensors, self._device))
-
-    def receive_activation(self) -> tuple[list[float], Tensors]:
-        """Return the next activation's header and its tensors, which are leaves."""
-        queue, layout = self._from_previous, self._received
-        if layout is None:
-            queue.post(DESCRIPTION.size)
-            description, _ = queue.take(DESCRIPTION)
-            layout = MessageLayout.described(description, self._activation_numbers)
-            queue.post(layout.size)
-            queue.expected.popleft()
-        header, message = self._take(queue, layout)
-        if layout.shapes and not self._dynamic:
-            self._received = layout
-            self._post()
-        return header, _leaves(layout, message, self._stage_device)
-
-    def expect_grad(self, micro_batch: int, outputs: Iterable[Tensor]) -> None:
-        """Note that a micro-batch's gradients will have the shapes of these outputs."""
-        self._grads[micro_batch] = MessageLayout.of(self._grad_numbers, tuple(outputs))
-        self._post()
-
-    def send_grad(self, grads: Sequence[Tensor], header: Sequence[float | Tensor] = ()) -> None:
-        """Send the gradients of a micro-batch's inputs to the previous stage."""
-        layout = MessageLayout.of(self._grad_numbers, tuple(grads))
-        self._to_previous.send(layout.pack(header, grads, self._device))
-
-    def receive_grad(self, micro_batch: int) -> tuple[list[float], list[Tensor]]:
-        """Return the header and the gradients of a micro-batch's outputs."""
-        layout = self._grads[micro_batch]
-        header, message = self._take(self._from_next, layout)
-        del self._grads[micro_batch]
-        return header, [tensor.to(self._stage_device) for tensor in layout.tensors(message)]
-
-    def send_number(self, kind: Kind, number: float) -> None:
-        """Send a norm: `SEND_NORM` to the previous stage, `SEND_TOTAL` to the next."""
-        queue = self._to_next if kind is Kind.SEND_TOTAL else self._to_previous
-        queue.send(self._number.pack([number], [], self._device))
-
-    def receive_number(self, kind: Kind) -> float:
-        """Receive a norm: `RECV_NORM` from the next stage, `RECV_TOTAL` from the previous."""
-        queue = self._from_next if kind is Kind.RECV_NORM else self._from_previous
-        return self._take(queue, self._number)[0][0]
-
-    def _take(self, queue: RecvQueue, layout: MessageLayout) -> tuple[list[float], Tensor]:
-        self._post(queue)
-        taken = queue.take(layout)
-        self._post()
-        return taken
-
-
-class PlanLink:
-    """The messages of one rank by a plan, in which it may have several stages.
-
-    All ranks make theirs together. There is one channel for each ordered pair of ranks whose stages
-    are neighbours, with a group of its own (see `PeerLink`). Messages are received in the sender's
-    order, which the plan tells, and taken in the receiver's, which may differ.
-
-    The first activation of each stage comes behind a description of its layout; with ``dynamic``
-    each one does.
-
-    Args:
-        grid: DeepSpeed's grid of the pipeline.
-        device: The rank's device. Messages over gloo, which takes nothing else, are on the CPU.
-        homes: For each stage its rank in the pipeline.
-        dynamic: Whether micro-batches differ in shape.
-    """
-
-    def __init__(
-        self, grid: Any, device: torch.device, homes: Sequence[int], *, dynamic: bool = False
-    ) -> None:
         self._rank_device = device
         self._device = torch.device("cpu") if distributed.get_backend() == "gloo" else device
         self._homes = tuple(homes)
-        self._rank = grid.get_stage_id()
+        self._activation_numbers = activation_numbers
+        self._grad_numbers = grad_numbers
         self._dynamic = dynamic
         self._slots = 1
         self._sent: dict[int, MessageLayout] = {}
         self._received: dict[int, MessageLayout] = {}
         self._grads: dict[tuple[int, int], MessageLayout] = {}
         self._to: dict[int, SendQueue] = {}
-        self._from: dict[int, _Inbox] = {}
+        self._from: dict[int, RecvQueue] = {}
         neighbours = {(a, b) for a, b in pairwise(self._homes) if a != b}
         pairs = sorted(neighbours | {(b, a) for a, b in neighbours})
         me = dist.get_rank()
@@ -475,18 +351,25 @@ class PlanLink:
                 if me == ranks[sender]:
                     self._to[receiver] = SendQueue(ranks[receiver], group, self._slots)
                 elif me == ranks[receiver]:
-                    self._from[sender] = _Inbox(ranks[sender], group, self._device)
+                    self._from[sender] = RecvQueue(ranks[sender], group, self._device)
 
-    def begin(self, plan: Plan) -> None:
-        """Note the messages that a plan of these stages sends to this rank, and their slots."""
-        self._slots = plan.send_slots
-        for queue in self._to.values():
-            queue.slots = plan.send_slots
-        for sender, inbox in self._from.items():
-            sends = (action for action in plan.ranks[sender] if action.kind in SENDS)
-            receives = map(_received_as, sends)
-            inbox.expect([each for each in receives if self._homes[each.stage] == self._rank])
-            inbox.post_next(self._layout_of, self._slots)
+    def begin(self, actions: Iterable[Action], slots: int) -> None:
+        """Note a step's receives, and post the first of them.
+
+        Args:
+            actions: Among others the receives, those of one sender in its order.
+            slots: Messages that may be pending in one direction.
+        """
+        self._slots = slots
+        for sends in self._to.values():
+            sends.slots = slots
+        expected: dict[int, list[Receive]] = {sender: [] for sender in self._from}
+        for action in actions:
+            if action.kind in RECEIVES:
+                expected[self._sender(action)].append(action[:3])
+        for sender, queue in self._from.items():
+            queue.expect(expected[sender])
+            queue.post_expected(self._layout_of, slots)
 
     def flush(self) -> None:
         """Wait until all messages are sent."""
@@ -497,121 +380,94 @@ class PlanLink:
         """Describe the layouts of activations again; nothing may be pending."""
         self._sent, self._received = {}, {}
 
-    def send_activation(self, action: Action, outputs: Tensors) -> None:
-        """Send a micro-batch's outputs to the next stage."""
+    def send_activation(
+        self, action: Action, outputs: Tensors, header: Sequence[float | Tensor] = ()
+    ) -> None:
+        """Send a micro-batch's outputs to the next stage; an empty tuple when the data ended."""
         queue, stage = self._to[self._homes[action.stage + 1]], action.stage
-        layout, known = MessageLayout.of(0, outputs), self._sent.get(stage)
+        tensors = as_tuple(outputs)
+        layout = known = self._sent.get(stage)
+        if tensors or layout is None:
+            layout = MessageLayout.of(self._activation_numbers, outputs)
         if known is None or self._dynamic:
-            queue.send(DESCRIPTION.pack(layout.describe(), [], self._device), extra=True)
+            queue.send(DESCRIPTION.pack(layout.describe(), (), self._device), extra=True)
         elif known != layout:
             raise _other_shapes(layout, known)
-        self._sent[stage] = layout
-        tensors = [outputs] if isinstance(outputs, Tensor) else outputs
-        queue.send(layout.pack([], tensors, self._device))
+        if tensors:
+            self._sent[stage] = layout
+        queue.send(layout.pack(header, tensors, self._device))
 
-    def receive_activation(self, action: Action) -> Tensors:
-        """Return a micro-batch's tensors from the stage before, which are leaves."""
-        layout, message = self._take(action, self._homes[action.stage - 1])
-        return _leaves(layout, message, self._rank_device)
+    def receive_activation(self, action: Action) -> tuple[list[float], Tensors]:
+        """Return an activation's header and its tensors, which are leaves."""
+        layout, header, tensors = self._take(action)
+        return header, as_leaves(tensors[0] if layout.single else tensors)
 
     def expect_grad(self, action: Action, outputs: Iterable[Tensor]) -> None:
-        """Note that the gradients of a micro-batch will have the shapes of these outputs."""
-        self._grads[action.place] = MessageLayout.of(0, tuple(outputs))
-        inbox = self._from[self._homes[action.stage + 1]]
-        inbox.post_next(self._layout_of, self._slots)
+        """Note that a forward pass's gradients will have the shapes of these outputs."""
+        self._grads[action.place] = MessageLayout.of(self._grad_numbers, tuple(outputs))
+        queue = self._from[self._homes[action.stage + 1]]
+        queue.post_expected(self._layout_of, self._slots)
 
-    def send_grad(self, action: Action, grads: Sequence[Tensor]) -> None:
-        """Send the gradients of a micro-batch's inputs to the stage before."""
-        layout = MessageLayout.of(0, tuple(grads))
-        queue = self._to[self._homes[action.stage - 1]]
-        queue.send(layout.pack([], grads, self._device))
-
-    def receive_grad(self, action: Action) -> list[Tensor]:
-        """Return the gradients of a micro-batch's outputs."""
-        layout, message = self._take(action, self._homes[action.stage + 1])
-        del self._grads[action.place]
-        return [tensor.to(self._rank_device) for tensor in layout.tensors(message)]
-
-    def _layout_of(self, receive: Action) -> MessageLayout | None:
-        """Return the layout of a message to come, if it is known."""
-        if receive.kind is Kind.RECV_GRAD:
-            return self._grads.get(receive.place)
-        return None if self._dynamic else self._received.get(receive.stage)
-
-    def _take(self, action: Action, sender: int) -> tuple[MessageLayout, Tensor]:
-        inbox, wanted = self._from[sender], action._replace(version=-1)
-        while wanted not in inbox.arrived:
-            inbox.post_next(self._layout_of, self._slots, now=True)
-            if not inbox.posted:  # the first activation of a stage
-                inbox.post(DESCRIPTION.size)
-                layout = MessageLayout.described(inbox.take(DESCRIPTION)[0], 0)
-                self._received[inbox.expected[0].stage] = layout
-                inbox.post_as(layout)
-            inbox.take_next()
-        inbox.post_next(self._layout_of, self._slots)
-        return inbox.arrived.pop(wanted)
-
-
-class _Inbox(RecvQueue):
-    """Receives from one rank in its order, and keeps what is not wanted yet.
-
-    Attributes:
-        arrived: What has come, by its receive.
-    """
-
-    def __init__(self, rank: int, group: Any, device: torch.device) -> None:
-        super().__init__(rank, group, device)
-        self.arrived: dict[Action, tuple[MessageLayout, Tensor]] = {}
-        self._names: deque[tuple[Action, MessageLayout]] = deque()
-
-    def expect(self, actions: Sequence[Action]) -> None:
-        """As `RecvQueue.expect`; what is posted already must be the plan's first receives.
-
-        Raises:
-            CommError: It is not: a step that read no data was another plan's.
-        """
-        posted = [receive for receive, _ in self._names]
-        if posted != list(actions[: len(posted)]):
-            raise CommError(
-                "receive",
-                ", ".join(map(str, posted)),
-                "it waits since a step that found no data, and other messages come now",
-                "Train with as many micro-batches as before, or start all processes again",
-            )
-        super().expect(actions)
-
-    def post_next(
-        self, layout_of: Callable[[Action], MessageLayout | None], slots: int, *, now: bool = False
+    def send_grad(
+        self, action: Action, grads: Sequence[Tensor], header: Sequence[float | Tensor] = ()
     ) -> None:
-        """Post the next expected receives, up to ``slots`` or the first of unknown layout."""
-        while self.may_post(slots, now=now):
-            layout = layout_of(self.expected[0])
-            if layout is None:
-                return
-            self.post_as(layout)
+        """Send the gradients of a micro-batch's inputs to the stage before."""
+        layout = MessageLayout.of(self._grad_numbers, tuple(grads))
+        queue = self._to[self._homes[action.stage - 1]]
+        queue.send(layout.pack(header, grads, self._device))
 
-    def post_as(self, layout: MessageLayout) -> None:
-        """Post the next expected receive."""
-        self.post(layout.size)
-        self._names.append((self.expected.popleft(), layout))
+    def receive_grad(self, action: Action) -> tuple[list[float], list[Tensor]]:
+        """Return the header and the gradients of a micro-batch's outputs."""
+        _, header, tensors = self._take(action)
+        del self._grads[action.place]
+        return header, tensors
 
-    def take_next(self) -> None:
-        """Wait for the message whose receive was posted first."""
-        receive, layout = self._names.popleft()
-        self.arrived[receive] = layout, self.take(layout)[1]
+    def send_number(self, action: Action, number: float) -> None:
+        """Send a norm: `SEND_NORM` to the stage before, `SEND_TOTAL` to the next."""
+        queue = self._to[self._homes[action.stage + SENDS[action.kind][1]]]
+        queue.send(_NUMBER_ALONE.pack([number], (), self._device))
 
+    def receive_number(self, action: Action) -> float:
+        """Receive a norm."""
+        return self._take(action)[1][0]
 
-def _received_as(send: Action) -> Action:
-    kind, distance = SENDS[send.kind]
-    return send._replace(kind=kind, stage=send.stage + distance, version=-1)
+    def discard(self, receives: Sequence[Action]) -> None:
+        """Receive and drop activations beyond the last step, and send all that is pending."""
+        for action in receives:
+            self.receive_activation(action)
+        self._grads.clear()
+        self.flush()
 
+    def _sender(self, receive: Action) -> int:
+        return self._homes[receive.stage + RECEIVES[receive.kind][1]]
 
-def _leaves(layout: MessageLayout, message: Tensor, device: torch.device) -> Tensors:
-    tensors = tuple(
-        tensor.to(device).detach().requires_grad_(tensor.is_floating_point())
-        for tensor in layout.tensors(message)
-    )
-    return tensors[0] if layout.single else tensors
+    def _layout_of(self, receive: Receive) -> MessageLayout | None:
+        """Return the layout of a message to come, if it is known."""
+        kind, stage, micro_batch = receive
+        if kind is Kind.RECV_GRAD:
+            return self._grads.get((stage, micro_batch))
+        if kind is Kind.RECV_ACTIVATION:
+            return None if self._dynamic else self._received.get(stage)
+        return _NUMBER_ALONE
+
+    def _take(self, action: Action) -> tuple[MessageLayout, list[float], list[Tensor]]:
+        queue, wanted = self._from[self._sender(action)], action[:3]
+        while wanted not in queue.arrived:
+            if not queue.post_expected(self._layout_of, self._slots, now=True):
+                self._post_described(queue)
+            queue.wait()
+        queue.post_expected(self._layout_of, self._slots)
+        layout, header, message = queue.arrived.pop(wanted)
+        return layout, header, [t.to(self._rank_device) for t in layout.tensors(message)]
+
+    def _post_described(self, queue: RecvQueue) -> None:
+        """Receive the description of the next activation, and post its receive."""
+        queue.post(None, DESCRIPTION)
+        layout = MessageLayout.described(queue.wait(), self._activation_numbers)
+        receive = queue.expected.popleft()
+        if layout.shapes:  # else the data ended
+            self._received[receive[1]] = layout
+        queue.post(receive, layout)
 
 
 def _other_shapes(layout: MessageLayout, known: MessageLayout) -> ModelError:

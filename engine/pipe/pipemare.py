@@ -61,7 +61,7 @@ class PipeMareEngine(LinkedEngine):
         self._link = PeerLink(
             self.grid,
             self.device,
-            SEND_SLOTS + self.pipemare.slack,
+            range(self.num_stages),
             activation_numbers=3,
             grad_numbers=1 + self._telemetry.num_numbers,
             dynamic=self.dynamic_shape,
@@ -72,6 +72,7 @@ class PipeMareEngine(LinkedEngine):
         self._first = 0
         self._end: int | None = None
         self._version = 0
+        self._in_flight: list[Action] = []
         self._loss_sum: Tensor | float = 0.0
         self._update_gap = math.nan
         self._start_schedule()
@@ -148,7 +149,11 @@ class PipeMareEngine(LinkedEngine):
         self._first, self._loss_sum, self._next = first, 0.0, first + size
         self._since_empty = 0 if left == 1 else self._since_empty + 1
         self._norms.begin_step()
-        self._link.begin(actions, self._plan.unreceived(self.stage_id, left))
+        self._in_flight = [
+            Action(Kind.RECV_ACTIVATION, self.stage_id, self._next + number)
+            for number in self._plan.unreceived(self.stage_id, left)
+        ]
+        self._link.begin([*actions, *self._in_flight], SEND_SLOTS + self.pipemare.slack)
         try:
             self._exec_schedule(StepSchedule(actions, overlap=self._passes is not None))
         except Exception:
@@ -182,7 +187,8 @@ class PipeMareEngine(LinkedEngine):
         self._empty(None)
 
     def _empty(self, end: int | None) -> None:
-        self._link.discard()
+        self._link.discard(self._in_flight)
+        self._in_flight = []
         if self.is_first_stage():
             read = [m for m in self._micro_batches.values() if not m.ended]
             self._feed.put_back([(m.source, m.batch) for m in read])
@@ -236,7 +242,7 @@ class PipeMareEngine(LinkedEngine):
         self._end = number if self._end is None else min(self._end, number)
 
     def _do_recv_activation(self, action: Action) -> None:
-        header, inputs = self._link.receive_activation()
+        header, inputs = self._link.receive_activation(action)
         ended, source = bool(header[0]), int(header[1])
         self._norms.earlier_stages_sq_norm = header[2]
         if ended:
@@ -257,10 +263,11 @@ class PipeMareEngine(LinkedEngine):
     def _do_send_activation(self, action: Action) -> None:
         micro_batch = self._micro_batches[action.place]
         header = [float(micro_batch.ended), float(micro_batch.source), self._norms.up_to_here]
-        self._link.send_activation(() if micro_batch.ended else micro_batch.outputs, header)
+        outputs = () if micro_batch.ended else micro_batch.outputs
+        self._link.send_activation(action, outputs, header)
 
     def _do_recv_grad(self, action: Action) -> None:
-        header, grads = self._link.receive_grad(action.micro_batch)
+        header, grads = self._link.receive_grad(action)
         self._micro_batches[action.place].grads = grads
         self._loss_sum = header[0]
         self._telemetry.unpack(header[1:])
@@ -275,7 +282,7 @@ class PipeMareEngine(LinkedEngine):
     def _do_send_grad(self, action: Action) -> None:
         micro_batch = self._micro_batches.pop(action.place)
         header = [self._loss_sum, *self._telemetry.pack()]
-        self._link.send_grad(micro_batch.input_grads(), header)
+        self._link.send_grad(action, micro_batch.input_grads(), header)
 
     def _do_reduce(self, action: Action) -> None:
         trained = self._trained
@@ -297,18 +304,18 @@ class PipeMareEngine(LinkedEngine):
             self._norms.own = self._stage_optimizer.norm_squared()
 
     def _do_recv_norm(self, action: Action) -> None:
-        self._norms.later_stages_sq_norm = self._link.receive_number(action.kind)
+        self._norms.later_stages_sq_norm = self._link.receive_number(action)
 
     def _do_send_norm(self, action: Action) -> None:
-        self._link.send_number(action.kind, self._norms.from_here)
+        self._link.send_number(action, self._norms.from_here)
 
     def _do_recv_total(self, action: Action) -> None:
-        self._norms.set_exact(self._link.receive_number(action.kind))
+        self._norms.set_exact(self._link.receive_number(action))
 
     def _do_send_total(self, action: Action) -> None:
         if self.is_first_stage():
             self._norms.set_exact(self._norms.from_here)
-        self._link.send_number(action.kind, self._norms.total)
+        self._link.send_number(action, self._norms.total)
 
     def _do_step(self, action: Action) -> None:
         if self._trained:

@@ -19,8 +19,8 @@ from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.engine import Handlers, StepSchedule
 from wavemare.engine.pipe.grad_norm import LayerwiseNorm
 from wavemare.engine.pipe.linked import FlushingEngine
-from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
-from wavemare.engine.pipe.p2p import PlanLink
+from wavemare.engine.pipe.micro_batch import MicroBatch, as_leaves
+from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.errors import ConfigError, PlanError
 from wavemare.pipeline.clock.measured import measured_costs
@@ -67,7 +67,6 @@ class PlanEngine(FlushingEngine):
         ModelError: See `SplitBackward`.
     """
 
-    _link: PlanLink  # type: ignore[assignment]
     _homes: tuple[int, ...] = ()
     """For each stage its rank; empty while DeepSpeed's constructor runs."""
     _stage: int | None = None
@@ -105,7 +104,7 @@ class PlanEngine(FlushingEngine):
         self.splitter = SplitBackward(self.module)
         self._check_plan(self.plan)
         self._norm = LayerwiseNorm(self) if self.plan.has_norms else None
-        self._link = PlanLink(self.grid, self.device, self._homes, dynamic=self.dynamic_shape)
+        self._link = PeerLink(self.grid, self.device, self._homes, dynamic=self.dynamic_shape)
 
     @property
     def plan(self) -> Plan:
@@ -226,11 +225,9 @@ class PlanEngine(FlushingEngine):
         return self._begin_plan(forward_only(self._homes, micro_batches))
 
     def _begin_plan(self, plan: Plan) -> StepSchedule:
-        self._micro_batches.clear()
         self._labels.clear()
-        if not self._is_under_way:  # else `_exec_schedule` refuses
-            self._link.begin(plan)
-        return StepSchedule(plan.ranks[self.stage_id])
+        schedule = StepSchedule(plan.ranks[self.stage_id])
+        return self._begin(schedule, plan.receives(self.stage_id), plan.send_slots)
 
     def whole_passes(self) -> AbstractContextManager[None]:
         """Return the context of passes that are not the plan's: none of them is split."""
@@ -261,10 +258,6 @@ class PlanEngine(FlushingEngine):
         if self._homes[-1] == self.stage_id:
             self._labels[action.micro_batch] = batch[1]
 
-    def _do_recv_activation(self, action: Action) -> None:
-        inputs = self._link.receive_activation(action)
-        self._micro_batches[action.place] = MicroBatch(inputs=inputs)
-
     def _do_forward(self, action: Action) -> None:
         if self.is_last_stage():
             labels = self._labels.pop(action.micro_batch)
@@ -281,26 +274,17 @@ class PlanEngine(FlushingEngine):
                 single = isinstance(loss, torch.Tensor)
                 self.fwd_outputs.append(loss.detach() if single else [t.detach() for t in loss])
         elif self._hands_over(action.stage):
-            outputs = micro_batch.outputs
-            leaves = tuple(
-                tensor.detach().requires_grad_(tensor.is_floating_point())
-                for tensor in as_tuple(outputs)
-            )
-            inputs = leaves[0] if isinstance(outputs, torch.Tensor) else leaves
             following = action.stage + 1, action.micro_batch
-            self._micro_batches[following] = MicroBatch(inputs=inputs)
+            self._micro_batches[following] = MicroBatch(inputs=as_leaves(micro_batch.outputs))
         elif trains:
             self._link.expect_grad(action, micro_batch.differentiable_outputs)
         if not trains and (self.is_last_stage() or self._hands_over(action.stage)):
             del self._micro_batches[action.place]
 
     def _do_send_activation(self, action: Action) -> None:
-        self._link.send_activation(action, self._micro_batches[action.place].outputs)
+        super()._do_send_activation(action)
         if not torch.is_grad_enabled():
             del self._micro_batches[action.place]
-
-    def _do_recv_grad(self, action: Action) -> None:
-        self._micro_batches[action.place].grads = self._link.receive_grad(action)
 
     def _do_backward(self, action: Action) -> None:
         if self.plan.is_split:
@@ -322,9 +306,6 @@ class PlanEngine(FlushingEngine):
 
     def _do_backward_weight(self, action: Action) -> None:
         self._accumulate(partial(self.splitter.backward_weight, action.place))
-
-    def _do_send_grad(self, action: Action) -> None:
-        self._link.send_grad(action, self._micro_batches.pop(action.place).input_grads())
 
     def _do_norm(self, action: Action) -> None:
         """Leave the norm to the optimizer step, which asks for it."""

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from wavemare.errors import PlanError
@@ -253,6 +254,15 @@ class Plan:
     def flushes(self) -> bool:
         """Whether its kind of schedule must empty the pipeline at each step."""
         return bool(self.homes) or self.is_split or self.has_norms
+
+    def receives(self, rank: int) -> Iterator[Action]:
+        """Yield the receives of a rank, those of one sender in the sender's order."""
+        for action in chain(*self.ranks):
+            if action.kind in SENDS:
+                kind, distance = SENDS[action.kind]
+                stage = action.stage + distance
+                if self.rank_of[stage] == rank:
+                    yield Action(kind, stage, action.micro_batch)
 
     def __str__(self) -> str:
         values = (

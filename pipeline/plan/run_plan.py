@@ -119,20 +119,23 @@ class RunPlan:
         actions = _step_of(self, stage, num_steps, index)
         return _shifted(actions, first - index * self.micro_batches, version - index)
 
-    def unreceived(self, stage: int, left: int | None) -> int:
-        """Return how many activations are in flight to this stage when a step ends.
+    def unreceived(self, stage: int, left: int | None) -> range:
+        """Return which activations are in flight to this stage when a step ends.
 
         Args:
             stage: Counted from 0.
             left: See `step`.
+
+        Returns:
+            Their micro-batches, counted from the first one of the next step.
         """
         if stage == 0:
-            return 0
+            return range(0)
         before, own = (ahead(s, self.num_stages, self.slack) for s in (stage - 1, stage))
         if left is None:
-            return before - own
+            return range(own, before)
         rest = (left - 1) * self.micro_batches  # of the run, after the step
-        return min(before, rest) - min(own, rest)
+        return range(min(own, rest), min(before, rest))
 
     @property
     def whole(self) -> Plan:

@@ -11,6 +11,7 @@ from torch import distributed
 
 from wavemare.engine import init_distributed
 from wavemare.engine.pipe.p2p import MessageLayout, RecvQueue, SendQueue
+from wavemare.pipeline.plan.plan import Kind
 
 BYTES = 2**26  # more than sockets hold
 
@@ -28,6 +29,8 @@ if __name__ == "__main__":
     else:
         time.sleep(1)
         queue = RecvQueue(0, group, torch.device("cpu"))
-        queue.post(BYTES)
-        result = bool((queue.take(MessageLayout(0))[1] == 7).all())
+        receive = (Kind.RECV_GRAD, 0, 0)
+        queue.post(receive, MessageLayout(0, ((BYTES,),), (torch.uint8,)))
+        queue.wait()
+        result = bool((queue.arrived[receive][2] == 7).all())
     leave(result, part=not ends)

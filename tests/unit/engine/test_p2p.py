@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.engine.pipe.p2p import DESCRIPTION, MessageLayout, RecvQueue, SendQueue
-from wavemare.errors import ModelError
+from wavemare.errors import CommError, ModelError
+from wavemare.pipeline.plan.plan import Kind
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -171,6 +172,10 @@ def wire(monkeypatch):
     return wire
 
 
+def of_bytes(length):
+    return MessageLayout(0, ((length,),), (torch.uint8,))
+
+
 def message(*values):
     return torch.tensor(values, dtype=torch.uint8)
 
@@ -194,16 +199,15 @@ def test_a_send_queue_waits_for_the_oldest_only_when_all_slots_are_taken(wire):
 
 
 def test_a_receive_queue_posts_ahead_and_gives_in_the_order_of_posting(wire):
-    queue = RecvQueue(5, "up", CPU)
-    queue.post(2)
-    queue.post(3)
-    assert queue.posted == 2
-    assert queue.take(MessageLayout(0))[1].tolist() == [2, 2]
-    assert queue.posted == 1
-    queue.post(1)
-    assert queue.take(MessageLayout(0))[1].tolist() == [3, 3, 3]
-    assert queue.take(MessageLayout(0))[1].tolist() == [1]
-    assert queue.posted == 0
+    queue, layouts = RecvQueue(5, "up", CPU), {0: of_bytes(2), 1: of_bytes(3), 2: of_bytes(1)}
+    receives = [(Kind.RECV_GRAD, 0, number) for number in layouts]
+    queue.expect(receives)
+    for _ in receives:
+        assert queue.post_expected(lambda receive: layouts[receive[2]], slots=2)
+        queue.wait()
+    assert not queue.post_expected(lambda receive: layouts[receive[2]], slots=2)
+    arrived = {receive: message.tolist() for receive, (*_, message) in queue.arrived.items()}
+    assert arrived == dict(zip(receives, [[2, 2], [3, 3, 3], [1]], strict=True))
     assert wire.log == [
         "post 2 from 5 in up",
         "post 3 from 5 in up",
@@ -212,3 +216,14 @@ def test_a_receive_queue_posts_ahead_and_gives_in_the_order_of_posting(wire):
         "wait recv 3",
         "wait recv 1",
     ]
+
+
+def test_what_is_posted_since_a_step_without_data_has_to_come_in_the_next_one(wire):
+    queue, receive = RecvQueue(5, "up", CPU), (Kind.RECV_GRAD, 0, 1)
+    for _ in range(2):
+        queue.expect([receive, (Kind.RECV_GRAD, 0, 2)])
+        assert queue.post_expected(lambda _: of_bytes(2), slots=1)
+    assert wire.log == ["post 2 from 5 in up"]
+    with pytest.raises(CommError) as caught:
+        queue.expect([(Kind.RECV_GRAD, 0, 0), receive])
+    assert caught.value.value == "0RG1"

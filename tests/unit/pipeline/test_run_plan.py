@@ -88,7 +88,7 @@ def test_a_run_of_pipemare_is_that_of_its_generator(
     run = RunPlan(num_stages, micro_batches, schedule="pipemare", overlap=pairs, **options)
     sent = [Counter() for _ in range(num_stages)]
     for stage in range(num_stages):
-        schedule = StageSchedule(stage, num_stages, micro_batches, **options)
+        schedule, received = StageSchedule(stage, num_stages, micro_batches, **options), 0
         for number in range(steps):
             left = steps - number if drains else None
             window = schedule.step(steps * micro_batches if drains else None)
@@ -97,9 +97,10 @@ def test_a_run_of_pipemare_is_that_of_its_generator(
             assert run.step(stage, number, left, first=first, version=3 + number) == expected
             sent[stage][number] = sum(a.kind is Kind.SEND_ACTIVATION for a in window)
             unreceived = run.unreceived(stage, left)
-            received = sum(a.kind is Kind.RECV_ACTIVATION for a in window)
-            sent[stage - 1]["unreceived"] += sent[stage - 1][number] - received
-            assert unreceived == (sent[stage - 1]["unreceived"] if stage else 0)
+            received += sum(a.kind is Kind.RECV_ACTIVATION for a in window)
+            before = sum(sent[stage - 1][step] for step in range(number + 1))
+            following = (number + 1) * micro_batches
+            assert [*unreceived] == [n - following for n in range(received, stage and before)]
 
 
 def test_what_no_plan_can_be_made_of_is_refused_before_the_run():
