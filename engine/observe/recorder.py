@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,8 @@ class Recorder:
         self._waiting = 0.0
         self._since = time.perf_counter()
 
-    @contextmanager
-    def action(self, action: Action | Pair) -> Iterator[None]:
-        """Measure the code inside; a pair counts as computing, and is not kept."""
-        start = time.perf_counter()
-        yield
-        end = time.perf_counter()
+    def add(self, action: Action | Pair, start: float, end: float) -> None:
+        """Add an action's time; a pair counts as computing, and is not kept."""
         if isinstance(action, Pair):
             self._busy += end - start
             return

@@ -58,9 +58,13 @@ class ChunkedPipelineModule(PipelineModule):
 
     def activate(self, stage: int) -> None:
         """Make one of this rank's stages the one that ``forward`` runs."""
-        self.forward_funcs = self._funcs[stage]
-        self.is_checkpointable_results = self._checkpointable[stage]
-        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+        # As `_set_bounds` does; a module's attributes are slow to set one by one.
+        self.__dict__.update(
+            forward_funcs=self._funcs[stage],
+            is_checkpointable_results=self._checkpointable[stage],
+            _local_start=self.parts[stage],
+            _local_stop=self.parts[stage + 1],
+        )
 
     def each_stage(self) -> Iterator[int]:
         """Make one of this rank's stages after the other the active one; in the end the first."""

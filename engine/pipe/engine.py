@@ -8,6 +8,7 @@ evaluations and DualPipeV, run here too, by DeepSpeed's instruction map.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -96,25 +97,33 @@ class PlanInterpreter:
         raise NotImplementedError
 
     def _run(self, action: Action | Pair, handlers: Handlers) -> None:
+        start = time.perf_counter()
         try:
-            with self.recorder.action(action):
-                if isinstance(action, Pair):
-                    self._do_pair(action)
-                else:
-                    handlers[action.kind](action)
+            if isinstance(action, Pair):
+                self._do_pair(action)
+            else:
+                handlers[action.kind](action)
         except Exception as error:
             error.add_note(
                 f"rank {self.global_rank}, stage {self.stage_id}, optimizer step "
                 f"{self.global_steps + 1}: in action {action} of the plan"
             )
             raise
+        self.recorder.add(action, start, time.perf_counter())
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # torch's own asks first whether it is a parameter, a module or a buffer: 10 times as long.
+        if type(value) in (bool, int):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _peer(self, action: object) -> int | None:
         """Return the global rank of a message's other side; None if it is no message."""
         if not isinstance(action, Action) or action.kind not in _NEIGHBOURS:
             return None
-        rank = self._home_of(action.stage + _NEIGHBOURS[action.kind])
-        return int(self.grid.stage_to_global(stage_id=rank))
+        rank: int = self.grid.pp_group[self._home_of(action.stage + _NEIGHBOURS[action.kind])]
+        return rank
 
     def _home_of(self, stage: int) -> int:
         """Return a stage's rank in the pipeline."""

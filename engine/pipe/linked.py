@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +13,8 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 from torch import Tensor
 
-from wavemare.engine.pipe.engine import Handlers, PipelineEngine, StepSchedule
+from wavemare.engine.observe.progress import PROGRESS
+from wavemare.engine.pipe.engine import PipelineEngine, StepSchedule
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
 from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.stage_passes import StagePasses
@@ -174,7 +175,7 @@ class FlushingEngine(LinkedEngine):
     total_loss: Tensor | None
     _passes: StagePasses | None = None
     _is_under_way = False
-    """Whether a step has begun that has not come to the optimizer."""
+    """Whether a step has failed after it began, and before it came to the optimizer."""
 
     def _begin(
         self, schedule: StepSchedule, receives: Iterable[Action], slots: int
@@ -198,14 +199,8 @@ class FlushingEngine(LinkedEngine):
             self._link.flush()  # nothing is pending between two steps
         except BaseException:
             self.timers(TRAIN_BATCH_TIMER).reset()  # else it could not be started again
+            self._is_under_way |= _is_half_way(PROGRESS.actions[: PROGRESS.position + 1])
             raise
-        self._is_under_way = False
-
-    def _run(self, action: Action | Pair, handlers: Handlers) -> None:
-        # Data may end, and others be given, while the step's first micro-batch is read.
-        if not self._is_under_way:  # attributes of a module are slow to set
-            self._is_under_way = isinstance(action, Pair) or action.kind is not Kind.LOAD
-        super()._run(action, handlers)
 
     def _do_load(self, action: Action) -> None:
         batch = self._next_batch()
@@ -229,9 +224,13 @@ class FlushingEngine(LinkedEngine):
         added = loss.detach()
         self.total_loss = added.clone() if self.total_loss is None else self.total_loss + added
 
-    def _do_step(self, action: Action) -> None:
-        self._is_under_way = False  # all messages are there, and all stages step or fail alike
-        super()._do_step(action)
+
+def _is_half_way(begun: Sequence[object]) -> bool:
+    """Return whether others wait for what follows these actions, of which the last has failed."""
+    # Data may end, and others be given, while the step's first micro-batch is read. At the
+    # optimizer step all messages are there, and all stages step or fail alike.
+    kinds = [None if isinstance(each, Pair) else getattr(each, "kind", Kind.LOAD) for each in begun]
+    return any(kind is not Kind.LOAD for kind in kinds) and kinds[-1] is not Kind.STEP
 
 
 class OverlappedPipelineEngine(FlushingEngine):

@@ -43,7 +43,7 @@ class Stage(PlanInterpreter):
         self.num_stages, self.micro_batches, self.stage_id = num_stages, micro_batches, stage
         self.pipe_buffers = {"outputs": [None] * 64, "inputs": [None] * 64, "labels": [None] * 64}
         self.recorder, self.calls, self.reserved = Recorder(), [], []
-        self.grid = SimpleNamespace(stage_to_global=lambda stage_id: 10 * stage_id)
+        self.grid = SimpleNamespace(pp_group=range(0, 640, 10))
         self._reserve_pipe_buffers = self.reserved.append
 
     def is_last_stage(self):
@@ -140,3 +140,4 @@ def test_an_error_names_the_action():
     assert caught.value.__notes__ == [
         "rank 0, stage 1, optimizer step 1: in action 1F7 of the plan"
     ]
+    assert engine.recorder.shares() == (0.0, 0.0)
