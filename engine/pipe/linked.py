@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 from torch import Tensor
@@ -94,7 +95,10 @@ class LinkedEngine(PipelineEngine):
 
     def _end_forward(self, action: Action, micro_batch: MicroBatch) -> None:
         if not self.is_last_stage():
-            self._link.expect_grad(action, micro_batch.differentiable_outputs)
+            self._expect_grad(action, micro_batch)
+
+    def _expect_grad(self, action: Action, micro_batch: MicroBatch) -> None:
+        self._link.expect_grad(action, micro_batch.differentiable_outputs)
 
     def _do_send_activation(self, action: Action) -> None:
         self._link.send_activation(action, self._micro_batches[action.place].outputs)
@@ -173,6 +177,7 @@ class FlushingEngine(LinkedEngine):
     """
 
     total_loss: Tensor | None
+    _losses: Tensor | None = None
     _passes: StagePasses | None = None
     _is_under_way = False
     """Whether a step has failed after it began, and before it came to the optimizer."""
@@ -182,9 +187,22 @@ class FlushingEngine(LinkedEngine):
     ) -> StepSchedule:
         """Start a schedule; see `PeerLink.begin`."""
         self._micro_batches.clear()
+        self._losses = None
+        receives = list(receives)
+        kinds = Kind.SEND_GRAD, Kind.RECV_GRAD
+        # By the last gradient that a stage sends, all losses are known.
+        self._carriers = {
+            (each.kind, each.stage): each.micro_batch
+            for each in (*schedule.actions, *receives)  # of receives, the sender's order
+            if isinstance(each, Action) and each.kind in kinds
+        }
         if not self._is_under_way:  # else `_exec_schedule` refuses
             self._link.begin(receives, slots)
         return schedule
+
+    def _carries(self, kind: Kind, place: tuple[int, int]) -> bool:
+        """Return whether a gradient carries the losses, for which no rank has to wait then."""
+        return self._carriers.get((kind, place[0])) == place[1]
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         try:
@@ -218,6 +236,40 @@ class FlushingEngine(LinkedEngine):
         super()._end_forward(action, micro_batch)
         if self.is_last_stage():
             self._add_loss(micro_batch.loss)
+
+    def _do_send_grad(self, action: Action) -> None:
+        grads = self._micro_batches.pop(action.place).input_grads()
+        if self._carries(action.kind, action.place):
+            grads.append(self._mean_losses())
+        self._link.send_grad(action, grads)
+
+    def _do_recv_grad(self, action: Action) -> None:
+        _, grads = self._link.receive_grad(action)
+        if self._carries(action.kind, action.place):
+            self._losses = grads.pop()
+        self._micro_batches[action.place].grads = grads
+
+    def _expect_grad(self, action: Action, micro_batch: MicroBatch) -> None:
+        outputs = micro_batch.differentiable_outputs
+        if self._carries(Kind.RECV_GRAD, action.place):
+            outputs.append(torch.empty(2))
+        self._link.expect_grad(action, outputs)
+
+    def _mean_losses(self) -> Tensor:
+        """Return the mean loss of this pipeline's micro-batches, and that of all replicas'."""
+        if self._losses is None:  # the last stage is here, and all its losses are known
+            loss = self._scale_loss_by_gas(self.total_loss).reshape(())
+            mean = loss.clone()
+            if self.is_data_parallel:
+                dist.all_reduce(mean, group=self.grid.get_data_parallel_group())
+                mean /= self.dp_world_size
+            self._losses = torch.stack([loss, mean]).float()
+        return self._losses
+
+    def _aggregate_total_loss(self) -> Tensor:
+        """Return the mean loss as DeepSpeed's method of that name, without its broadcast."""
+        self.dp_group_loss, mean = self._mean_losses().clone()
+        return mean
 
     def _add_loss(self, loss: Tensor) -> None:
         self.loss = loss

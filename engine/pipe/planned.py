@@ -277,7 +277,7 @@ class PlanEngine(FlushingEngine):
             following = action.stage + 1, action.micro_batch
             self._micro_batches[following] = MicroBatch(inputs=as_leaves(micro_batch.outputs))
         elif trains:
-            self._link.expect_grad(action, micro_batch.differentiable_outputs)
+            self._expect_grad(action, micro_batch)
         if not trains and (self.is_last_stage() or self._hands_over(action.stage)):
             del self._micro_batches[action.place]
 
