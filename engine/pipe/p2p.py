@@ -31,17 +31,9 @@ from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind
 _ALIGNMENT = 64  # bytes; a view of another type must begin at a multiple of its size
 _NUMBER = 8  # bytes of a float64
 _EXIT_S = 60.0  # for pending sends when the process ends
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
+_DTYPES = tuple(
+    getattr(torch, name)
+    for name in "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool".split()
 )
 Receive = tuple[Kind, int, int]
 """An action's kind, stage and micro-batch."""
@@ -257,13 +249,7 @@ class RecvQueue:
     ) -> bool:
         """Post the next expected receives, up to ``slots`` or the first of unknown layout.
 
-        Args:
-            layout_of: Of a receive, if it is known.
-            slots: Receives that may be posted.
-            now: Whether the host is about to wait for the first of them.
-
-        Returns:
-            Whether one is posted.
+        ``now`` says that the host is about to wait. Returns whether a receive is posted.
         """
         limit = slots if self._beside is None else int(now)
         while self.expected and len(self._posted) < limit:
@@ -392,7 +378,13 @@ class PeerLink:
         if known is None or self._dynamic:
             queue.send(DESCRIPTION.pack(layout.describe(), (), self._device), extra=True)
         elif known != layout:
-            raise _other_shapes(layout, known)
+            raise ModelError(
+                "activations",
+                layout.shapes,
+                f"the micro-batches before had the shapes {known.shapes}, and the next stage "
+                "expects them again",
+                'Set "dynamic_shape": true in wavemare.pipeline',
+            )
         if tensors:
             self._sent[stage] = layout
         queue.send(layout.pack(header, tensors, self._device))
@@ -468,13 +460,3 @@ class PeerLink:
         if layout.shapes:  # else the data ended
             self._received[receive[1]] = layout
         queue.post(receive, layout)
-
-
-def _other_shapes(layout: MessageLayout, known: MessageLayout) -> ModelError:
-    return ModelError(
-        "activations",
-        layout.shapes,
-        f"the micro-batches before had the shapes {known.shapes}, and the next stage expects them "
-        "again",
-        'Set "dynamic_shape": true in wavemare.pipeline',
-    )

@@ -71,6 +71,8 @@ class PlanEngine(FlushingEngine):
     """For each stage its rank; empty while DeepSpeed's constructor runs."""
     _stage: int | None = None
     """The stage whose action runs."""
+    _splits = False
+    """Whether the step's backward passes are split."""
 
     def __init__(self, *args: Any, plan: Plan | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -226,6 +228,7 @@ class PlanEngine(FlushingEngine):
 
     def _begin_plan(self, plan: Plan) -> StepSchedule:
         self._labels.clear()
+        self._splits = plan.is_split
         schedule = StepSchedule(plan.ranks[self.stage_id])
         return self._begin(schedule, plan.receives(self.stage_id), plan.send_slots)
 
@@ -234,7 +237,7 @@ class PlanEngine(FlushingEngine):
         return self.splitter.paused()
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
-        splits = torch.is_grad_enabled() and self.plan.is_split
+        splits = torch.is_grad_enabled() and self._splits
         try:
             with self.splitter.step() if splits else nullcontext():
                 super()._exec_schedule(pipe_schedule)
@@ -287,7 +290,7 @@ class PlanEngine(FlushingEngine):
             del self._micro_batches[action.place]
 
     def _do_backward(self, action: Action) -> None:
-        if self.plan.is_split:
+        if self._splits:
             self._do_backward_input(action)
             self._do_backward_weight(action)
         else:

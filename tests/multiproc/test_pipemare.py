@@ -18,6 +18,7 @@ CLIP = 0.02
 BAD = {"2": 0, "5": 1}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.01}}
 SPOILT = {"gradient_clipping": CLIP, "scheduler": WARMUP, **BF16}
+UNGUARDED = {"schedule": "zb-h1", "guard": {"nonfinite": "off"}}
 CLIPPED = {"gradient_clipping": CLIP, "optimizer": SGD}
 
 
@@ -55,6 +56,7 @@ CASES = {
         **{f"versions {m}": ["versions", on(4, m)] for m in (1, 2, 4)},
         "collectives 0": ["collectives", on(2, 2, config={"gradient_clipping": 0.1})],
         "collectives 1": ["collectives", on(2, 2, config={"gradient_clipping": 0.1, **ZERO})],
+        "collectives zb-h1": ["collectives", on(2, 2, config=UNGUARDED)],
         "joined 0": ["replicas", on(2, 2, config={})],
         "joined 1": ["replicas", on(2, 2, config=ZERO)],
     },
@@ -124,9 +126,10 @@ def test_versions_activations_and_copies_are_those_of_the_plan(found, micro_batc
         assert ours["held"] == pytest.approx(num_stages - stage, rel=0.05)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_no_collective_leaves_a_stage(found, zero_stage):
-    for rank, ours in enumerate(found(f"collectives {zero_stage}")):
+@pytest.mark.parametrize("case", ["0", "1", "zb-h1"])
+def test_no_collective_leaves_a_stage(found, case):
+    """Of a synchronous pipeline: where no step is clipped or checked."""
+    for rank, ours in enumerate(found(f"collectives {case}")):
         replicas = [2 * ours["stage"], 2 * ours["stage"] + 1]
         neighbours = sorted({ours["data_rank"], 2 + ours["data_rank"]})
         assert rank == 2 * ours["stage"] + ours["data_rank"]
