@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from wavemare.engine.config.resolve import SECTION, load_config
@@ -55,8 +56,12 @@ class BertArguments(SimulationOptions, bert.PretrainArguments):
     """Options of a simulated BERT pretraining."""
 
 
-def main() -> None:
-    """Train and evaluate."""
+def main(make: Any = None) -> None:
+    """Train and evaluate.
+
+    Args:
+        make: Makes the pipeline of model and configuration; by default that of the options.
+    """
     name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if name not in ("gpt", "bert"):
         reason = "a simulation pretrains one of the two models"
@@ -92,7 +97,8 @@ def main() -> None:
     else:
         model = bert.make_model(arguments, shape, text.tokenizer)
         train, validation = bert.masked_samples(arguments, text, model.config)
-    pipeline = SimulatedPipeline(model, config, delays=cast(Any, arguments.delays))
+    make = make or partial(SimulatedPipeline, delays=arguments.delays)
+    pipeline = make(model, config)
     torch.manual_seed(arguments.seed + 1)
     recording.screen.note(pipeline.advice)
     batches = ResumableLoader(

@@ -57,7 +57,7 @@ class SimulatedPipeline:
         model: A transformers model; its own weights are trained, but for a tied output head, which
             gets a copy as in the real pipeline.
         config: Path or mapping of the JSON configuration.
-        delays: See `Delays`.
+        delays: See `Delays`; or for each stage its own, in micro-batches.
 
     Attributes:
         stages: From carry to carry.
@@ -73,7 +73,9 @@ class SimulatedPipeline:
         ModelError: The model cannot be cut into stages.
     """
 
-    def __init__(self, model: PreTrainedModel, config: Any, *, delays: Delays = "pipeline") -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: Any, *, delays: Delays | Sequence[int] = "pipeline"
+    ) -> None:
         values = load_config(config)
         pipeline = WavemareConfig.of(values).pipeline
         check_config(values, world_size=pipeline.stages)
@@ -85,11 +87,12 @@ class SimulatedPipeline:
             told = (f"delays are of {delays}; what follows holds for the real pipeline's:", *told)
         self.advice = "\n".join(told) or None
         pipeline = WavemareConfig.of(values).pipeline
-        self._cut(model, pipeline)
+        self.stages = self.cut(model, pipeline)
         self.optimizers: list[Optimizer] = []
         self.replay = self._replay(values, pipeline, delays)
 
-    def _cut(self, model: PreTrainedModel, pipeline: PipelineConfig) -> None:
+    def cut(self, model: PreTrainedModel, pipeline: PipelineConfig) -> list[nn.Module]:
+        """Return the stages."""
         family = family_of(model)
         self.inputs = family.declared(pipeline.inputs)
         chain, self.loss_fn = tuple(family.chain(model, self.inputs)), family.loss(model)
@@ -101,10 +104,10 @@ class SimulatedPipeline:
             head: Any = parameter
             head.use_muon = False  # an output head is no hidden matrix
         cuts = cut_chain(model, chain, self.inputs, pipeline.partition, pipeline.stages)
-        self.stages = [nn.Sequential(*chain[first:end]) for first, end in pairwise(cuts)]
+        return [nn.Sequential(*chain[first:end]) for first, end in pairwise(cuts)]
 
     def _replay(
-        self, values: Mapping[str, Any], pipeline: PipelineConfig, delays: Delays
+        self, values: Mapping[str, Any], pipeline: PipelineConfig, delays: Delays | Sequence[int]
     ) -> Replay:
         settings, flushes = pipeline.pipemare, not pipeline.is_asynchronous
         annealing = settings.lr_rescheduling
@@ -212,7 +215,11 @@ def _holds(module: nn.Module, parameter: Parameter) -> bool:
     return any(own is parameter for own in module.parameters())
 
 
-def _delays(kind: str, stages: int, micro_batches: int, slack: int) -> Sequence[int] | None:
+def _delays(
+    kind: str | Sequence[int], stages: int, micro_batches: int, slack: int
+) -> Sequence[int] | None:
+    if not isinstance(kind, str):
+        return kind
     if kind == "one-step":
         return [micro_batches] * stages
     if kind == "dataflow":

@@ -274,6 +274,12 @@ def test_what_does_not_exist_is_named(changes, key):
     assert caught.value.key == key
 
 
+def test_each_stage_can_have_its_own_delay():
+    for given, same in (([3, 2, 1, 0], "pipeline"), ([2, 2, 2, 2], "one-step")):
+        assert trained(config(), delays=given)[1] == trained(config(), delays=same)[1]
+    assert trained(config(), delays=[2, 1, 1, 0])[1] != trained(config())[1]
+
+
 def test_delays_that_do_not_exist_are_named():
     with pytest.raises(ConfigError, match="one-step"):
         SimulatedPipeline(gpt(), config(), delays="one_step")
