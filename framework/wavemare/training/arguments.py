@@ -51,7 +51,12 @@ class MegatronArguments:
     bf16: bool = option(False, "turn on bf16 in the JSON")
     tensor_model_parallel_size: int | None = option(None, "wavemare.tensor_parallel.size")
     pipeline_model_parallel_size: int | None = option(None, "wavemare.pipeline.stages")
-    num_layers_per_virtual_pipeline_stage: int | None = option(None, "refused")
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, "wavemare.pipeline.chunks, with the schedule interleaved"
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "the same, as --num-layers over all stages of all ranks"
+    )
     tensorboard_dir: str | None = option(None, "turn on DeepSpeed's tensorboard monitor")
     wandb_project: str | None = option(None, "turn on DeepSpeed's wandb monitor")
     eval_iters: int | None = option(None, "batches of an evaluation, in place of --eval_samples")
@@ -223,13 +228,6 @@ def _resolve_megatron(arguments: Arguments) -> Arguments:
     """Return the options with Megatron's in place of the recipe's own."""
     given: Any = arguments
     changes: dict[str, Any] = {}
-    if given.num_layers_per_virtual_pipeline_stage is not None:
-        raise ConfigError(
-            "--num-layers-per-virtual-pipeline-stage",
-            given.num_layers_per_virtual_pipeline_stage,
-            "a rank holds one stage; there is no interleaved schedule",
-            "Leave it out; against the bubble there are pipemare and wavelet",
-        )
     if given.data_path is not None:
         changes["data"] = " ".join(given.data_path)
     if given.load is not None and given.save not in (None, given.load):

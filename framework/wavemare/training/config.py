@@ -56,6 +56,7 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
         config.pop("gradient_accumulation_steps", None)  # follows from the two
     if arguments.pipeline_model_parallel_size is not None:
         drop_partition(config)
+    _interleave(arguments, config)
     for name in ("fp16", "bf16"):
         if getattr(arguments, name):
             config[name] = {**config.get(name, {}), "enabled": True}
@@ -72,6 +73,33 @@ def drop_partition(config: dict[str, Any]) -> None:
     pipeline = config[SECTION]["pipeline"]
     if not isinstance(pipeline.get("partition", ""), str):
         del pipeline["partition"]
+
+
+def _interleave(arguments: TrainArguments, config: dict[str, Any]) -> None:
+    """Choose interleaved stages, in place, where Megatron's options ask for several on a rank."""
+    keys = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+    chunks = arguments.num_virtual_stages_per_pipeline_rank
+    layers = arguments.num_layers_per_virtual_pipeline_stage
+    if chunks is None and layers is None:
+        return
+    key, given = (keys[0], chunks) if layers is None else (keys[1], layers)
+    pipeline = config.get(SECTION, {}).get("pipeline", {})
+    stages, total = pipeline.get("stages", 1), getattr(arguments, "num_layers", None)
+    if stages == 1:
+        raise ConfigError(
+            key, given, "there is no pipeline", "Give --pipeline-model-parallel-size of 2 or more"
+        )
+    if layers is not None:
+        if chunks is not None:
+            raise ConfigError(key, given, f"{keys[0]} says the same", "Give one of the two")
+        chunks, rest = divmod(total or 0, stages * layers)
+        if not chunks or rest:
+            reason = f"{stages} ranks with that many layers per stage cannot share {total} layers"
+            remedy = f"Give --num-layers a multiple of {stages * layers}, or give {keys[0]}"
+            raise ConfigError(key, given, reason, remedy)
+    if chunks != 1:  # Megatron's 1F1B
+        pipeline |= {"schedule": "interleaved", "chunks": chunks}
+        drop_partition(config)
 
 
 def _make_schedule(arguments: TrainArguments, config: dict[str, Any]) -> None:

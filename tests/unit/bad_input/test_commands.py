@@ -137,9 +137,9 @@ OPTIONS = [
     ("--global-batch-size 7", "train_batch_size = 7", "Give at least 16"),
     ("--tensor-model-parallel-size 3", "wavemare.tensor_parallel.size = 3", "a multiple of 3"),
     (
-        "--num-layers-per-virtual-pipeline-stage 2",
-        "--num-layers-per-virtual-pipeline-stage = 2",
-        "no interleaved schedule",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--num-virtual-stages-per-pipeline-rank = 2",
+        "there is no pipeline",
     ),
     (
         "--tokenizer-type SentencePieceTokenizer",

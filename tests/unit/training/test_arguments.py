@@ -81,6 +81,37 @@ def test_a_megatron_command_line(tmp_path):
         assert found == {"model_type": kind, **sizes}
 
 
+@pytest.mark.parametrize(
+    ("words", "chunks"),
+    [
+        ("--num-virtual-stages-per-pipeline-rank 3", 3),
+        ("--num-layers 12 --num-layers-per-virtual-pipeline-stage 2", 2),
+        ("--num-layers 12 --num-layers-per-virtual-pipeline-stage 4", None),
+    ],
+)
+def test_virtual_stages_of_megatron_are_interleaved(words, chunks):
+    config = resolve_config(parsed(f"--pipeline-model-parallel-size 3 {words}"))
+    found = config["wavemare"]["pipeline"]
+    interleaved = {"schedule": "interleaved", "chunks": chunks} if chunks else {}
+    assert found == {"stages": 3, "inputs": ["input_ids"]} | interleaved
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "cannot share None layers"),
+        ("--num-layers 4", "cannot share 4 layers"),
+        ("--num-layers 16", r"Give --num-layers a multiple of 6, or give --num-virtual"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "says the same"),
+    ],
+)
+def test_impossible_virtual_stages_are_refused(words, said):
+    given = f"--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 3 {words}"
+    with pytest.raises(ConfigError, match=said) as refused:
+        resolve_config(parsed(given))
+    assert str(refused.value).startswith("--num-layers-per-virtual-pipeline-stage = 2")
+
+
 def test_without_them_only_schedules_are_filled_in():
     arguments = parsed("--max_steps 300 --save-interval 5 --data corpus.txt --output x")
     assert (arguments.max_steps, arguments.data) == (300, "corpus.txt")
