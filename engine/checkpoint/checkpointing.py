@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +31,7 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import distributed
 
@@ -285,14 +287,20 @@ def _check_client_state(engine: EngineContext, state: Mapping[str, Any]) -> None
 
 
 def _universal_information(engine: EngineContext) -> dict[str, Any]:
-    """Return what ``ds_to_universal`` asks of the client: which weights stand on several stages."""
+    """Return what ``ds_to_universal`` asks of the client: which weights it takes of rank 0 alone.
+
+    It asks rank 0, and reads weights that are tied on other ranks from each of them.
+    """
     if hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) or engine.has_moe_layers:
         return {}  # tensor parallelism has put its own there, and experts have no place in it
     if not keeps_adam_alone(engine):
         return {}  # without it ds_to_universal refuses states that it would drop
+    tied = engine.module.tied_modules if isinstance(engine.module, PipelineModule) else ()
     information = {
         UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-        PIPELINE_REPLICATED_PARAMETER_PATTERNS: [r"tied_modules\..*"],
+        PIPELINE_REPLICATED_PARAMETER_PATTERNS: [
+            rf"tied_modules\.{re.escape(key)}\..*" for key in tied
+        ],
     }
     return {UNIVERSAL_CHECKPOINT_INFO: information}
 

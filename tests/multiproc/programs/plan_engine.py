@@ -70,6 +70,11 @@ CHANGES = {
     "sgd-checkpoints": {**SGD, "pipeline": {"activation_checkpoint_interval": 1}},
     "sgd-zero": {**SGD, "zero_optimization": {"stage": 1}},
     "sgd-bf16": {**SGD, **BF16},
+    "universal": {
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+        "checkpoint": {"load_universal": True},
+    },
     "sparse": {},
     "sparse-zero": {"zero_optimization": {"stage": 1}},
 }
