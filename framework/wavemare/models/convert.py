@@ -93,7 +93,7 @@ def to_pipeline(
     return TransformerPipeline(
         conversion,
         cut_chain(
-            model, conversion.chain, conversion.inputs, partition, len(homes or ()) or num_stages
+            model, conversion.chain, conversion.inputs, partition, homes or range(num_stages)
         ),
         homes=homes,
         topology=_topology(num_stages, model_ranks) if len(model_ranks) > 1 else None,
@@ -204,7 +204,7 @@ def cut_chain(
     chain: Sequence[PipelineLayer],
     inputs: Sequence[str],
     partition: str | Sequence[int],
-    stages: int,
+    homes: Sequence[int],
 ) -> tuple[int, ...]:
     """Return the first layer of each stage, and one behind the last.
 
@@ -213,21 +213,24 @@ def cut_chain(
         chain: Its layers.
         inputs: Names of the tensors that enter the first layer.
         partition: See `to_pipeline`.
-        stages: How many.
+        homes: For each stage its rank.
 
     Raises:
         ConfigError: There is no such partition, or it does not fit the layers.
     """
+    stages = len(homes)
     if not isinstance(partition, str):
         return explicit_cuts(partition, len(chain), stages)
-    if partition == "uniform":
-        return balanced_cuts([1.0] * len(chain), stages)
-    if partition == "parameters":
-        return balanced_cuts([trained_parameters(layer) for layer in chain], stages)
-    if partition == "time":
-        return balanced_cuts(layer_times(model, chain, inputs), stages)
     check_partition(partition)
-    return balanced_cuts(_of_type(chain, partition, stages), stages)
+    if partition == "uniform":
+        weights = [1.0] * len(chain)
+    elif partition == "parameters":
+        weights = [trained_parameters(layer) for layer in chain]
+    elif partition == "time":
+        weights = layer_times(model, chain, inputs)
+    else:
+        weights = _of_type(chain, partition, stages)
+    return balanced_cuts(weights, stages, homes)
 
 
 def trained_parameters(layer: PipelineLayer) -> float:

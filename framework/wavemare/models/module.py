@@ -164,10 +164,6 @@ class TransformerPipeline(ChunkedPipelineModule):
         """The model without weights, on rank 0; else None."""
         return self._skeleton[0]
 
-    def _cut(self, method: tuple[int, ...]) -> None:
-        """Take the cuts that came as DeepSpeed's ``partition_method``."""
-        self.parts = list(method)
-
     def _build_stage(self) -> None:
         super()._build_stage()
         # DeepSpeed uses the tied embedding in the head's place; ours may have a bias of its own,

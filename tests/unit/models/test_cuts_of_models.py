@@ -10,7 +10,7 @@ from wavemare.pipeline.plan.partition import balanced_cuts
 
 def cut(model, partition, stages):
     taken = take_apart(model, None)
-    return cut_chain(model, taken.chain, taken.inputs, partition, stages)
+    return cut_chain(model, taken.chain, taken.inputs, partition, range(stages))
 
 
 def test_by_parameters_counts_trained_weights_and_the_tied_head(make_model):

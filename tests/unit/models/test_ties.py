@@ -240,9 +240,9 @@ def test_untying_does_not_move_the_cuts(tied_name, make_tied):
     model = make_tied(tied_name)
     tied, timed = (take_apart(model, None, untie=untie) for untie in (False, True))
     for stages in (2, 3):
-        cuts = cut_chain(model, tied.chain, tied.inputs, "parameters", stages)
-        assert cut_chain(model, timed.chain, timed.inputs, "parameters", stages) == cuts
-    assert len(cut_chain(model, timed.chain, timed.inputs, "time", 2)) == 3
+        cuts = cut_chain(model, tied.chain, tied.inputs, "parameters", range(stages))
+        assert cut_chain(model, timed.chain, timed.inputs, "parameters", range(stages)) == cuts
+    assert len(cut_chain(model, timed.chain, timed.inputs, "time", range(2))) == 3
 
 
 def test_one_warning_names_weights_reason_cost_and_remedy(make_model, caplog):
