@@ -149,12 +149,14 @@ class StageContext(EngineContext, Protocol):
     """A pipeline engine: one stage of a model.
 
     Attributes:
+        active_stage: The one whose action runs.
         micro_batches: Of an optimizer step.
     """
 
+    active_stage: int
     num_stages: int
     micro_batches: int
     is_last_stage: Callable[[], bool]
 
-    def whole_passes(self) -> AbstractContextManager[None]:
+    def whole_passes(self, stage: int) -> AbstractContextManager[None]:
         """Return the context of passes that are not the plan's."""

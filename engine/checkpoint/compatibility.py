@@ -32,8 +32,8 @@ def topology(engine: EngineContext) -> dict[str, Any]:
     """Return what a checkpoint's files depend on.
 
     Keys: ``world_size``, ``data``, ``pipe``, ``model`` (ranks), ``zero_stage``, and for a pipeline
-    ``cuts`` (the first layer of each stage and the number of layers); ``homes`` where ranks have
-    several stages (the rank of each).
+    ``cuts`` (the first layer of each stage and the number of layers); ``homes`` (the rank of
+    each stage) where this is not its number.
     """
     parts, homes = getattr(engine.module, "parts", None), getattr(engine.module, "homes", ())
     pipe = getattr(engine, "num_stages", 1)
@@ -44,7 +44,7 @@ def topology(engine: EngineContext) -> dict[str, Any]:
         "model": engine.mp_world_size // pipe,
         "zero_stage": int(engine.zero_optimization_stage()),
         "cuts": [int(part) for part in parts] if parts is not None else None,
-        **({"homes": list(homes)} if len(homes) > pipe else {}),
+        **({"homes": list(homes)} if list(homes) not in ([], list(range(pipe))) else {}),
     }
 
 

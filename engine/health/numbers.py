@@ -288,11 +288,11 @@ class NumericsGuard(Feature):
 
     def _search(self, found: bool) -> Iterator[Fault]:
         """Look for what is not finite; all micro-batches where passes meet in collectives."""
-        here = Fault(dist.get_rank(), self._stage)
         if self._stage is not None:
             if not found:
-                yield self._without_micro_batch(here)
+                yield self._without_micro_batch()
             return
+        here = Fault(dist.get_rank(), None)
         yield here
         engine = self._engine
         meets = engine.zero_optimization_partition_weights() or self._slices > 1
@@ -305,15 +305,19 @@ class NumericsGuard(Feature):
                 if not meets:
                     return
 
-    def _without_micro_batch(self, here: Fault) -> Fault:
-        """Return what a stage knows that has seen nothing but its gradients."""
-        finding = _first_bad_parameter(self._engine)
-        if finding is None and not self._others:
-            told = Finding("gradient", "", "of which it knows the norm alone")
-            return replace(here, finding=told, arrived=True)
-        if finding is None and not bool(are_finite(adapt(self._engine).gradients())):
+    def _without_micro_batch(self) -> Fault:
+        """Return what a rank with stages knows that has seen nothing but its gradients."""
+        engine, finding = self._engine, None
+        name, parameter = _first_bad_parameter(engine)
+        if parameter is not None:
+            finding = Finding("gradient", name.rpartition(".")[0], f"of its parameter {name!r}")
+        elif not self._others:
+            finding = Finding("gradient", "", "of which it knows the norm alone")
+        elif not bool(are_finite(adapt(engine).gradients())):
             finding = Finding("gradient", "")
-        return replace(here, finding=finding)
+        stage_of = getattr(engine.module, "stage_of", lambda _: self._stage)
+        arrived = parameter is None and not self._others
+        return Fault(dist.get_rank(), stage_of(parameter), finding=finding, arrived=arrived)
 
     def _repeat(self, record: _Record, *, together: bool) -> Finding | None:
         engine = self._engine
@@ -340,14 +344,13 @@ def attach_guard(engine: EngineContext, config: GuardConfig) -> NumericsGuard | 
     return NumericsGuard(engine, config)
 
 
-def _first_bad_parameter(engine: EngineContext) -> Finding | None:
-    """Name the last module whose weights have a bad gradient: backward passes begin there."""
+def _first_bad_parameter(engine: EngineContext) -> tuple[str, Tensor | None]:
+    """Return the last weight that has a bad gradient, and its name: backward passes begin there."""
     names = {id(p): name for name, p in engine.module.named_parameters()}
     for parameter, gradient in reversed(list(adapt(engine).gradients_by_parameter())):
         if gradient is not None and not bool(are_finite([gradient])):
-            name = names[id(parameter)]
-            return Finding("gradient", name.rpartition(".")[0], f"of its parameter {name!r}")
-    return None
+            return names[id(parameter)], parameter
+    return "", None
 
 
 @contextmanager

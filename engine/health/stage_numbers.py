@@ -35,6 +35,7 @@ from wavemare.engine.pipe.micro_batch import as_tuple
 class _Held:
     """What a second pass over a micro-batch needs."""
 
+    stage: int
     number: int
     place: int
     random: dict[str, Any]
@@ -53,12 +54,12 @@ class _Look:
 
 
 class StageWatch:
-    """Checks the micro-batches of a pipeline stage."""
+    """Checks the micro-batches of a rank's stages; calls are about the active one."""
 
     def __init__(self, engine: StageContext, guard: NumericsGuard) -> None:
         self._engine = engine
         self._guard = guard
-        self._held: dict[int, _Held] = {}
+        self._held: dict[tuple[int, int], _Held] = {}
         self._looks: deque[_Look] = deque()
         guard.before_decision = self._drain
 
@@ -69,18 +70,19 @@ class StageWatch:
             number: Of the micro-batch, in the plan.
             first: Number of the first micro-batch of its optimizer step.
         """
-        self._held[number] = _Held(number, number - first, random_state())
+        stage = self._engine.active_stage
+        self._held[stage, number] = _Held(stage, number, number - first, random_state())
 
     def end_forward(self, number: int, inputs: Any, outputs: Any, labels: Any = None) -> None:
         """Check the results of a forward pass."""
-        held = self._held[number]
+        held = self._held[self._engine.active_stage, number]
         held.inputs, held.labels = inputs, labels
         tensors = [tensor for tensor in as_tuple(outputs) if tensor.requires_grad]
         self._look(held, tensors, partial(self._explain_forward, held))
 
     def end_backward(self, number: int, gradients: Sequence[Tensor]) -> None:
         """Check the results of a backward pass from the gradients of the outputs, if any."""
-        held = self._held.pop(number)
+        held = self._held.pop((self._engine.active_stage, number))
         made = [t.grad for t in as_tuple(held.inputs) if t.is_leaf and t.grad is not None]
         self._look(held, made or gradients, partial(self._explain_backward, held, list(gradients)))
 
@@ -126,7 +128,7 @@ class StageWatch:
     def _fault(self, held: _Held) -> Fault:
         engine = self._engine
         # Those forwarded ahead of a step count from the start of their own.
-        return Fault(dist.get_rank(), engine.stage_id, held.place % engine.micro_batches + 1)
+        return Fault(dist.get_rank(), held.stage, held.place % engine.micro_batches + 1)
 
     def _second_pass(
         self, held: _Held, gradients: list[Tensor], what: Any, *, backward: bool
@@ -155,7 +157,7 @@ class StageWatch:
             return [output for output, _ in used], [gradient for _, gradient in used]
 
         leaves = [tensor for tensor in given if tensor.requires_grad]
-        with engine.whole_passes():
+        with engine.whole_passes(held.stage):
             found = trace(engine.module, run, roots, leaves=leaves, backward=backward)
         return explained(found, held.labels)
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
+from torch import nn
 
+from wavemare.engine.seams import replaced
 from wavemare.errors import ConfigError
 from wavemare.pipeline.plan.partition import balanced_cuts
 
@@ -105,6 +107,16 @@ class ChunkedPipelineModule(PipelineModule):
         """Whether this rank has a layer, by its number in the model."""
         return any(self.parts[s] <= layer < self.parts[s + 1] for s in self.own_stages)
 
+    def stage_of(self, parameter: Any) -> int | None:
+        """Return this rank's stage that has a parameter; of several, None for one that none has."""
+        for stage in self.own_stages:
+            layers = (layer for layer in self._funcs[stage] if isinstance(layer, nn.Module))
+            if len(self.own_stages) == 1 or any(
+                parameter is own for layer in layers for own in layer.parameters()
+            ):
+                return stage
+        return None
+
     def stage_owner(self, layer_idx: int) -> int:
         """Return the rank that has a layer."""
         return self.homes[super().stage_owner(layer_idx)]
@@ -122,8 +134,11 @@ class ChunkedPipelineModule(PipelineModule):
 
     def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
         """Load the layers of all stages of this rank."""
-        for _ in self.each_stage():
-            super().load_state_dir(*args, **kwargs)
+        # Each stage would make tied weights equal, and ranks may have unlike numbers of stages.
+        with replaced(self, {"_synchronize_tied_weights": lambda: None}):
+            for _ in self.each_stage():
+                super().load_state_dir(*args, **kwargs)
+        self._synchronize_tied_weights()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the layers of all stages of this rank."""

@@ -224,8 +224,13 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
     def _last_stage(self) -> int:
         return self.num_stages - 1
 
-    def whole_passes(self) -> AbstractContextManager[None]:
-        """Return the context of passes that are not the plan's."""
+    @property
+    def active_stage(self) -> int:
+        """The stage whose action runs; between actions one of this rank's."""
+        return int(self.stage_id)
+
+    def whole_passes(self, stage: int) -> AbstractContextManager[None]:
+        """Return the context of a stage's passes that are not the plan's."""
         return nullcontext()
 
     def _train_schedule(self) -> StepSchedule:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -92,8 +93,6 @@ class PlanEngine(FlushingEngine):
             )
         self._homes = tuple(getattr(self.module, "homes", range(self.num_stages)))
         self._is_chunked = len(self._homes) > self.num_stages
-        if self._is_chunked:
-            self._stage_watch = None  # it knows one stage per rank
         self._labels: dict[int, Any] = {}
         self._given_plan = plan
         if plan is not None:
@@ -148,6 +147,11 @@ class PlanEngine(FlushingEngine):
         if self._stage is None:
             return self._homes[-1] == self.stage_id
         return self._stage == self._last_stage
+
+    @property
+    def active_stage(self) -> int:
+        """The stage whose action runs; between actions one of this rank's."""
+        return super().active_stage if self._stage is None else self._stage
 
     @property
     def _last_stage(self) -> int:
@@ -232,9 +236,14 @@ class PlanEngine(FlushingEngine):
         schedule = StepSchedule(plan.ranks[self.stage_id])
         return self._begin(schedule, plan.receives(self.stage_id), plan.send_slots)
 
-    def whole_passes(self) -> AbstractContextManager[None]:
-        """Return the context of passes that are not the plan's: none of them is split."""
-        return self.splitter.paused()
+    @contextmanager
+    def whole_passes(self, stage: int) -> Iterator[None]:
+        """Return the context of a stage's passes that are not the plan's: none is split."""
+        before = self._stage
+        self._set_stage(stage)
+        with self.splitter.paused():
+            yield
+        self._set_stage(before)
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         splits = torch.is_grad_enabled() and self._splits

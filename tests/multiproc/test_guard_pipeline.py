@@ -17,6 +17,9 @@ def troubled(name, trouble, micro_batches=2, **settings):
     return [name, {"trouble": trouble, "micro_batches": micro_batches, **settings}]
 
 
+HOMES = {"zbv": (0, 1, 1, 0), "interleaved": (0, 1, 0, 1)}
+CHUNKED = [("zbv", [stage, what, 1]) for stage in range(4) for what in (ACTIVATION, GRADIENT)]
+CHUNKED += [("zbv", [3, "weight", 1]), ("interleaved", [2, "weight", 1])]
 REPLAYS = {
     f"{mode} {micro_batches} {trouble}": troubled("replay", trouble, micro_batches, mode=mode)
     for mode, micro_batches, trouble in [
@@ -32,7 +35,13 @@ CASES = {
         **{f"skip {t}": troubled("skip", t) for t in TROUBLES},
         "skip ZeRO-1": troubled("skip", [0, GRADIENT, 5], **ZEROS[1]),
         **{f"stop 1f1b {t}": troubled("stop", t) for t in TROUBLES},
-        **{f"stop split {t}": troubled("stop", t, split=True) for t in TROUBLES},
+        **{f"stop split {t}": troubled("stop", t, schedule="zb-h1") for t in TROUBLES},
+        **{
+            f"stop {schedule} {trouble}": troubled(
+                "stop", trouble, schedule=schedule, homes=HOMES[schedule]
+            )
+            for schedule, trouble in CHUNKED
+        },
         **{f"stop pipemare {t}": troubled("stop", t, section={}) for t in HEARD},
         **{
             f"stop clipping {zero}": troubled("stop", [1, "weight", 5], section={}, **ZEROS[zero])
@@ -48,12 +57,14 @@ def found(launch_cases):
     return partial(launch_cases, "guard_pipeline.py", CASES)
 
 
-def place(stage, what, call):
+def place(stage, what, call, homes=(0, 1)):
     """Where a message says that it was."""
-    if stage == 0 and what == GRADIENT:
+    where = f"rank {homes[stage]} (stage {stage})"
+    if what == "weight" or (stage == 0 and what == GRADIENT):
         # No gradients leave the first stage: it knows those of its weights, after the last pass.
-        return "rank 0 (stage 0): the gradient of module '0' (of its parameter '0.bias')"
-    return f"rank {stage} (stage {stage}), micro-batch 2: the {what} of module '{4 * stage + 2}'"
+        name = f"{4 * stage}.{'weight' if what == 'weight' else 'bias'}"
+        return f"{where}: the gradient of module '{4 * stage}' (of its parameter '{name}')"
+    return f"{where}, micro-batch 2: the {what} of module '{4 * stage + 2}'"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES[2] if name.startswith("skip")])
@@ -98,6 +109,16 @@ def test_a_synchronous_pipeline_stops_with_one_voice(found, trouble, passes):
     assert first["at"] == 2
     assert first["finite"]
     assert f"first on {place(*trouble)}" in first["error"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES[2] if name.split()[1] in HOMES])
+def test_a_stage_among_several_of_a_rank_is_named(found, name):
+    settings = CASES[2][name][1]
+    first, second = found(name)
+    assert first["error"] == second["error"]
+    assert f"first on {place(*settings['trouble'], settings['homes'])}" in first["error"]
+    assert first["type"] == "NumericsError"
+    assert (first["at"], first["finite"]) == (0, True)
 
 
 @pytest.mark.parametrize("trouble", HEARD)

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import sys
+from functools import partial
 from itertools import islice
 
 import torch
@@ -24,6 +25,7 @@ from common import (
 )
 
 from wavemare.engine import init_distributed
+from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 from wavemare.errors import WavemareError
 from wavemare.pipeline.staleness.replay import Replay
 
@@ -71,15 +73,17 @@ def build_layers(num_stages, stage, what, call):
     return layers
 
 
-def build(trouble, micro_batches, guard, section=None, split=False, **config):
+def build(trouble, micro_batches, guard, section=None, schedule=None, homes=None, **config):
     stages = torch.distributed.get_world_size()
     pipeline = {} if section is None else {"schedule": "pipemare", "pipemare": section}
-    if split:
-        pipeline = {"schedule": "zb-h1"}
+    if schedule:
+        pipeline = {"schedule": schedule}
+    layers = stages if homes is None else len(homes)
     adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}}
     return start_stages(
-        build_layers(stages, *trouble),
+        build_layers(layers, *trouble),
         stages=stages,
+        kind=partial(ChunkedPipelineModule, homes=homes),
         micro_batches=micro_batches,
         section=pipeline,
         sections={"guard": guard},

@@ -1,27 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with stages on any ranks, and go on from their checkpoints.
 
-Usage: placements.py FOLDER ACTION; each rank leaves the results.
+Usage: placements.py FOLDER ACTION...; each rank leaves the results by action.
 """
 
 import hashlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import deepspeed
 import torch
-from common import configuration, leave
+from chunked_engine import weights
+from common import configuration, leave, refusal
 from plan_engine import CHANGES, MODELS, batches, go_on, start
 
 import wavemare
 import wavemare.universal
+from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 
 TURNED = """
 plan schedule=turned stages=3 micro_batches=4 steps=1 send_slots=0 homes=1,0,1
 0: 1F0 1F1 1B0 1F2 1I1 1F3 1W1 1B2 1B3
 1: 0F0 0F1 2F0 2B0 0F2 2F1 2I1 0I0 0F3 2F2 2I2 2W1 0W0 0B1 2W2 2F3 2B3 0B2 0B3
+"""
+
+UNEVEN = """
+plan schedule=uneven stages=3 micro_batches=4 steps=1 send_slots=0 homes=0,1,1
+0: 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
+1: 1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1 1F2 2F2 2B2 1B2 1F3 2F3 2B3 1B3
 """
 
 
@@ -71,7 +80,66 @@ def universal():
     }
 
 
+def train(engine):
+    data = batches(engine.data_rank)
+    losses = [float(engine.train_batch(data)) for _ in range(3)]
+    own = engine.module.own_stages
+    found = {"own": list(own), "active": []}
+    for stage in own:
+        with engine.whole_passes(stage):
+            found["active"].append([engine.active_stage, engine.is_last_stage()])
+    return found | {
+        "losses": losses,
+        "evaluation": float(engine.eval_batch(batches(9), num_micro_batches=2)),
+        "weights": weights(engine),
+    }
+
+
+def four(case, stages):
+    """Four ranks: four with several stages each, or two replicas of two."""
+    schedules = ("1f1b", "interleaved", "zbv", "auto")
+    return {schedule: train(start(case, schedule, stages=stages)) for schedule in schedules}
+
+
+def uneven():
+    """Hand-made stages, of which one rank has more; a weight is tied over both ranks."""
+    Path("uneven.txt").write_text(UNEVEN)
+    torch.distributed.barrier()
+    found = {}
+    for case in ("gpt2-quiet/fp32", "gpt2-quiet-untied/fp32"):
+        engine, data = start(case, "file:uneven.txt"), batches(0)
+        go_on(engine, data)
+        engine.save_checkpoint(case)
+        whole = go_on(engine, data)
+        engine, data = start(case, "file:uneven.txt"), batches(0)
+        for _ in range(8):
+            next(data)
+        engine.load_checkpoint(case)
+        resumed, other = go_on(engine, data), start(case)
+        found[case] = {"resumed": resumed == whole, "losses": train(other)["losses"]}
+        found[case]["expected"] = train(start(case, "file:uneven.txt"))["losses"]
+    return found
+
+
+def own_layers():
+    """A model of one's own: how it is cut, and trains."""
+    torch.manual_seed(7)
+    sizes = [(16, 64), (64, 16), *[(16, 16)] * 8]
+    layers = [torch.nn.Linear(*size) for size in sizes]
+    make = partial(ChunkedPipelineModule, layers, num_stages=2, homes=(0, 1, 1, 0))
+    methods = ("parameters", "type:Linear", "uniform", (0, 1, 2, 5, 10))
+    cuts = [make(partition_method=method).parts for method in methods]
+    return {"cuts": cuts, "refused": refusal(lambda: make(partition_method="profile"))}
+
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     os.chdir(sys.argv[1])
-    leave({"universal": universal}[sys.argv[2]]())
+    actions = {
+        "universal": universal,
+        "four": partial(four, "gpt2-deep/fp32", 4),
+        "replicas": partial(four, "gpt2-quiet-untied/zero-unclipped", 2),
+        "uneven": uneven,
+        "own layers": own_layers,
+    }
+    leave({name: actions[name]() for name in sys.argv[2:]})

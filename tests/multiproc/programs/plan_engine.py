@@ -43,6 +43,7 @@ MODELS = {
     "gpt2-untied": lambda: build_gpt2(tie_word_embeddings=False),
     "gpt2-quiet": lambda: build_gpt2(**QUIET),
     "gpt2-quiet-untied": lambda: build_gpt2(tie_word_embeddings=False, **QUIET),
+    "gpt2-deep": lambda: build_gpt2(tie_word_embeddings=False, n_layer=6, **QUIET),
     "bert": build_bert,
 }
 BF16 = {"bf16": {"enabled": True}}
