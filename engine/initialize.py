@@ -67,13 +67,18 @@ _IN_ARGS = ("deepspeed_config", "deepscale_config")  # the second is DeepSpeed's
 
 
 def build_engine(
-    config: dict[str, Any], *, segments: Segments | None = None, **arguments: Any
+    config: dict[str, Any],
+    *,
+    segments: Segments | None = None,
+    plan: Plan | None = None,
+    **arguments: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Check a configuration against the processes there are, and let DeepSpeed build our engine.
 
     Args:
         config: The whole configuration.
         segments: The model's, for ``wavelet``.
+        plan: That of the schedule's file; read here if omitted.
         arguments: ``deepspeed.initialize``'s other parameters, by name.
 
     Returns:
@@ -93,7 +98,7 @@ def build_engine(
             _say_which_norm(resolved.config, resolved.ours)
     arguments["optimizer"] = resolved.optimizer
     arguments["args"] = _without_config(arguments.get("args"))
-    with dispatch_to(_engines(resolved.ours, model, segments)):
+    with dispatch_to(_engines(resolved.ours, model, segments, plan)):
         result = deepspeed.initialize(config=resolved.config, **arguments)
     _check_dispatch(result[0])
     return result
@@ -169,7 +174,9 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
     return load_config(given)
 
 
-def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Mapping[str, Any]:
+def _engines(
+    ours: WavemareConfig, model: Any, segments: Segments | None, plan: Plan | None
+) -> Mapping[str, Any]:
     """Return `ENGINES`, with the one that the schedule asks for, and with our sections."""
     engines = {name: partial(engine, settings=ours) for name, engine in ENGINES.items()}
     if segments is not None:
@@ -185,7 +192,7 @@ def _engines(ours: WavemareConfig, model: Any, segments: Segments | None) -> Map
             f"{type(model).__name__} is no pipeline of one stage per rank",
             "Give a PipelineModule, or a transformers model and 2 or more stages",
         )
-    plan = file_plan(ours.pipeline, _pipeline_length(model, ours))
+    plan = plan or file_plan(ours.pipeline, _pipeline_length(model, ours))
     if plan is not None:
         return {**engines, "PipelineEngine": partial(PlanEngine, settings=ours, plan=plan)}
     engine = PIPELINE_ENGINES[schedule]

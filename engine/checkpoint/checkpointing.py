@@ -30,8 +30,8 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import distributed
 

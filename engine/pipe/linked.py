@@ -83,6 +83,9 @@ class LinkedEngine(PipelineEngine):
             if self.eval_return_logits:
                 self.outputs = outputs
             micro_batch.loss = outputs if loss_fn is None else loss_fn(outputs, micro_batch.labels)
+            if torch.is_grad_enabled() and not isinstance(micro_batch.loss, Tensor):
+                reason, remedy = "training takes the gradient of one tensor", "Return it alone"
+                raise ModelError("loss_fn", type(micro_batch.loss).__name__, reason, remedy)
             if self.module.get_additional_losses() is not None:
                 raise ModelError(
                     "get_additional_losses",

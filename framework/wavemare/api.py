@@ -23,6 +23,7 @@ from wavemare.failure import watch_failures
 from wavemare.parallel import ProcessGrid
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
 from wavemare.parallel.layout.grid import process_grid, same_grid
+from wavemare.pipeline.plan.plan import Plan
 
 __all__ = ["init_distributed", "initialize"]
 
@@ -143,9 +144,9 @@ def _build(
     """Lay the model out as the configuration says, and build its engine."""
     if ours.wavelet.mode == "model_parallel":
         values = _weights_in_turns(values)
-    plan = None
+    layout = schedule_plan = None
     if ours.parallel.given or is_annotated(model) or hasattr(model, PLAN):
-        plan, values = _planned(model, values)
+        layout, values = _planned(model, values)
         ours = WavemareConfig.of(values)
     if ours.tensor_parallel.size > 1:
         check_config(values, world_size=dist.get_world_size())
@@ -154,7 +155,8 @@ def _build(
         mpu = mesh if ours.pipeline.stages == 1 else None  # a pipeline's is its grid
     if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
         check_config(values, world_size=dist.get_world_size())
-        whole, model = model, _converted(model, ours)
+        schedule_plan = file_plan(ours.pipeline, ours.pipeline.stages)
+        whole, model = model, _converted(model, ours, schedule_plan)
         # An untied head is trained wherever the embedding that it was tied to was meant to be.
         copies = {id(whole.get_parameter(n)): p for n, p in model.untied_parameters().items()}
         optimizer, model_parameters = _of_this_stage(
@@ -168,6 +170,7 @@ def _build(
     result = build_engine(
         values,
         segments=_segments(model, ours),
+        plan=schedule_plan,
         model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
@@ -176,7 +179,7 @@ def _build(
         **arguments,
     )
     engine = result[0]
-    engine.layout = plan
+    engine.layout = layout
     if engine.config == given:
         engine.config = given  # as with DeepSpeed the caller's own, where nothing was filled in
     return result
@@ -197,7 +200,7 @@ def _planned(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return plan, values
 
 
-def _converted(model: Any, ours: WavemareConfig) -> Any:
+def _converted(model: Any, ours: WavemareConfig, plan: Plan | None) -> Any:
     from transformers import PreTrainedModel
 
     from wavemare.models import to_pipeline
@@ -210,7 +213,6 @@ def _converted(model: Any, ours: WavemareConfig) -> Any:
             f"{type(model).__name__} is neither a transformers model nor a PipelineModule",
             "Give one of these, or 1 stage",
         )
-    plan = file_plan(ours.pipeline, ours.pipeline.stages)
     return to_pipeline(
         model,
         num_stages=ours.pipeline.stages,

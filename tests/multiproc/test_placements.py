@@ -52,3 +52,12 @@ def test_four_ranks_train_to_the_bits_of_1f1b(launch_once, name):
             assert ours["active"] == [[stage, stage == last] for stage in ours["own"]]
             for key in ("losses", "evaluation", "weights"):
                 assert ours[key] == expected[rank][key], (rank, schedule, key)
+
+
+@pytest.mark.world_size(1)
+def test_one_rank_has_all_stages_and_takes_one_loss(launch_once):
+    (results,) = launch_once("placements.py", "alone", ranks=1)
+    found = results["alone"]
+    assert len(found["losses"]) == 5
+    assert all(losses == found["losses"]["1f1b"] for losses in found["losses"].values())
+    assert found["refused"].startswith("ModelError: loss_fn = 'tuple': training takes the gradient")

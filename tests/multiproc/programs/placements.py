@@ -14,7 +14,7 @@ from unittest import mock
 import deepspeed
 import torch
 from chunked_engine import weights
-from common import configuration, leave, refusal
+from common import configuration, leave, refusal, sine_batches, start_stages
 from plan_engine import CHANGES, MODELS, batches, go_on, start
 
 import wavemare
@@ -132,6 +132,30 @@ def own_layers():
     return {"cuts": cuts, "refused": refusal(lambda: make(partition_method="profile"))}
 
 
+def alone():
+    """A rank that has all stages hands over all activations."""
+
+    def engine(schedule, homes, **options):
+        torch.manual_seed(7)
+        layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+        kind, section = partial(ChunkedPipelineModule, homes=homes), {"schedule": schedule}
+        return start_stages(
+            layers, stages=1, micro_batches=4, section=section, kind=kind, **options
+        )
+
+    def losses(schedule, homes):
+        trained, data = engine(schedule, homes), sine_batches(8)
+        return [float(trained.train_batch(data)) for _ in range(3)]
+
+    def pair(outputs, labels):
+        return (outputs - labels).square().mean(), outputs.sum()
+
+    found = {schedule: losses(schedule, (0, 0)) for schedule in ("interleaved", "zbv", "auto")}
+    found |= {schedule: losses(schedule, (0,)) for schedule in ("1f1b", "zb-h1")}
+    refuses = engine("zbv", (0, 0), loss_fn=pair)
+    return {"losses": found, "refused": refusal(lambda: refuses.train_batch(sine_batches(8)))}
+
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     os.chdir(sys.argv[1])
@@ -141,5 +165,6 @@ if __name__ == "__main__":
         "replicas": partial(four, "gpt2-quiet-untied/zero-unclipped", 2),
         "uneven": uneven,
         "own layers": own_layers,
+        "alone": alone,
     }
     leave({name: actions[name]() for name in sys.argv[2:]})
