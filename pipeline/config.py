@@ -97,7 +97,7 @@ class PipelineConfig(Section):
 
     memory_limit: str | None = None
     """Activations that a rank keeps with ``auto``, as a share of 1F1B's on its first rank, such as
-    ``0.63x``; ``1x`` if omitted."""
+    ``0.63x``, or in bytes, such as ``4GB``; ``1x`` if omitted."""
 
     dynamic_shape: bool = False
     """Whether micro-batches differ in shape. Every message then carries its shape."""
@@ -138,6 +138,12 @@ class PipelineConfig(Section):
         """The memory limit as a number; nan where it is no share."""
         text = self.memory_limit or "1x"
         return float(text[:-1]) if re.fullmatch(r"[0-9]+(\.[0-9]+)?x", text) else math.nan
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """The memory limit in bytes; None where it is a share."""
+        text = self.memory_limit or ""
+        return 1e9 * float(text[:-2]) if re.fullmatch(r"[0-9]+(\.[0-9]+)?GB", text) else None
 
     @property
     def unties(self) -> bool:

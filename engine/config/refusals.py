@@ -133,11 +133,11 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         f'Set {key}.schedule to "auto", or remove the key',
     )
     yield (
-        math.isnan(pipeline.memory_share),
+        math.isnan(pipeline.memory_share) and pipeline.memory_bytes is None,
         f"{key}.memory_limit",
         limit,
-        "only a share of 1F1B's activations is known before training, not bytes",
-        'Give a share, such as "0.63x"',
+        "it is neither a share of 1F1B's activations nor bytes",
+        'Give one such as "0.63x" or "4GB"',
     )
     if pipeline.is_planned:
         yield from _planned(config, ours)

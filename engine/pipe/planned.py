@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,11 +24,12 @@ from wavemare.engine.pipe.linked import FlushingEngine
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_leaves
 from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.split_backward import SplitBackward
+from wavemare.engine.waves.segments import SavedBytes
 from wavemare.errors import ConfigError, PlanError
 from wavemare.pipeline.clock.measured import measured_costs
 from wavemare.pipeline.clock.simulate import Event, simulate
 from wavemare.pipeline.plan.automatic import EQUAL_PASSES, lower_bound
-from wavemare.pipeline.plan.check import check
+from wavemare.pipeline.plan.check import Memory, check
 from wavemare.pipeline.plan.chunked import forward_only
 from wavemare.pipeline.plan.cursor import OF_A_STEP
 from wavemare.pipeline.plan.lowering import Pair
@@ -49,7 +51,8 @@ class PlanEngine(FlushingEngine):
     hand each other tensors without a message.
 
     The schedule ``auto`` measures steps 2 to 4 of each run, and from then on takes the plan for
-    these times. Meanwhile the host waits for the accelerator after each action.
+    these times; for a limit in bytes the first micro-batch counts what it saves. Meanwhile the host
+    waits for the accelerator after each action.
 
     Attributes:
         splitter: Keeps what split passes still need.
@@ -98,6 +101,10 @@ class PlanEngine(FlushingEngine):
         if plan is not None:
             check(plan)
         self._costs = EQUAL_PASSES
+        self._limit: float | None = None
+        """Micro-batches that a rank keeps, where the limit is in bytes and stages are measured."""
+        self._saved_bytes: dict[int, int] = {}
+        """By stage, what a micro-batch keeps."""
         self._events: list[Event] | None = None
         """While steps are measured, their actions so far."""
         measures = plan is None and self.settings.pipeline.schedule == "auto"
@@ -113,8 +120,10 @@ class PlanEngine(FlushingEngine):
         if self._given_plan is not None:
             return self._given_plan
         sizes = self.num_stages, self.micro_batches
-        run = RunPlan.of(self.settings.pipeline, *sizes, clips=False)
-        return replace(run, costs=self._costs).whole
+        run = replace(RunPlan.of(self.settings.pipeline, *sizes, clips=False), costs=self._costs)
+        if self._limit is not None:
+            run = replace(run, memory_limit=self._limit / min(sizes))
+        return run.whole
 
     def _check_plan(self, plan: Plan) -> None:
         """Check that a plan is one of this pipeline."""
@@ -201,14 +210,17 @@ class PlanEngine(FlushingEngine):
         """Search a plan for what passes took; all ranks have the same times, and find the same."""
         ranks: list[Any] = [None] * self.num_stages
         group = self.grid.get_pipe_parallel_group()
-        dist.all_gather_object(ranks, self._events, group=group)
+        dist.all_gather_object(ranks, (self._events, self._saved_bytes), group=group)
         self._events = None
-        costs, before = measured_costs(ranks, self._homes), self.plan
+        costs, before = measured_costs([events for events, _ in ranks], self._homes), self.plan
         before_s = simulate(before, costs).makespan_s
         old, self._costs = self._costs, costs
+        if self.settings.pipeline.memory_bytes is not None:
+            saved = {stage: kept for _, stages in ranks for stage, kept in stages.items()}
+            self._fit(self.settings.pipeline.memory_bytes, [saved[s] for s in sorted(saved)])
         after_s = simulate(self.plan, costs).makespan_s
         if after_s >= before_s:
-            after_s, self._costs = before_s, old
+            after_s, self._costs, self._limit = before_s, old, None
         bound_s = lower_bound(self._homes, before.micro_batches, costs, split=True)
         if self.global_rank == 0:
             logger.info(
@@ -218,6 +230,34 @@ class PlanEngine(FlushingEngine):
                 1e3 * after_s,
                 100 * (after_s / bound_s - 1),
             )
+
+    def _fit(self, limit: float, saved: list[int]) -> None:
+        """Find the most micro-batches that a plan keeps within a limit, given stages' bytes."""
+        memory, most = Memory(tuple(saved), tuple(saved)), math.inf
+        for slots in range(2 * min(self.num_stages, self.micro_batches), 1, -1):
+            self._limit = slots / 2
+            most = max(map(memory.peak, self.plan.ranks))
+            if most <= limit:
+                return
+        least = f"{math.ceil(most / 1e3) / 1e6:g}GB"
+        raise ConfigError(
+            "wavemare.pipeline.memory_limit",
+            self.settings.pipeline.memory_limit,
+            f"one micro-batch keeps {least} on a rank",
+            f"Give {least} or more, smaller micro-batches or more stages",
+        )
+
+    def _forward_context(self, number: int) -> AbstractContextManager[None]:
+        context = super()._forward_context(number)
+        first = self._steps_to_measure > _MEASURED_STEPS and not number and torch.is_grad_enabled()
+        return self._count_saved() if first else context
+
+    @contextmanager
+    def _count_saved(self) -> Iterator[None]:
+        saved = SavedBytes(self.module)
+        with saved.hooks():
+            yield
+        self._saved_bytes[self.active_stage] = saved.total
 
     def _train_schedule(self) -> StepSchedule:
         plan = self.plan

@@ -76,6 +76,8 @@ class RunPlan:
             chunks = (config.chunks or _CHUNKS) if config.schedule == "interleaved" else 0
             slack = OVERLAP_SLACK if overlap else 0
             limit = config.memory_share
+            if config.memory_bytes is not None:  # the least, until stages are measured
+                limit = 1 / min(num_stages, micro_batches)
             return cls(*sizes, overlap=overlap, slack=slack, chunks=chunks, memory_limit=limit)
         return cls(
             *sizes,

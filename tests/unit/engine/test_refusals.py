@@ -116,7 +116,7 @@ def test_what_split_stages_do_not_go_with(config, key, reason):
         ({"schedule": "zbv", "dynamic_shape": True}, {}, "wavemare.pipeline.dynamic_shape"),
         ({"schedule": "file:x", "dynamic_shape": True}, {}, "wavemare.pipeline.dynamic_shape"),
         ({"schedule": "zbv", "memory_limit": "1x"}, {}, "wavemare.pipeline.memory_limit"),
-        ({"schedule": "auto", "memory_limit": "4GB"}, {}, "wavemare.pipeline.memory_limit"),
+        ({"schedule": "auto", "memory_limit": "4 apples"}, {}, "wavemare.pipeline.memory_limit"),
     ],
 )
 def test_what_split_backward_passes_do_not_go_with(pipeline, config, key):
