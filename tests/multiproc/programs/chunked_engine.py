@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from common import configuration, leave, refusal
+from common import configuration, leave, own_groups, refusal
 from plan_engine import MODELS, batches, go_on, start
 
 import wavemare
@@ -102,7 +102,9 @@ def of_files(case):
     for name, text in (FILES | BROKEN).items():
         Path(name).write_text(text)
     for name in FILES:
-        yield name, train(start(case, f"file:{name}"))
+        with own_groups():
+            found = train(start(case, f"file:{name}"))
+        yield name, found
     for name in BROKEN:
         yield name, refusal(partial(start, case, f"file:{name}"))
     model = wavemare.to_pipeline(MODELS["gpt2-quiet-untied"](), num_stages=2)
@@ -173,5 +175,6 @@ if __name__ == "__main__":
     wavemare.init_distributed()
     results = {}
     for case in sys.argv[2:]:
-        results[case] = {name: train(start(case, name)) for name in ["1f1b", *SCHEDULES]}
+        with own_groups():
+            results[case] = {name: train(start(case, name)) for name in ["1f1b", *SCHEDULES]}
     leave(results | (more(*sys.argv[1:3]) if torch.distributed.get_world_size() == 2 else {}))

@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
+from torch.distributed import distributed_c10d
 
 import wavemare
 from wavemare.errors import WavemareError
@@ -214,6 +215,15 @@ def kept_between_passes(engine):
 
         splitter.backward_weight = backward_weight
     return kept
+
+
+@contextmanager
+def own_groups():
+    """End the process groups that engines make inside: threads of gloo's wake up all the time."""
+    before = set(distributed_c10d._world.pg_map)
+    yield
+    for group in set(distributed_c10d._world.pg_map) - before:
+        torch.distributed.destroy_process_group(group)
 
 
 def leave(result, part=True):

@@ -15,7 +15,7 @@ from unittest import mock
 import deepspeed
 import torch
 from chunked_engine import weights
-from common import configuration, leave, refusal, sine_batches, start_stages
+from common import configuration, leave, own_groups, refusal, sine_batches, start_stages
 from plan_engine import CHANGES, MODELS, batches, go_on, start
 
 import wavemare
@@ -200,4 +200,8 @@ if __name__ == "__main__":
         "in bytes": in_bytes,
         "alone": alone,
     }
-    leave({name: actions[name]() for name in sys.argv[2:]})
+    results = {}
+    for name in sys.argv[2:]:
+        with own_groups():
+            results[name] = actions[name]()
+    leave(results)

@@ -19,6 +19,7 @@ from common import (
     configuration,
     kept_between_passes,
     leave,
+    own_groups,
     refusal,
     token_batches,
     weights_digest,
@@ -180,9 +181,10 @@ if __name__ == "__main__":
     if torch.distributed.get_world_size() == 2:
         plans["by hand"] = lower(Plan.parse(BY_HAND))
     for case in sys.argv[2:]:
-        found = {"1f1b": train(start(case))}
-        for name, plan in plans.items():
-            found[name] = train(start(case, plan=by_stock_norm(plan)))
+        with own_groups():
+            found = {"1f1b": train(start(case))}
+            for name, plan in plans.items():
+                found[name] = train(start(case, plan=by_stock_norm(plan)))
         results[case] = found
     if torch.distributed.get_world_size() == 2:
         results |= refused()
