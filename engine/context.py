@@ -2,7 +2,7 @@
 """The two contracts inside an engine: what its features may read, and what it asks of them.
 
 Engines subclass DeepSpeed's and keep a list of `Feature` objects: the guard, the sparse collective,
-weights of losses, waves. They call each method of all features at fixed points of a step, in order.
+weights of losses. They call each method of all features at fixed points of a step, in order.
 Features and other parts see the engine as an `EngineContext` or a `StageContext`.
 """
 
@@ -44,12 +44,6 @@ class Feature:
     def metrics(self) -> Mapping[str, float]:
         """Return what was measured of the last optimizer step, by name."""
         return {}
-
-    def drain(self) -> None:
-        """Apply all gradients to the weights."""
-
-    def synchronize(self) -> None:
-        """Complete pending work between two steps, so that the engine can be saved."""
 
     def extra_state(self) -> dict[str, Any]:
         """Return what the next step needs beside weights, optimizer and random state."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -15,9 +15,8 @@ from wavemare.engine.base import EngineMixin
 from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.micro_batch import naming_ids, to_device
-from wavemare.engine.waves.segments import Segments
 from wavemare.engine.waves.wavelet import Wavelet, attach_wavelet
-from wavemare.errors import ConfigError, DataError
+from wavemare.errors import DataError
 
 
 class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
@@ -29,7 +28,6 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
     Args:
         args: DeepSpeed's.
         settings: The section ``wavemare``; all defaults if omitted.
-        segments: The model's, where ``train_batch`` runs it as waves.
         kwargs: DeepSpeed's.
     """
 
@@ -40,14 +38,10 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         self,
         *args: Any,
         settings: WavemareConfig | None = None,
-        segments: Segments | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, settings=settings, **kwargs)
-        if segments is not None:
-            self._wavelet = attach_wavelet(self, segments, self.settings.wavelet)
-        if self._wavelet is not None:
-            self.features = (self._wavelet, *self.features)
+        self._wavelet = attach_wavelet(self, self.settings.wavelet, self._loss_in_waves)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train one optimizer step.
@@ -71,7 +65,8 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         # Taken at once: data that ends within a step must not leave half of one behind.
         batches = [next(data_iter) for _ in range(count)]
         if self._wavelet is not None:
-            return self._mean_loss(self._wavelet.train(map(self._kept, batches)))
+            PROGRESS.at("waves of micro-batches")
+            return self._mean_loss(self._wavelet.train(batches))
         losses = []
         for left, batch in zip(reversed(range(count)), batches, strict=True):
             loss = self.before_backward(_loss_of(self._run(batch)))
@@ -96,7 +91,6 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's backward pass; with ``wavemare.balance`` the loss weighs its share."""
-        self._check_drained()
         with PROGRESS.doing("backward"):
             return super().backward(self.before_backward(loss), *args, **kwargs)
 
@@ -107,16 +101,8 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, scaled and weighted."""
-        self._check_drained()
         scaled: torch.Tensor = super().scale(self.before_backward(loss))
         return scaled
-
-    def _check_drained(self) -> None:
-        """Refuse a backward pass of the caller's own loop while gradients of waves wait."""
-        if self._wavelet is not None and not self._wavelet.is_drained:
-            reason = "gradients of train_batch wait, with which these would mix"
-            remedy = "Call engine.drain() first, on all ranks"
-            raise ConfigError("wavemare.wavelet.mode", "asynchronous", reason, remedy)
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for feature in self.features:
@@ -171,12 +157,10 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         args, kwargs = _as_arguments(to_device(batch, self.device))
         return self(*args, **kwargs)
 
-    def _kept(self, batch: Any) -> Any:
-        """Return a batch on the device, for passes that are not the whole model's."""
-        PROGRESS.at("waves of micro-batches")
-        batch = to_device(batch, self.device)
-        self._before_forward(*_as_arguments(batch))
-        return batch
+    def _loss_in_waves(self, batch: Any, call: Callable[..., Any]) -> torch.Tensor:
+        args, kwargs = _as_arguments(to_device(batch, self.device))
+        self._before_forward(args, kwargs)
+        return _loss_of(call(*args, **kwargs))
 
     def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
         mean = torch.stack(losses).float().sum() / len(losses)

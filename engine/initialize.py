@@ -39,7 +39,6 @@ from wavemare.engine.pipe.pipemare import PipeMareEngine
 from wavemare.engine.pipe.planned import PlanEngine
 from wavemare.engine.pipe.stage_passes import check_overlap
 from wavemare.engine.seams import dispatch_to, warn_of_other_version
-from wavemare.engine.waves.segments import Segments
 from wavemare.errors import ConfigError, PlanError
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.check import check
@@ -67,17 +66,12 @@ _IN_ARGS = ("deepspeed_config", "deepscale_config")  # the second is DeepSpeed's
 
 
 def build_engine(
-    config: dict[str, Any],
-    *,
-    segments: Segments | None = None,
-    plan: Plan | None = None,
-    **arguments: Any,
+    config: dict[str, Any], *, plan: Plan | None = None, **arguments: Any
 ) -> tuple[Any, Any, Any, Any]:
     """Check a configuration against the processes there are, and let DeepSpeed build our engine.
 
     Args:
         config: The whole configuration.
-        segments: The model's, for ``wavelet``.
         plan: That of the schedule's file; read here if omitted.
         arguments: ``deepspeed.initialize``'s other parameters, by name.
 
@@ -98,7 +92,7 @@ def build_engine(
             _say_which_norm(resolved.config, resolved.ours)
     arguments["optimizer"] = resolved.optimizer
     arguments["args"] = _without_config(arguments.get("args"))
-    with dispatch_to(_engines(resolved.ours, model, segments, plan)):
+    with dispatch_to(_engines(resolved.ours, model, plan)):
         result = deepspeed.initialize(config=resolved.config, **arguments)
     _check_dispatch(result[0])
     return result
@@ -174,13 +168,9 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
     return load_config(given)
 
 
-def _engines(
-    ours: WavemareConfig, model: Any, segments: Segments | None, plan: Plan | None
-) -> Mapping[str, Any]:
+def _engines(ours: WavemareConfig, model: Any, plan: Plan | None) -> Mapping[str, Any]:
     """Return `ENGINES`, with the one that the schedule asks for, and with our sections."""
     engines = {name: partial(engine, settings=ours) for name, engine in ENGINES.items()}
-    if segments is not None:
-        engines["DeepSpeedEngine"] = partial(Engine, settings=ours, segments=segments)
     schedule, overlap = ours.pipeline.schedule, ours.pipeline.overlap_forward_backward
     if overlap:
         check_overlap(model)

@@ -112,7 +112,7 @@ class PipelineConfig(Section):
 
     overlap_forward_backward: bool = False
     """Whether a stage that is split by ``tensor_parallel`` runs a backward pass and the forward
-    pass after it together, segment by segment, so that the sums of each run behind the other. With
+    pass after it together, so that the sums over ranks of each run behind the other. With
     ``1f1b`` it then forwards twice as far ahead, and keeps the activations of that."""
 
     pipemare: PipeMareConfig = PipeMareConfig()
@@ -154,15 +154,10 @@ class PipelineConfig(Section):
 class WaveletConfig(Section):
     """Two waves of micro-batches, half a cycle apart on the same device."""
 
-    mode: Literal["off", "auto", "sync", "async", "replica", "model_parallel"] = "off"
-    """``sync`` pairs the backward passes of a micro-batch with the forward passes of the next: the
+    mode: Literal["off", "auto", "sync", "model_parallel"] = "off"
+    """``sync`` pairs the backward pass of a micro-batch with the forward pass of the next: the
     same sums as gradient accumulation. ``auto`` measures first and turns ``sync`` on where that
-    pays. ``async`` never drains: gradients are those of the weights one step ago, and their
-    reduction hides behind the next step. ``replica`` is the paper's rule with two replicas of the
-    weights, for SGD. ``model_parallel``, the paper's other form, is done by ZeRO-3."""
+    pays. ``model_parallel``, the paper's other form, is done by ZeRO-3."""
 
     compile: bool = False
-    """Whether each segment goes through ``torch.compile``."""
-
-    warmup_steps: int = Field(default=0, ge=0)
-    """With ``async`` and ``replica``, so many first optimizer steps are synchronous."""
+    """Whether the model goes through ``torch.compile``; collectives break its graphs."""

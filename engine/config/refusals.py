@@ -328,10 +328,9 @@ def _beside_sparse(
 
 
 def _waves(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
-    wavelet, mode, key = ours.wavelet, ours.wavelet.mode, f"{SECTION}.wavelet.mode"
+    mode, key = ours.wavelet.mode, f"{SECTION}.wavelet.mode"
     if mode == "off":
         return
-    asynchronous = mode in ("async", "replica")
     yield (
         ours.pipeline.stages > 1,
         key,
@@ -344,7 +343,7 @@ def _waves(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
             is_enabled(config, name),
             f"{name}.enabled",
             True,
-            "it changes or watches whole forward passes, and waves run segments",
+            "it changes or watches whole forward passes, which waves interleave",
             f'Leave it out, or set {key} "off"',
         )
     yield (
@@ -353,47 +352,6 @@ def _waves(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         mode,
         "waves scale the losses of micro-batches that are alike on all ranks",
         'Set it "off", or leave out wavemare.balance',
-    )
-    yield (
-        not asynchronous and wavelet.warmup_steps,
-        f"{SECTION}.wavelet.warmup_steps",
-        wavelet.warmup_steps,
-        f"it has no effect on the mode {mode!r}",
-        f'Remove it, or set {key} "async"',
-    )
-    if not asynchronous:
-        return
-    yield (
-        not config.get("managed_gradient_accumulation", True),
-        "managed_gradient_accumulation",
-        False,
-        "the asynchronous waves say when DeepSpeed reduces",
-        "Leave it out",
-    )
-    stage = zero_section(config).get("stage", 0)
-    yield (
-        stage,
-        "zero_optimization.stage",
-        stage,
-        f"mode {mode!r} keeps two versions of all weights, and ZeRO partitions them",
-        'Use 0, or mode "sync"',
-    )
-    for name in ("fp16", "bf16", "amp", "torch_autocast"):
-        yield (
-            is_enabled(config, name),
-            f"{name}.enabled",
-            True,
-            f"mode {mode!r} updates the weights that it computes with, in fp32",
-            'Leave it out, or use mode "sync"',
-        )
-    kind = section_of(config, "optimizer").get("type")
-    yield (
-        mode == "replica" and kind is not None and str(kind).lower() not in ("sgd", "torchsgd"),
-        "optimizer.type",
-        kind,
-        "the replicas stay half a step apart only where a step is linear in the gradients, and "
-        "would drift apart here",
-        'Use "SGD", with or without momentum, or mode "async"',
     )
 
 

@@ -175,8 +175,6 @@ class NumericsGuard(Feature):
         self._slices = (
             engine.grid.get_slice_parallel_world_size() if staged else engine.mp_world_size
         )
-        # Optimizer steps from a gradient to its update.
-        self._lag = 2 if engine.settings.wavelet.mode in ("async", "replica") else 0
         self._records: deque[_Record] = deque()
         self._faults: list[tuple[int, Fault]] = []
         self.before_decision: Callable[[], None] = lambda: None
@@ -194,13 +192,11 @@ class NumericsGuard(Feature):
         if not torch.is_grad_enabled():
             return
         step, records = self._engine.global_steps, self._records
-        # By steps, not by their number: how many micro-batches a step has may change.
-        while records and records[0].step < step - self._lag:
+        if records and records[-1].step < step:
+            records.clear()
+        micro_batch = records[-1].micro_batch + 1 if records else 1
+        if len(records) >= self._engine.gradient_accumulation_steps():
             records.popleft()
-        micro_batch = records[-1].micro_batch + 1 if records and records[-1].step == step else 1
-        most = self._engine.gradient_accumulation_steps()
-        if len(records) >= most and records[-most].step == step:
-            del records[-most]
         records.append(_Record(step, micro_batch, inputs, keywords, random_state()))
 
     def before_backward(self, loss: Tensor) -> Tensor:
@@ -254,8 +250,7 @@ class NumericsGuard(Feature):
             self._skips = 0
             return True
         finally:
-            if not self._lag:
-                self._records.clear()
+            self._records.clear()
             self._faults = [noted for noted in self._faults if noted[0] >= self._end]
             self._others = self._reads = True
 
@@ -268,7 +263,7 @@ class NumericsGuard(Feature):
         self._skips += 1
         known = self._consensus.gather([*faults, *self._search(bool(faults))])
         fault = min(known, key=lambda fault: fault.place)
-        step = self._engine.global_steps + 1 - self._lag
+        step = self._engine.global_steps + 1
         told = f"in optimizer step {step} a number is not finite; first on {fault}"
         mend = Finding.remedy if fault.finding is None else fault.finding.remedy
         mend += ", and resume from the last checkpoint"

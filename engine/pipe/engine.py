@@ -211,7 +211,7 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
         self.recorder = Recorder()
         if getattr(self.module, "sends_whole", False):
             self.is_pipe_partitioned = self.is_grad_partitioned = False
-        # Overlapped passes run segment by segment: no watch sees a whole stage's outputs there.
+        # The watch knows one pass at a time.
         guard, overlap = self.guard, self.settings.pipeline.overlap_forward_backward
         self._stage_watch = None if guard is None or overlap else StageWatch(self, guard)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -72,12 +73,13 @@ class LinkedEngine(PipelineEngine):
                 )
         self._end_forward(action, micro_batch)
 
-    def _forward(self, micro_batch: MicroBatch) -> None:
+    def _forward(self, micro_batch: MicroBatch, call: Callable[..., Any] | None = None) -> None:
+        call = call or partial(deepspeed.DeepSpeedEngine.forward, self)
         inputs = micro_batch.inputs
         # Cloned because a layer may change its input in place, and leaves must not change.
         clones = tuple(tensor.clone() for tensor in as_tuple(inputs))
         single = isinstance(inputs, Tensor)
-        outputs = deepspeed.DeepSpeedEngine.forward(self, clones[0] if single else clones)
+        outputs = call(clones[0] if single else clones)
         if self.is_last_stage():
             loss_fn = self.module.loss_fn if self._compute_loss or torch.is_grad_enabled() else None
             if self.eval_return_logits:
@@ -297,7 +299,7 @@ class OverlappedPipelineEngine(FlushingEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._passes = StagePasses(self)
+        self._passes = StagePasses(self, self._forward)
         self._link = PeerLink(
             self.grid, self.device, range(self.num_stages), dynamic=self.dynamic_shape
         )

@@ -85,7 +85,7 @@ class PipeMareEngine(LinkedEngine):
                 "pipemare: with overlap_forward_backward and without slack, neighbouring stages "
                 "wait for each other's pairs; set wavemare.pipeline.pipemare.slack to 1"
             )
-        return StagePasses(self, forward=self._forward_context)
+        return StagePasses(self, self._forward, self._forward_context)
 
     def _start_schedule(self) -> None:
         """Begin with an empty pipeline; the stages' staleness follows from the settings."""
@@ -193,8 +193,6 @@ class PipeMareEngine(LinkedEngine):
             read = [m for m in self._micro_batches.values() if not m.ended]
             self._feed.put_back([(m.source, m.batch) for m in read])
         self._micro_batches.clear()
-        if self._passes is not None:
-            self._passes.discard()
         self._next = self._next if end is None else end
         self._since_empty = 0
         if self._stage_watch is not None:

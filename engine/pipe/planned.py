@@ -23,8 +23,8 @@ from wavemare.engine.pipe.grad_norm import LayerwiseNorm
 from wavemare.engine.pipe.linked import FlushingEngine
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_leaves
 from wavemare.engine.pipe.p2p import PeerLink
+from wavemare.engine.pipe.saved_bytes import SavedBytes
 from wavemare.engine.pipe.split_backward import SplitBackward
-from wavemare.engine.waves.segments import SavedBytes
 from wavemare.errors import ConfigError, PlanError
 from wavemare.pipeline.clock.measured import measured_costs
 from wavemare.pipeline.clock.simulate import Event, simulate

@@ -79,9 +79,7 @@ class SparseGradients(Feature, ABC):
             check_blocks=config.known_rows == "check",
             device=engine.device,
         )
-        # Replicated waves mix in gradients of the step before.
-        mixes = engine.settings.wavelet.mode == "replica"
-        self._known_rows = config.known_rows != "off" and compressor is None and not mixes
+        self._known_rows = config.known_rows != "off" and compressor is None
         self._compares_weights = (
             config.compressor is not None and config.compressor.compares_weights
         )
@@ -205,7 +203,6 @@ class ReplicatedGradients(SparseGradients):
             # Accumulated gradients may have been reduced before.
             rows=None if self._accumulated else self._gradient_rows(self._parameters),
         )
-        self._rows: dict[str, Handle] = {}
         self._fired: Counter[str] = Counter()
         self._usual: Counter[str] = Counter()
         self._hooks: list[Any] = []
@@ -221,24 +218,13 @@ class ReplicatedGradients(SparseGradients):
             CommError: A peer was lost, or makes another call.
             ModelError: A sparse gradient is not that of an embedding's rows.
         """
-        self.begin()
-        self.end()
-
-    def begin(self) -> None:
-        """Send the remaining buckets and rows; gradients may then be replaced.
-
-        Sums are not written before `end`: they would be lost with the gradients that are replaced.
-        """
         for name in self._parameters:
             if not self.reducer.has(name):
                 self.reducer.put(name, self._gradient(name), in_place=True)
         self.reducer.send_complete()
-        self._rows = {name: self._send_rows(name) for name in self._tables}
-
-    def end(self) -> None:
-        """Wait for all sent buckets, and write the gradients."""
+        rows = {name: self._send_rows(name) for name in self._tables}
         self.reducer.end()
-        for name, handle in self._rows.items():
+        for name, handle in rows.items():
             self._take_rows(name, handle)
         self._usual, self._fired = self._fired, Counter()
         self.record_metrics()

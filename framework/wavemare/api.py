@@ -17,7 +17,6 @@ from wavemare.engine.config.shape import check_complete
 from wavemare.engine.health.watchdog import acquire
 from wavemare.engine.initialize import file_plan, read_config
 from wavemare.engine.observe.progress import PROGRESS
-from wavemare.engine.waves.segments import Segments
 from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures
 from wavemare.parallel import ProcessGrid
@@ -169,7 +168,6 @@ def _build(
             mpu = None  # DeepSpeed takes the module's own
     result = build_engine(
         values,
-        segments=_segments(model, ours),
         plan=schedule_plan,
         model=model,
         optimizer=optimizer,
@@ -260,17 +258,6 @@ def _weights_in_turns(values: dict[str, Any]) -> dict[str, Any]:
         "wavelet model_parallel: weights come in turns by ZeRO-3, and activations stay in place"
     )
     return {**values, "zero_optimization": {**zero, "stage": 3}}
-
-
-def _segments(model: Any, ours: WavemareConfig) -> Segments | None:
-    """Return the segments of a model that is to be trained as waves."""
-    if ours.wavelet.mode in ("off", "model_parallel") or isinstance(
-        model, deepspeed.PipelineModule
-    ):
-        return None
-    from wavemare.models.segments import segments_of
-
-    return segments_of(model, inputs=ours.pipeline.inputs)
 
 
 def _of_this_stage(

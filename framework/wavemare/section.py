@@ -50,6 +50,9 @@ _REMOVED = {
     "wavemare.wavelet.budget": "Leave it out; waves of equal layers keep what one keeps",
     "wavemare.wavelet.pair_order": "Leave it out; the backward pass comes first",
     "wavemare.wavelet.streams": "Leave it out; all waves compute on one stream",
+    "wavemare.wavelet.warmup_steps": "Leave it out; waves do not change the gradients",
+    "wavemare.wavelet.mode = async": 'Use "sync"; the last backward pass hides the sums',
+    "wavemare.wavelet.mode = replica": 'Use "sync", which has the gradients of accumulation',
 }
 """What to do without a key, or a key's value, that an earlier version had."""
 

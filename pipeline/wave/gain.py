@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts step times and memory of waves, and decides whether to use them.
+"""Predicts step times of waves, and decides whether to use them.
 
 The model has one resource that computes and one that runs collectives (see `overlap`). For equal
 segments of forward time ``f``, backward time ``2f`` and ``c`` for a collective in each direction,
@@ -9,9 +9,8 @@ that is more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 from wavemare.errors import PlanError
@@ -24,8 +23,8 @@ __all__ = [
     "Decision",
     "Prediction",
     "StepTime",
+    "costs_of_segments",
     "decide",
-    "peak_bytes",
     "predict",
     "step_time",
     "sums_of",
@@ -96,6 +95,33 @@ def sums_of(costs: Costs, num_segments: int) -> tuple[tuple[bool, ...], tuple[bo
     return tuple(cost > 0 for cost in output_s), tuple(cost > 0 for cost in gradient_s)
 
 
+def costs_of_segments(seconds: Mapping[tuple[Kind, int], float]) -> tuple[Costs, int]:
+    """Return what a model's segments cost, and how many there are, with the head.
+
+    The collectives of a backward pass divide it into segments. A forward pass has a collective
+    after each of these but the head, as long as it has any; what it does later counts for the head,
+    since no other pass runs meanwhile.
+
+    Args:
+        seconds: Of the parts of passes between two collectives, and of these, by kind and place.
+    """
+
+    def row(kind: Kind) -> list[float]:
+        return [seconds[place] for place in sorted(seconds) if place[0] is kind]
+
+    forward, backward = row(Kind.FORWARD), row(Kind.BACKWARD)
+    sums, sums_back = row(Kind.SUM_OUTPUT), row(Kind.SUM_GRADIENT)
+    shared = min(len(forward), len(backward)) - 1
+    between = [0.0] * (len(backward) - 1 - shared)
+    costs = Costs(
+        forward_s=(*forward[:shared], *between, sum(forward[shared:]) + sum(sums[shared:])),
+        backward_s=tuple(reversed(backward)),
+        sum_output_s=(*sums[:shared], *between, 0.0),
+        sum_gradient_s=(0.0, *reversed(sums_back)),
+    )
+    return costs, len(backward)
+
+
 def predict(
     costs: Costs,
     num_segments: int,
@@ -140,33 +166,6 @@ def step_time(plan: Plan, costs: Costs) -> StepTime:
     timeline = simulate(plan, costs)
     whole = timeline.makespan_s, timeline.collectives_s, timeline.exposed_s
     return StepTime(*(seconds / plan.num_steps for seconds in whole))
-
-
-def peak_bytes(plan: Plan, saved_bytes: Sequence[int]) -> int:
-    """Return the most bytes that a plan keeps for backward passes at any time.
-
-    With ``a_l`` the bytes that segment ``l`` of the ``L`` below the head keeps and ``P(k)`` the sum
-    of the first ``k`` of them, tick-tock keeps ``P(L - j) + P(i)`` after ``j`` backward passes of
-    one wave and ``i`` forward passes of the other. Accumulation keeps ``P(L)``, in-phase waves
-    ``2 P(L)``. Weights, gradients and optimizer states come on top.
-
-    Args:
-        plan: On one rank.
-        saved_bytes: For each segment, the head last, what its forward pass keeps for its backward
-            pass.
-
-    Raises:
-        PlanError: There are numbers for another number of segments, or the plan has several ranks.
-    """
-    if not plan.in_waves:
-        reason = f"it has {len(plan.ranks)} ranks"
-        raise PlanError("plan", plan.schedule, reason, "Give a plan of waves, which is for one")
-    if len(saved_bytes) != plan.num_stages:
-        reason = f"these are {len(saved_bytes)} numbers for {plan.num_stages} segments"
-        raise PlanError("saved_bytes", tuple(saved_bytes), reason, "Give one for each segment")
-    sign = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
-    changes = (sign.get(a.kind, 0) * saved_bytes[a.stage] for a in plan.ranks[0])
-    return max(accumulate(changes, initial=0))
 
 
 def decide(prediction: Prediction, micro_batches: int) -> Decision:

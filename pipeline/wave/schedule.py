@@ -29,12 +29,9 @@ __all__ = [
     "Groups",
     "accumulation",
     "accumulation_step",
-    "backward_pass",
-    "forward_pass",
     "group_segments",
     "in_phase",
     "in_phase_step",
-    "pass_pair",
     "tick_tock",
     "tick_tock_step",
 ]
@@ -107,44 +104,6 @@ def _cut(segments: Iterable[int], ends: Container[int]) -> tuple[Group, ...]:
             groups.append(group)
             group = ()
     return tuple([*groups, group] if group else groups)
-
-
-def forward_pass(num_segments: int, micro_batch: int) -> Iterator[Action]:
-    """Return a micro-batch's forward passes of all segments of a pipeline stage."""
-    return _passes(Kind.FORWARD, range(num_segments), micro_batch)
-
-
-def backward_pass(num_segments: int, micro_batch: int) -> Iterator[Action]:
-    """Return a micro-batch's backward passes of all segments of a pipeline stage."""
-    return _passes(Kind.BACKWARD, range(num_segments - 1, -1, -1), micro_batch)
-
-
-def pass_pair(
-    sums_output: Sequence[bool], sums_gradient: Sequence[bool], *, backward: int, forward: int
-) -> Iterator[Action]:
-    """Return a micro-batch's backward passes alternating with another one's forward passes.
-
-    They alternate where a collective starts, which then runs behind the other's passes, and the
-    backward group comes first: what it frees, the forward group can keep.
-
-    Args:
-        sums_output: For each segment, whether it sums its output.
-        sums_gradient: The same of its input's gradient.
-        backward: The micro-batch that goes backward.
-        forward: The other one.
-    """
-    segments = range(len(sums_output))
-    up = _cut(segments, {segment for segment in segments if sums_output[segment]})
-    down = _cut(reversed(segments), {segment for segment in segments if sums_gradient[segment]})
-    nothing: Group = ()
-    for below, above in zip_longest(down, up, fillvalue=nothing):
-        yield from _passes(Kind.BACKWARD, below, backward)
-        yield from _passes(Kind.FORWARD, above, forward)
-
-
-def _passes(kind: Kind, segments: Iterable[int], micro_batch: int) -> Iterator[Action]:
-    for segment in segments:
-        yield Action(kind, segment, micro_batch)
 
 
 def accumulation(num_segments: int, micro_batches: int, num_steps: int = 1) -> Plan:

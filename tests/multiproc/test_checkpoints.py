@@ -160,7 +160,7 @@ def test_what_a_save_that_died_has_left_is_not_in_the_next_one(launch_once, tmp_
 SITUATIONS = [
     *(f"{what}, ZeRO {stage}" for what in ("bad", "open") for stage in range(4)),
     *("open, offload", "bad, bf16", "bad, 1f1b", "bad, pipemare"),
-    *("waves, async", "waves, replica", "waves, sparse", "waves, sync"),
+    "waves, sync",
     *("nothing there, None", "nothing there, none"),
 ]
 

@@ -26,10 +26,6 @@ def check_equality(results):
         assert result["gradient_difference"] < 1e-5
         assert result["gradient_size"] > 1e-2
         assert result["logits_difference"] < 2e-5
-        assert result["segment_loss_difference"] < 1e-6
-        assert result["segment_gradient_difference"] < 1e-6
-        assert result["segment_whole_difference"] < 1e-5
-        assert result["segments"] == 2 + 4 * 2
         assert result["loss"] == results[0]["loss"]
         assert result["replicated"] == results[0]["replicated"]
         assert result["elements"] < 0.75 * result["whole_elements"]
@@ -83,8 +79,6 @@ def test_ranks_drop_the_same_elements_of_what_is_replicated_and_others_inside_at
             assert result["residual_alone"] < 1e-5
             assert result["repeated"] == 0.0
             assert result["checkpointed"] < 1e-6
-            assert result["segment_loss_difference"] < 1e-6
-            assert result["segment_gradient_difference"] < 1e-6
             assert result["loss"] != result["first_loss"] != result["evaluated"]
         assert first["residual_stream"] == second["residual_stream"]
         assert len(first["residual_stream"]) == len(first["attention"]) == 2

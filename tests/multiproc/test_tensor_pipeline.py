@@ -60,8 +60,7 @@ def test_pairs_of_passes_train_to_the_same_bits(launch_once):
         for alone, together in result.values():
             for key in ("losses", "evaluated", "again", "digest"):
                 assert alone[key] == together[key], key
-            assert alone["sums"] == 0
-            assert together["sums"] >= together["hidden"]
+            assert alone["hidden"] == 0
         # Both stages have whole blocks; of 4 micro-batches at least one pair is formed.
         for name in ("gpt2-101", "bert-cls"):
             assert result[name][1]["hidden"] > 0

@@ -126,7 +126,6 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
             "pipeline.dynamic_shape": True,
             "pipeline.pipemare.warmup_steps": warmup_steps,
             "pipeline.pipemare.lr_rescheduling.anneal_steps": max(max_steps // _ANNEAL_PART, 1),
-            "wavelet.warmup_steps": warmup_steps,
         }
         for path, value in values.items():
             *parents, key = path.split(".")

@@ -48,7 +48,7 @@ def pack(hidden: Tensor, sides: SideInputs) -> Activations:
 class StageContext:
     """Attention masks and rotary tables, computed once per stage and micro-batch.
 
-    All layers of a process share one context. It keeps the results of the last micro-batches, which
+    All layers of a process share one context. It keeps the results of the last micro-batch, which
     it knows by the identity of the side inputs: these are handed on unchanged from layer to layer
     and are new tensors for each micro-batch.
 
@@ -57,12 +57,7 @@ class StageContext:
         masks: Mask maker for each kind of attention layer.
         rotary: The model's rotary embedding, called with (hidden states, position ids) and, where
             it makes different tables for them, the kind of attention layer.
-
-    Attributes:
-        kept_batches: How many micro-batches have their forward passes at the same time.
     """
-
-    kept_batches = 1
 
     def __init__(
         self, config: Any, masks: Mapping[str, MaskMaker], rotary: nn.Module | None = None
@@ -72,7 +67,7 @@ class StageContext:
         # Not a submodule of any layer: casting the model to bfloat16 would round the frequencies.
         self._rotary = rotary
         self._rotary_by_kind = rotary is not None and _takes_kind(rotary)
-        self._batches: list[_Batch] = []
+        self._batch: _Batch | None = None
 
     def mask(self, kind: str, hidden: Tensor, sides: SideInputs) -> Any:
         """Return the mask for layers of a kind.
@@ -121,13 +116,10 @@ class StageContext:
         # Tensors made under inference mode cannot be used by autograd later, hence the last entry.
         batch = (hidden.shape[:2], hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
         tensors = tuple(sides.values())
-        for known in self._batches:
-            if known.is_of(batch, tensors):
-                return known.results
-        # Holding the tensors keeps their identities from being reused.
-        new = _Batch(batch, tensors, {})
-        self._batches = [*self._batches, new][-self.kept_batches :]
-        return new.results
+        if self._batch is None or not self._batch.is_of(batch, tensors):
+            # Holding the tensors keeps their identities from being reused.
+            self._batch = _Batch(batch, tensors, {})
+        return self._batch.results
 
 
 @dataclass(frozen=True)

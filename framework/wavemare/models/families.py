@@ -185,8 +185,8 @@ def family_of(model: Any) -> Family:
     raise ModelError(
         "model",
         type(model).__name__,
-        "this class cannot be cut into parts, be it pipeline stages or segments for waves",
-        f"Use one of {SUPPORTED}; or train it with one stage, and without wavemare.wavelet",
+        "this class cannot be cut into pipeline stages",
+        f"Use one of {SUPPORTED}; or train it with one stage",
     )
 
 

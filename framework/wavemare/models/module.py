@@ -147,18 +147,6 @@ class TransformerPipeline(ChunkedPipelineModule):
             if (name := layer.weight_names[own]) in self.untied
         }
 
-    def stage_segments(self) -> Any:
-        """Return this stage of a split model as `wavemare.engine.waves.segments.Segments`."""
-        from wavemare.models.segments import stage_segments
-
-        grid = self.mpu()
-        return stage_segments(
-            self.forward_funcs,
-            grid.get_slice_parallel_group(),
-            first=grid.is_first_stage,
-            loss=self.loss_fn if grid.is_last_stage else None,
-        )
-
     @property
     def skeleton(self) -> Any:
         """The model without weights, on rank 0; else None."""

@@ -9,8 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-import wave_async
-from common import leave
+from common import QUIET, build_gpt2, configuration, leave, token_batches
 from deepspeed import PipelineModule
 from torch.nn import Linear
 from torch.nn.functional import mse_loss
@@ -107,30 +106,22 @@ def spoiled_step(engine, data):
     return refused
 
 
-def waves(rank, folder, mode, **sections):
-    """A bad step, whose gradients are judged two steps later, and a sound one."""
-    data = wave_async.batches(rank, 12)
-    engine = wave_async.engine_of("sgd", 2, {"mode": mode}, wavemare_keys={**GUARD, **sections})
-    wave_async.train(engine, data[:4], 2)
-    engine.save_checkpoint(folder)
-    expected = wave_async.train(engine, data[4:10], 2)
-    assert not spoiled_step(engine, data[:2])
-    wave_async.train(engine, data[10:], 2)
-    engine.load_checkpoint(folder)
-    found = wave_async.train(engine, data[4:10], 2)
-    engine.destroy()
-    return found, expected
-
-
 def synchronous_waves(rank):
     """They go on after a step that was refused, as an engine that never met it."""
-    data = wave_async.batches(rank, 6)
+    tokens = token_batches(rank)
+    data = [{"input_ids": ids, "labels": ids} for ids in (next(tokens) for _ in range(6))]
     found = []
     for fails in (True, False):
-        engine = wave_async.engine_of("sgd", 2, {"mode": "sync"}, wavemare_keys=GUARD)
-        losses = wave_async.train(engine, data[:2], 2)
+        config = configuration(0)
+        config["gradient_accumulation_steps"] = 2
+        config["wavemare"] = {"wavelet": {"mode": "sync"}, **GUARD}
+        engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET, use_cache=False), config=config)
+        stream = iter(data[:2])
+        losses = [engine.train_batch(stream).item()]
         assert not fails or spoiled_step(engine, data[2:4])
-        found.append(losses + wave_async.train(engine, data[2:], 2))
+        stream = iter(data[2:])
+        losses += [engine.train_batch(stream).item() for _ in range(2)]
+        found.append(losses)
         engine.destroy()
     return found
 
@@ -156,11 +147,7 @@ def nothing_there(folder, tag):
 if __name__ == "__main__":
     wavemare.init_distributed()
     rank, folder = torch.distributed.get_rank(), Path(sys.argv[1])
-    sparse = {"sparse_collective": {"mode": "pushpull", "bucket_bytes": 20_000}}
     result = {
-        "waves, async": waves(rank, folder / "async", "async"),
-        "waves, replica": waves(rank, folder / "replica", "replica"),
-        "waves, sparse": waves(rank, folder / "sparse", "async", **sparse),
         "waves, sync": synchronous_waves(rank),
     }
     for stage in range(4):

@@ -162,8 +162,8 @@ def too_many():
 
 
 def resized(counts, bad):
-    """Waves whose steps have other numbers of micro-batches; one is spoilt, and judged later."""
-    engine = build("activation", {"nonfinite": "stop"}, wavelet={"mode": "async"})
+    """Waves whose steps have other numbers of micro-batches; one is spoilt."""
+    engine = build("activation", {"nonfinite": "stop"}, wavelet={"mode": "sync"})
     ids = batches(sum(counts) // ACCUMULATION, *divmod(bad, ACCUMULATION), 1)
     size = MICRO * torch.distributed.get_world_size()
     for step, count in enumerate(counts):

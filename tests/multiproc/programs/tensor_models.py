@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny GPT-2 and BERT models of many kinds, their batches, and segments run one after the other."""
+"""Tiny GPT-2 and BERT models of many kinds and their batches."""
 
 from typing import Any
 
@@ -132,37 +132,3 @@ def split_state_dict(state, rank, size):
 
 def own_part(whole, group):
     return split_state_dict(whole, dist.get_rank(group), dist.get_world_size(group))
-
-
-def run_segments(segments, given):
-    """Forward and backward, each segment by itself, each sum at once; return the loss."""
-    activations, labels = segments.split(given)
-    passes = []
-    for segment in segments.body:
-        inputs = cut(activations)
-        outputs = segment.run(inputs)
-        passes.append((segment, inputs, outputs))
-        activations = tuple(value.detach().clone() for value in outputs)
-        if segment.sums_output:
-            dist.all_reduce(activations[0], group=segments.group)
-    inputs = cut(activations)
-    loss = segments.head(inputs, labels)
-    loss.backward()
-    upstream = [value.grad for value in inputs]
-    if segments.head_sums_gradient:
-        dist.all_reduce(upstream[0], group=segments.group)
-    for segment, inputs, outputs in reversed(passes):
-        pairs = zip(outputs, upstream, strict=True)
-        roots = [(o, g) for o, g in pairs if o.requires_grad and g is not None]
-        torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
-        upstream = [value.grad for value in inputs]
-        if segment.sums_gradient:
-            dist.all_reduce(upstream[0], group=segments.group)
-    return loss.detach()
-
-
-def cut(activations):
-    return tuple(
-        value.clone().requires_grad_() if value.is_floating_point() else value
-        for value in activations
-    )

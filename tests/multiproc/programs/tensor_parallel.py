@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from common import leave
-from tensor_models import batch, build, distance, gradients, own_part, run_segments
+from tensor_models import batch, build, distance, gradients, own_part
 from torch import distributed as dist
 
 from wavemare.engine import init_distributed
 from wavemare.errors import ModelError
-from wavemare.models.segments import tensor_segments
 from wavemare.parallel.tensor.layers import copy_to_group, reduce_from_group
 from wavemare.parallel.tensor.partition import merged_state_dict
 from wavemare.parallel.tensor.split import split_model
@@ -42,33 +41,17 @@ def equality(name):
     loss.backward()
     own = gradients(model)
     without_labels = {key: value for key, value in given.items() if key != "labels"}
-    segmented = copied(model, name, group)
-    segment_loss = run_segments(tensor_segments(segmented), given)
     return {
         "loss": loss.item(),
         "loss_difference": abs(loss.item() - output.loss.item()),
         "gradient_difference": distance(own, expected),
         "gradient_size": max(float(value.abs().max()) for value in own.values() if value.numel()),
         "logits_difference": float((model(**without_labels).logits - output.logits).abs().max()),
-        "segment_loss_difference": abs(segment_loss.item() - loss.item()),
-        "segment_gradient_difference": distance(gradients(segmented), own),
-        "segment_whole_difference": distance(gradients(segmented), expected),
-        "segments": len(tensor_segments(model).body),
         "merged": None if merged is None else same_bytes(merged, whole.state_dict()),
         "replicated": replicated_digest(model),
         "elements": sum(value.numel() for value in model.parameters()),
         "whole_elements": sum(value.numel() for value in whole.parameters()),
     }
-
-
-def copied(model, name, group):
-    """A second split model with the same weights; process groups cannot be copied."""
-    other = split_model(build(name, *DROPOUTS.get(name, ())), group)
-    other.load_state_dict(model.state_dict())
-    return other.train(model.training)
-
-
-DROPOUTS: dict[str, tuple[float, float]] = {}
 
 
 def same_bytes(these, those):
@@ -171,10 +154,6 @@ def drop(name):
     model.gradient_checkpointing_enable()
     checkpointed = train(model, given, seed=5)
     model.gradient_checkpointing_disable()
-    DROPOUTS[name] = (0.1, 0.1)
-    segmented = copied(model, name, group)
-    torch.manual_seed(5)
-    segment_loss = run_segments(tensor_segments(segmented), given)
     torch.manual_seed(5)
     fresh = model.eval()(**given).loss.item()
     return {
@@ -186,9 +165,7 @@ def drop(name):
         "evaluated": fresh,
         "repeated": distance(repeated[1], again[1]),
         "checkpointed": distance(checkpointed[1], again[1]),
-        "segment_loss_difference": abs(segment_loss.item() - again[0]),
-        "segment_gradient_difference": distance(gradients(segmented), again[1]),
-        "replicated": replicated_digest(segmented),
+        "replicated": replicated_digest(model),
         "state": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
     }
 

@@ -11,7 +11,7 @@ from wavemare import initialize, to_pipeline
 from wavemare.comm import SparseComm
 from wavemare.engine.optim.optimizers import take_optimizer
 from wavemare.errors import ConfigError, LaunchError, ModelError, PlanError
-from wavemare.models.segments import segments_of
+from wavemare.models.families import family_of
 from wavemare.parallel.layout.layout import Layout
 
 MODEL = torch.nn.Linear(2, 2)
@@ -48,11 +48,11 @@ def test_a_call(refused, act, key, said):
     refused(act, ConfigError, key, *said)
 
 
-def test_a_model_that_waves_do_not_take(refused):
+def test_a_model_that_pipelines_do_not_take(refused):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "ffn_dim": 8}
     model = OPTForCausalLM(OPTConfig(**sizes, vocab_size=9, word_embed_proj_dim=8))
-    said = "'OPTForCausalLM'", "segments for waves", "without wavemare.wavelet"
-    refused(lambda: segments_of(model), ModelError, "model", *said)
+    said = "'OPTForCausalLM'", "cannot be cut into pipeline stages"
+    refused(lambda: family_of(model), ModelError, "model", *said)
 
 
 def test_a_pipeline_without_a_launcher(refused):

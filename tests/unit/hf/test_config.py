@@ -63,11 +63,6 @@ def test_every_auto_key_is_filled(tmp_path):
     assert pipeline.dynamic_shape
     assert pipeline.pipemare.warmup_steps == 5
     assert pipeline.pipemare.lr_rescheduling.anneal_steps == 25
-    waves = TrainerConfig(
-        {**ZERO, "wavemare": {"wavelet": {"mode": "async", "warmup_steps": "auto"}}}, world_size=2
-    )
-    waves.trainer_config_finalize(args, Model(), 100)
-    assert waves.ours.wavelet.warmup_steps == 5
 
 
 def test_stages_are_the_processes_that_tensor_parallelism_leaves():

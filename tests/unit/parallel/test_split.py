@@ -14,12 +14,10 @@ from tensor_models import (
     build,
     distance,
     gradients,
-    run_segments,
     split_state_dict,
 )
 
 from wavemare.errors import ModelError
-from wavemare.models.segments import tensor_segments
 from wavemare.parallel.tensor.partition import merged_state_dict
 from wavemare.parallel.tensor.split import split_model
 
@@ -69,9 +67,6 @@ def test_a_group_of_one_computes_what_the_model_did(name, alone):
     assert distance(gradients(model), gradients(whole)) < 1e-6
     merged = merged_state_dict(model)
     assert all(torch.equal(merged[key], value) for key, value in whole.state_dict().items())
-    model.zero_grad()
-    run_segments(tensor_segments(model), given)
-    assert distance(gradients(model), gradients(whole)) < 1e-6
 
 
 def test_a_language_model_returns_logits_without_labels_alone(alone):
@@ -108,9 +103,7 @@ def test_generation_and_positions_of_a_batch_work(alone):
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 2}
     assert torch.equal(model.generate(ids, **options), whole.generate(ids, **options))
     given = {"input_ids": ids, "position_ids": torch.arange(9).repeat(2, 1) + 2, "labels": ids}
-    names = ("input_ids", "position_ids")
-    loss = run_segments(tensor_segments(model, names), given)
-    torch.testing.assert_close(loss, whole(**given).loss.detach())
+    torch.testing.assert_close(model(**given).loss, whole(**given).loss)
 
 
 def test_a_split_model_saves_what_the_whole_one_saves(alone, tmp_path):
@@ -192,8 +185,6 @@ def test_a_model_is_split_once_and_what_is_not_split_cannot_be_merged(as_rank):
     with as_rank(0, 2) as group:
         with pytest.raises(ModelError, match="not split"):
             merged_state_dict(model)
-        with pytest.raises(ModelError, match="not split"):
-            tensor_segments(model)
         split_model(model, group)
         with pytest.raises(ModelError, match="split already"):
             split_model(model, group)

@@ -8,7 +8,6 @@ import platform
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from wavemare.bench.wave.systems import (
 )
 from wavemare.observe import Screen
 from wavemare.pipeline.clock.simulate import Costs, Event
-from wavemare.pipeline.wave.gain import decide, predict
+from wavemare.pipeline.wave.gain import costs_of_segments, decide, predict
 
 # Of an Ethernet frame of 1514 bytes TCP carries 1448, and links count whole frames.
 _FRAMING = 1514 / 1448
@@ -115,14 +114,14 @@ def measure(request: WaveRequest) -> dict[str, Any]:
         if timed:
             samples[percent][name].append(sample)
             events[percent] += noted if name == BASELINE else []
-    settings = [
-        Setting(percent, speed, samples[percent], bench.costs(events[percent]))
-        for percent, speed in mbit.items()
-    ]
+    settings = []
+    for percent, speed in mbit.items():
+        costs, num_segments = bench.costs(events[percent])
+        settings.append(Setting(percent, speed, samples[percent], costs))
     return build_result(
         request,
         settings,
-        num_segments=systems.num_segments,
+        num_segments=num_segments,
         split_loss=split_loss,
         peaks=peaks,
         bitwise=bitwise,
@@ -226,13 +225,11 @@ class _Bench:
         waiting_s = median(trial.waiting_s for trial in trials)
         return adjusted_mbit(mbit, share, self._sent, compute_s=compute_s, waiting_s=waiting_s)
 
-    def costs(self, events: list[Event]) -> Costs:
-        """Return the costs of accumulation's passes and collectives, mean over the ranks."""
-        table = torch.tensor(median_seconds(events, self._systems.num_segments))
-        forward, backward, output, gradient = map(tuple, _mean(table).tolist())
-        return Costs(
-            forward_s=forward, backward_s=backward, sum_output_s=output, sum_gradient_s=gradient
-        )
+    def costs(self, events: list[Event]) -> tuple[Costs, int]:
+        """Return what accumulation's segments cost, mean over the ranks, and how many there are."""
+        medians = median_seconds(events)
+        seconds = _mean(torch.tensor(list(medians.values()))).tolist()
+        return costs_of_segments(dict(zip(medians, seconds, strict=True)))
 
     def shape(self, mbit: float | None) -> None:
         """Set the links' speed."""
@@ -254,7 +251,7 @@ class _Bench:
         self._systems.clear()
         dist.barrier()
         started = time.perf_counter()
-        self._systems.step(name, recorder.record)
+        self._systems.step(name, recorder)
         slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         parts = _mean(torch.tensor([recorder.compute_s, recorder.waiting_s])).tolist()
@@ -275,8 +272,7 @@ def _examine(systems: Systems) -> tuple[dict[str, bool], dict[str, int]]:
     for name in SYSTEMS:  # the first one is the baseline
         counted = PeakBytes(systems.model)
         systems.clear()
-        with counted.hooks():
-            systems.step(name, lambda action: nullcontext())
+        systems.step(name, saved_tensors=counted.hooks)
         own = systems.gradients()
         expected = own if expected is None else expected
         bitwise[name], peaks[name] = check_gradients(name, own, expected), counted.peak

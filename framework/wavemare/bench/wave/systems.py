@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model split over the ranks, a plan of each system, and where the time of a step goes."""
+"""One model split over the ranks, a step of each system, and where the time of a step goes."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,75 +17,96 @@ from torch import Tensor, nn
 
 from wavemare.bench.ranks import SEED, bench_device, build_gpt
 from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, WaveRequest
-from wavemare.engine.waves.executor import Hooks, WaveExecutor
-from wavemare.engine.waves.segments import profile_segments
+from wavemare.engine.waves.passes import Pass, PassRunner
 from wavemare.errors import CommError
-from wavemare.models.segments import tensor_segments
 from wavemare.parallel.tensor.split import split_model
 from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Action, Kind
-from wavemare.pipeline.wave.schedule import accumulation_step, in_phase_step, tick_tock_step
 
 HALVES = "halves"
 """Accumulation of halved micro-batches: not a system, it measures the cost of halving."""
 # Sums of halves are rounded in another order.
 _TOLERANCE = 1e-4
 
-_COST_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.SUM_OUTPUT, Kind.SUM_GRADIENT)
-
 _Batch = dict[str, Tensor]
-Record = Callable[[Action], AbstractContextManager[Any]]
-
-
-class _Step(NamedTuple):
-    actions: tuple[Action, ...]
-    batches: list[_Batch]
 
 
 class Systems:
     """Runs optimizer steps of each system, without the optimizer; all ranks must call together.
 
     Attributes:
-        num_segments: With the head.
-        sums_per_micro_batch: Collectives that the executor starts for one.
+        sums_per_micro_batch: Collectives of whole activations: of the embedding and the head's
+            input gradient, and two of each layer in each direction.
     """
 
     def __init__(self, request: WaveRequest) -> None:
         self.device = bench_device()
         self.model = build_gpt(request, ties=True).to(self.device)
         split_model(self.model, dist.group.WORLD)
-        self._segments = segments = tensor_segments(self.model)
-        self.num_segments = len(segments.names)
-        up = [*(segment.sums_output for segment in segments.body), False]
-        down = [*(segment.sums_gradient for segment in segments.body), segments.head_sums_gradient]
-        self.sums_per_micro_batch = sum(up) + sum(down)
-        sums: Any = {"sums_output": up, "sums_gradient": down}  # for each segment
+        self.sums_per_micro_batch = 4 * request.layers + 2
+        self._runner = PassRunner(self.device)
+        self._saved_tensors: Callable[[], AbstractContextManager[Any]] = nullcontext
         whole = _build_batches(request, self.device)
         halves = [_batch(part) for batch in whole for part in batch["input_ids"].chunk(2)]
-        count, num_segments = request.micro_batches, self.num_segments
         self._steps = {
-            BASELINE: _Step(accumulation_step(num_segments, count), whole),
-            IN_PHASE: _Step(in_phase_step(num_segments, count, **sums), whole),
-            DOMINO: _Step(in_phase_step(num_segments, 2 * count, **sums), halves),
-            TICK_TOCK: _Step(tick_tock_step(num_segments, count, **sums), whole),
-            HALVES: _Step(accumulation_step(num_segments, 2 * count), halves),
+            BASELINE: partial(self._accumulation, whole),
+            IN_PHASE: partial(self._in_phase, whole),
+            DOMINO: partial(self._in_phase, halves),
+            TICK_TOCK: partial(self._tick_tock, whole),
+            HALVES: partial(self._accumulation, halves),
         }
-        self._profile = profile_segments(segments, self.model, whole[0])
 
     def clear(self) -> None:
         """Drop the gradients."""
         self.model.zero_grad()
 
-    def step(self, name: str, record: Record) -> None:
-        """Compute the gradients of a step, and add them to the present ones."""
-        actions, batches = self._steps[name]
+    def step(
+        self,
+        name: str,
+        recorder: StepRecorder | None = None,
+        saved_tensors: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Compute the gradients of a step, and add them to the present ones.
 
-        def scale(loss: Tensor) -> Tensor:
-            return loss / len(batches)
+        Args:
+            name: Of the system.
+            recorder: Learns of the passes.
+            saved_tensors: Context of each forward pass.
+        """
+        self._runner.recorder, self._saved_tensors = recorder, saved_tensors
+        self._steps[name]()
 
-        hooks = Hooks(record=record, scale=scale)
-        executor = WaveExecutor(self._segments, self.model, self._profile, hooks)
-        executor.run(actions, iter(batches))
+    def _accumulation(self, batches: list[_Batch]) -> None:
+        for number in range(len(batches)):
+            loss = self._runner.alone(self._forward(batches, number))
+            self._runner.alone(self._backward(number, loss))
+
+    def _in_phase(self, batches: list[_Batch]) -> None:
+        for number in range(0, len(batches), 2):
+            if number + 1 == len(batches):
+                self._accumulation(batches[number:])
+                return
+            pair = number, number + 1
+            losses = self._runner.pair(*(self._forward(batches, each) for each in pair))
+            self._runner.pair(*map(self._backward, pair, losses))
+
+    def _tick_tock(self, batches: list[_Batch]) -> None:
+        loss = self._runner.alone(self._forward(batches, 0))
+        for number in range(1, len(batches)):
+            backward = self._backward(number - 1, loss)
+            _, loss = self._runner.pair(backward, self._forward(batches, number))
+        self._runner.alone(self._backward(len(batches) - 1, loss))
+
+    def _forward(self, batches: list[_Batch], number: int) -> Pass:
+        def forward() -> Tensor:
+            with self._saved_tensors():
+                loss: Tensor = self.model(**batches[number]).loss / len(batches)
+            return loss
+
+        return Pass(Kind.FORWARD, number, forward)
+
+    def _backward(self, number: int, loss: Tensor) -> Pass:
+        return Pass(Kind.BACKWARD, number, loss.backward)
 
     def gradients(self) -> list[Tensor]:
         """Return copies of the gradients, in the order of the model's weights."""
@@ -134,12 +156,13 @@ class StepRecorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    @contextmanager
-    def record(self, action: Action) -> Iterator[None]:
-        """Record the time of the block."""
-        started = time.perf_counter()
-        yield
-        self.events.append(Event(action, started, time.perf_counter()))
+    def now(self) -> float:
+        """Return the time."""
+        return time.perf_counter()
+
+    def note(self, action: Action, start_s: float, end_s: float) -> None:
+        """Add an event."""
+        self.events.append(Event(action, start_s, end_s))
 
     @property
     def compute_s(self) -> float:
@@ -152,20 +175,12 @@ class StepRecorder:
         return sum(e.end_s - e.start_s for e in self.events if e.action.kind in COLLECTIVES)
 
 
-def median_seconds(events: Iterable[Event], num_segments: int) -> list[list[float]]:
-    """Return the median times (4, num_segments) of forward, backward and both kinds of sums.
-
-    Args:
-        events: Of steps without any overlap.
-        num_segments: Segments of the model, with the head.
-    """
+def median_seconds(events: Iterable[Event]) -> dict[tuple[Kind, int], float]:
+    """Return the median times of the parts of passes, and of the waits, by kind and place."""
     seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for action, start_s, end_s in events:
         seconds[action.kind, action.stage].append(end_s - start_s)
-    return [
-        [median(seconds.get((kind, stage), [0.0])) for stage in range(num_segments)]
-        for kind in _COST_KINDS
-    ]
+    return {place: median(seconds[place]) for place in sorted(seconds)}
 
 
 class PeakBytes:

@@ -12,9 +12,7 @@ activation checkpointing, restores the regions too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+import threading
 from typing import Any
 
 import torch
@@ -22,26 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
 
-_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
-
-
-@contextmanager
-def deferred_sums() -> Iterator[None]:
-    """Leave the sums of a forward pass, and of the backward pass through it, to the caller.
-
-    Outputs of row-parallel layers and of the embedding, and gradients of the inputs of
-    column-parallel ones, are then this rank's part of a sum.
-    """
-    token = _deferred.set(True)
-    try:
-        yield
-    finally:
-        _deferred.reset(token)
-
-
-def sums_deferred() -> bool:
-    """Whether a :func:`deferred_sums` is open."""
-    return _deferred.get()
+from wavemare.engine.waves.passes import default_generators, wait
 
 
 def copy_to_group(value: Tensor, group: Any) -> Tensor:
@@ -49,7 +28,7 @@ def copy_to_group(value: Tensor, group: Any) -> Tensor:
 
     Identity in the forward pass, all-reduce in the backward pass (Megatron-LM's f).
     """
-    return value if _deferred.get() else _CopyToGroup.apply(value, group)
+    return _CopyToGroup.apply(value, group)
 
 
 def reduce_from_group(value: Tensor, group: Any) -> Tensor:
@@ -57,7 +36,7 @@ def reduce_from_group(value: Tensor, group: Any) -> Tensor:
 
     All-reduce in the forward pass, identity in the backward pass (Megatron-LM's g).
     """
-    return value if _deferred.get() else _ReduceFromGroup.apply(value, group)
+    return _ReduceFromGroup.apply(value, group)
 
 
 def gather_from_group(value: Tensor, group: Any) -> Tensor:
@@ -70,7 +49,7 @@ def gather_from_group(value: Tensor, group: Any) -> Tensor:
 
 def _summed(value: Tensor, group: Any) -> Tensor:
     total = value.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    wait(dist.all_reduce(total, group=group, async_op=True))
     return total
 
 
@@ -101,7 +80,7 @@ class _GatherFromGroup(torch.autograd.Function):
         ctx.rank, ctx.width = dist.get_rank(group), value.shape[-1]
         value = value.contiguous()
         parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, value, group=group)
+        wait(dist.all_gather(parts, value, group=group, async_op=True))
         return torch.cat(parts, dim=-1)
 
     @staticmethod
@@ -186,15 +165,9 @@ class RowParallelLinear(nn.Module):
         self.transposed = transposed
 
     def forward(self, value: Tensor) -> Tensor:
-        """Map this rank's (..., inputs / ranks) to (..., outputs), equal on all ranks.
-
-        Within ``deferred_sums()`` it is this rank's part of the sum, without the bias.
-        """
+        """Map this rank's (..., inputs / ranks) to (..., outputs), equal on all ranks."""
         part = F.linear(value, self.weight.t() if self.transposed else self.weight)
-        return part if sums_deferred() else self.add_bias(reduce_from_group(part, self.group))
-
-    def add_bias(self, total: Tensor) -> Tensor:
-        """Add the bias to the sum over the ranks."""
+        total = reduce_from_group(part, self.group)
         return total if self.bias is None else total + self.bias
 
 
@@ -205,29 +178,30 @@ _SPACING = 2654435769  # odd, so that ranks never share a seed; the golden ratio
 class SplitRandom:
     """Gives a rank numbers of its own between :meth:`enter` and :meth:`leave`.
 
+    Each of two passes that take turns has its own regions.
+
     Args:
         rank: The rank in its group.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._outside: tuple[torch.Generator, Tensor] | None = None
+        self._outside: dict[int, tuple[torch.Generator, Tensor]] = {}  # by thread
 
     def enter(self, device: torch.device) -> None:
         """Begin a region of a device, unless one is open."""
-        if self._outside is not None:
+        if threading.get_ident() in self._outside:
             return
         common = int(torch.randint(_SEEDS, ()))
-        generator = _default_generator(device)
-        self._outside = generator, generator.get_state()
+        generator = default_generators(device)[-1]
+        self._outside[threading.get_ident()] = generator, generator.get_state()
         generator.manual_seed((common + self._rank * _SPACING) % _SEEDS)
 
     def leave(self) -> None:
         """End the region, if one is open: go on with the numbers that all ranks draw."""
-        if self._outside is not None:
-            generator, state = self._outside
+        if threading.get_ident() in self._outside:
+            generator, state = self._outside.pop(threading.get_ident())
             generator.set_state(state)
-            self._outside = None
 
     def surround(self, module: nn.Module, dropout: nn.Dropout) -> None:
         """Make the forward pass of a module a region as long as its dropout draws anything."""
@@ -243,8 +217,6 @@ class SplitRandom:
 class DropoutAfterSum(nn.Dropout):
     """Dropout of what all ranks have in common, at the end of a split region.
 
-    It is left out, as the sum before it, within ``deferred_sums()``.
-
     Args:
         p: Probability of a zero.
         random: The region's numbers.
@@ -256,25 +228,14 @@ class DropoutAfterSum(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements, the same ones on all ranks."""
-        if sums_deferred():
-            return input
         self.random.leave()
         return super().forward(input)
 
 
 def align_generators(device: torch.device, group: Any) -> None:
     """Give all ranks the state of the first one's generators: of the CPU, and of a device."""
-    for kind in {"cpu", device.type}:
-        generator = _default_generator(device if kind == device.type else torch.device(kind))
-        state = generator.get_state()
+    for generator in default_generators(device):
         # A state is in the memory of the host, and NCCL sends only that of a device.
-        shared = state.to(device)
+        shared = generator.get_state().to(device)
         dist.broadcast(shared, group_src=0, group=group)
         generator.set_state(shared.cpu())
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type != "cuda":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]

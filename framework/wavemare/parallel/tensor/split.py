@@ -265,8 +265,10 @@ def _widths(config: Any) -> Iterator[tuple[str, int]]:
 
 def _check_equal(model: nn.Module, group: Any) -> None:
     """Raise unless the sums of all weights are equal on all ranks."""
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"  # NCCL alone
     with torch.no_grad():
         sums = torch.stack([value.sum(dtype=torch.float64) for value in model.parameters()])
+    sums = sums.to(device)
     least, largest = sums.clone(), sums
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

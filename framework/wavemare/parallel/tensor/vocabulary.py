@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
+from wavemare.engine.waves.passes import wait
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     gather_from_group,
@@ -177,12 +178,12 @@ class _CrossEntropy(torch.autograd.Function):
             padding = torch.arange(logits.shape[-1], device=logits.device) >= held
             scores = scores.masked_fill(padding, float("-inf"))
         largest = scores.amax(dim=-1)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        wait(dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group, async_op=True))
         scores = scores - largest[..., None]
         label_score = scores.gather(-1, rows[..., None]).squeeze(-1).masked_fill(~here, 0.0)
         exponentials = scores.exp_()
         sums = torch.stack([exponentials.sum(dim=-1), label_score])
-        dist.all_reduce(sums, group=group)
+        wait(dist.all_reduce(sums, group=group, async_op=True))
         total, label_score = sums
         ctx.save_for_backward(exponentials.div_(total[..., None]), rows, here)
         ctx.dtype = logits.dtype
