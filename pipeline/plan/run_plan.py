@@ -203,31 +203,6 @@ def _step_of(run: RunPlan, stage: int, num_steps: int, index: int) -> Sequence[A
     return actions[ends[index] : ends[index + 1]]
 
 
-def repeat_micro_batch(
-    actions: Sequence[Action], stage: int, micro_batch: int, times: int
-) -> list[Action]:
-    """Return a step with more micro-batches.
-
-    Args:
-        actions: Of one optimizer step of one rank.
-        stage: Stage whose backward passes mark where a micro-batch begins.
-        micro_batch: The one to repeat, which is not the step's last one. Its actions, from its
-            backward pass to the next micro-batch's, are like those of its neighbours.
-        times: How often.
-    """
-    if not times:
-        return list(actions)
-    start, end = (
-        place
-        for place, (kind, at, number, _, _) in enumerate(actions)
-        if kind is Kind.BACKWARD and at == stage and micro_batch <= number <= micro_batch + 1
-    )
-    result = list(actions[:start])
-    for repetition in range(times + 1):
-        result += _shifted(actions[start:end], repetition)
-    return [*result, *_shifted(actions[end:], times)]
-
-
 def _shifted(actions: Sequence[Action], micro_batches: int, versions: int = 0) -> Sequence[Action]:
     if not micro_batches and not versions:
         return actions
