@@ -49,7 +49,7 @@ FUNCTIONS = {
         _setup_for_real_optimizer=d5c428 clear_lp_grads=455d9b get_grads_for_norm=81ed7f
         get_grads_for_reduction=2ed8bb step=9b21d4 update_hp_grads=e36698""",
     "runtime.pipe.engine.PipelineEngine": """
-        _bf16_reduce_grads=9b1ca8
+        _aggregate_total_loss=562a55 _bf16_reduce_grads=9b1ca8
         _exec_backward_pass=ae2eef _exec_forward_pass=cf4dfb _exec_load_micro_batch=2243e2
         _exec_optimizer_step=6eb521 _exec_recv_activations=04213b _exec_recv_grads=b0c95d
         _exec_reduce_grads=3620e2 _exec_reduce_tied_grads=00d7e6 _exec_schedule=f16256

@@ -16,6 +16,8 @@ if __name__ == "__main__":
     names = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
     place = {name: os.environ[name] for name in names} | {"words": sys.argv[3:]}
     (folder / f"attempt_{attempt}_rank_{rank}.json").write_text(json.dumps(place))
+    while rank == "1" and not (folder / f"attempt_{attempt}_rank_0.json").exists():
+        time.sleep(0.02)  # the end of a rank ends the other one
     if rank == "1" and end.isdigit():
         sys.exit(int(end))
     if rank == "1" and end == "kill" and attempt == "0":

@@ -87,7 +87,7 @@ VALUES = [
     ("wavemare.tensor_parallel.size", 3, ["(2) is not a multiple"]),
     ("wavemare.parallel.stages[0][1]", [["h.0", 3]], ["3", "in quotes"]),
     ("wavemare.parallel.replica", "all", ["'rest' or a valid integer"]),
-    ("wavemare.wavelet.mode", "asynch", ["Did you mean 'async'?"]),
+    ("wavemare.wavelet.mode", "synch", ["Did you mean 'sync'?"]),
     ("wavemare.wavelet.compile", True, ["no effect", 'to "sync"']),
     ("wavemare.watchdog.timeout_s", -1, ["-1"]),
 ]
