@@ -73,15 +73,19 @@ class PlanInterpreter:
     fwd_outputs: list[Any]
     _reserve_pipe_buffers: Callable[[int], None]
     _INSTRUCTION_MAP: Mapping[type, Callable[..., None]]
+    _steps: Sequence[object] = ()
+    """The present schedule's actions."""
+    _position = 0
+    """The index of the one that runs."""
 
     def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs = []
         steps = [each for step in pipe_schedule.steps() for each in step]
         handlers = self._handlers()
-        PROGRESS.actions = steps
+        PROGRESS.actions = self._steps = steps
         for position, each in enumerate(steps):
-            PROGRESS.position = position
+            PROGRESS.position = self._position = position
             PROGRESS.at(each, self._peer(each))
             if isinstance(each, schedule.PipeInstruction):
                 self._INSTRUCTION_MAP[type(each)](self, **each.kwargs)

@@ -15,7 +15,6 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 from torch import Tensor
 
-from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.engine import PipelineEngine, StepSchedule
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
 from wavemare.engine.pipe.p2p import PeerLink
@@ -222,7 +221,7 @@ class FlushingEngine(LinkedEngine):
             self._link.flush()  # nothing is pending between two steps
         except BaseException:
             self.timers(TRAIN_BATCH_TIMER).reset()  # else it could not be started again
-            self._is_under_way |= _is_half_way(PROGRESS.actions[: PROGRESS.position + 1])
+            self._is_under_way |= _is_half_way(self._steps[: self._position + 1])
             raise
 
     def _do_load(self, action: Action) -> None:

@@ -31,9 +31,17 @@ from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind
 _ALIGNMENT = 64  # bytes; a view of another type must begin at a multiple of its size
 _NUMBER = 8  # bytes of a float64
 _EXIT_S = 60.0  # for pending sends when the process ends
-_DTYPES = tuple(
-    getattr(torch, name)
-    for name in "float32 bfloat16 float16 float64 int64 int32 int16 int8 uint8 bool".split()
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
 )
 Receive = tuple[Kind, int, int]
 """An action's kind, stage and micro-batch."""

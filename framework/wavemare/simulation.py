@@ -135,7 +135,7 @@ class SimulatedPipeline:
             warmup_steps=settings.warmup_steps,
             drain_interval=1 if flushes else settings.drain_interval,
             slack=settings.slack,
-            delays=_delays(delays, pipeline.stages, self.micro_batches, settings.slack),
+            delays=_delays(delays, len(self.stages), self.micro_batches, settings.slack),
             clip=clipping_limit(values) or None,
             error_feedback=settings.error_feedback,
         )
@@ -219,6 +219,9 @@ def _delays(
     kind: str | Sequence[int], stages: int, micro_batches: int, slack: int
 ) -> Sequence[int] | None:
     if not isinstance(kind, str):
+        if len(kind) != stages:
+            reason, remedy = f"there are {stages} stages", "Give one number for each stage"
+            raise ConfigError("delays", list(kind), reason, remedy)
         return kind
     if kind == "one-step":
         return [micro_batches] * stages

@@ -278,6 +278,8 @@ def test_each_stage_can_have_its_own_delay():
     for given, same in (([3, 2, 1, 0], "pipeline"), ([2, 2, 2, 2], "one-step")):
         assert trained(config(), delays=given)[1] == trained(config(), delays=same)[1]
     assert trained(config(), delays=[2, 1, 1, 0])[1] != trained(config())[1]
+    with pytest.raises(ConfigError, match=r"delays = \[1, 0\]: there are 4 stages"):
+        trained(config(), delays=[1, 0])
 
 
 def test_delays_that_do_not_exist_are_named():
