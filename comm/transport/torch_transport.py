@@ -167,12 +167,11 @@ class TorchTransport(Transport):
     def failed(self, error: Exception, peer: int | None) -> CommError:
         """Return the error for torch's failure, with the lost ranks."""
         how = str(error).strip().splitlines()[-1]
-        host = self._members.index(0) if 0 in self._members else None
         culprits = _ask_around(self._label, self.rank, self.size, peer)
         if culprits is None:
-            # The store's host is lost; a silent peer may be waiting for it.
-            suspects = [host, peer] if "Timed out" in how else [peer, host]
-            culprits = [rank for rank in suspects if rank is not None][:1]
+            # The store's host is lost; the peer may have given up because of it.
+            host = self._members.index(0) if 0 in self._members else peer
+            culprits = [] if host is None else [host]
         return self.lost(culprits, how)
 
 
@@ -284,7 +283,7 @@ def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequen
 
     Returns:
         The ranks that reported nothing; if all did, the first suspect; empty if unknown. None if
-        the store does not answer.
+        the store does not answer at all.
     """
     answers: list[Sequence[int] | None] = []
 
@@ -303,6 +302,10 @@ def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Sequenc
     key = f"{label}/lost"
     suspects_by_rank: dict[int, int] = {}
     try:
+        store.check([key])
+    except RuntimeError:
+        return None
+    try:
         store.set(f"{key}/{rank}", str(-1 if suspect is None else suspect))
         deadline = time.monotonic() + _GRACE_S
         while len(suspects_by_rank) < size and time.monotonic() < deadline:
@@ -311,7 +314,8 @@ def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Sequenc
                     suspects_by_rank[other] = int(store.get(f"{key}/{other}"))
             time.sleep(0.05)
     except RuntimeError:
-        return None
+        # It was there when this rank noticed: the store's host ended later.
+        return [] if suspect is None else [suspect]
     silent = [other for other in range(size) if other not in suspects_by_rank]
     suspects = [other for other in suspects_by_rank.values() if other >= 0]
     if silent:
