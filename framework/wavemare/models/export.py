@@ -46,15 +46,15 @@ def pipeline_state_dict(module: Any) -> dict[str, Tensor] | None:
         return None
     own = pipeline.local_weights()
     if grid.get_slice_parallel_world_size() > 1:
-        own = gather_weights(own, grid.get_slice_parallel_group(), pipeline.config.vocab_size)
+        own = gather_weights(own, grid.get_slice_parallel_group())
         if grid.get_slice_parallel_rank() != 0:
             return None
     if pipeline.global_rank != 0:
         dist.send_object_list([[(n, t.shape, t.dtype) for n, t in own.items()]], dst=0)
         for tensor in own.values():
-            dist.send(tensor.contiguous(), dst=0)
+            dist.send(tensor.detach().contiguous(), dst=0)
         return None
-    weights = {name: tensor.cpu() for name, tensor in own.items()}
+    weights = {name: tensor.detach().cpu() for name, tensor in own.items()}
     device = next(pipeline.parameters()).device
     for stage in range(1, pipeline.num_pipeline_stages()):
         weights |= _receive(grid.stage_to_global(stage), device)

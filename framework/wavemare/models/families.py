@@ -24,8 +24,8 @@ from wavemare.models.chains import (
     masked_lm_spares,
 )
 from wavemare.models.layers import Head, PipelineLayer, TiedHead, TokenEmbedding
-from wavemare.parallel.tensor.layers import copy_to_group, gather_from_group, split_parameter
-from wavemare.parallel.tensor.partition import split_embedding
+from wavemare.parallel.tensor.layers import copy_to_group, gather_from_group
+from wavemare.parallel.tensor.partition import marked, split_embedding
 from wavemare.parallel.tensor.vocabulary import (
     VocabParallelHead,
     VocabularyShare,
@@ -214,9 +214,8 @@ class SplitTiedHead(TiedHead):
     def untied(self) -> Head:
         """Return a head with a copy of this rank's rows; the bias is the same parameter."""
         weight: Any = self.tied.embedding.weight
-        own = split_parameter(
-            weight.detach().clone(), 0, weight.requires_grad, whole_numel=weight.whole_numel
-        )
+        own = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+        marked(own, weight.partition, weight.whole_numel)
         return Head(self.inputs, VocabParallelHead(own, self.bias, self._share, self._group))
 
 

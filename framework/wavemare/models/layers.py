@@ -55,7 +55,8 @@ class PipelineLayer(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the layer's parameters and buffers under the names of the model's state dict."""
-        return {self.weight_names[name]: value for name, value in self.state_dict().items()}
+        state = self.state_dict(keep_vars=True)
+        return {self.weight_names[name]: value for name, value in state.items()}
 
     def matches(self, pattern: re.Pattern[str]) -> bool:
         """Whether the layer's class, or that of the module it wraps, has such a name."""

@@ -132,7 +132,7 @@ class TransformerPipeline(ChunkedPipelineModule):
         to no layer but only to DeepSpeed's tied modules. The tensors are the live ones.
         """
         layers = [layer for layer in self.local_layers() if isinstance(layer, PipelineLayer)]
-        return {name: value.detach() for layer in layers for name, value in layer.weights().items()}
+        return {name: value for layer in layers for name, value in layer.weights().items()}
 
     def untied_parameters(self) -> dict[str, nn.Parameter]:
         """Return the copies that this stage holds, by the names of the weights they were tied to.

@@ -47,6 +47,22 @@ def gather_from_group(value: Tensor, group: Any) -> Tensor:
     return _GatherFromGroup.apply(value, group)
 
 
+def sum_gradients(parameter: Tensor, group: Any) -> Any:
+    """Sum each gradient of a whole parameter that the ranks use on parts; return the hook's handle.
+
+    What is summed is the gradient of one backward pass, not what has accumulated.
+    """
+    return parameter.register_hook(lambda gradient: _summed(gradient, group))
+
+
+def part_for_rank(value: Tensor, group: Any) -> Tensor:
+    """Return this rank's part of the last dimension of what all ranks have.
+
+    The inverse of `gather_from_group`: in the backward pass the gradients are gathered.
+    """
+    return _PartForRank.apply(value, group)
+
+
 def _summed(value: Tensor, group: Any) -> Tensor:
     total = value.clone(memory_format=torch.contiguous_format)
     wait(dist.all_reduce(total, group=group, async_op=True))
@@ -74,40 +90,62 @@ class _ReduceFromGroup(torch.autograd.Function):
         return gradient, None
 
 
+def _gathered(value: Tensor, group: Any) -> Tensor:
+    value = value.contiguous()
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    wait(dist.all_gather(parts, value, group=group, async_op=True))
+    return torch.cat(parts, dim=-1)
+
+
+def _own(value: Tensor, group: Any) -> Tensor:
+    return value.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)]
+
+
 class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.rank, ctx.width = dist.get_rank(group), value.shape[-1]
-        value = value.contiguous()
-        parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-        wait(dist.all_gather(parts, value, group=group, async_op=True))
-        return torch.cat(parts, dim=-1)
+        ctx.group = group
+        return _gathered(value, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.narrow(-1, ctx.rank * ctx.width, ctx.width), None
+        return _own(gradient, ctx.group), None
 
 
-def split_parameter(
-    part: Tensor, dim: int, requires_grad: bool = True, *, whole_numel: int | None = None
-) -> nn.Parameter:
-    """Return a rank's part of a parameter, with the marks that Megatron-LM and DeepSpeed look for.
+class _PartForRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _own(value, group).contiguous()
 
-    Without them DeepSpeed would count it in the gradient's norm on the first rank alone.
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gathered(gradient, ctx.group), None
+
+
+class InputCopies:
+    """Copies an input once for all layers of a module that read it: one sum of its gradients.
 
     Args:
-        part: The rank's values.
-        dim: The dimension that is split.
-        requires_grad: Whether it is trained.
-        whole_numel: Number of elements of the whole, for counts of a model's parameters.
+        module: The module; what was copied is kept during its forward pass.
+        group: The ranks.
     """
-    parameter: Any = nn.Parameter(part, requires_grad=requires_grad)
-    if whole_numel is not None:
-        parameter.whole_numel = whole_numel
-    parameter.tensor_model_parallel = True
-    parameter.model_parallel = True
-    parameter.partition_dim = dim
-    return parameter
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        self._group = group
+        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # by thread
+        self.handle = module.register_forward_hook(self._forget, always_call=True)
+
+    def copy(self, value: Tensor) -> Tensor:
+        """Return `copy_to_group` of an input."""
+        known, copied = self._last.get(threading.get_ident(), (None, value))
+        if known is not value:
+            copied = copy_to_group(value, self._group)
+            self._last[threading.get_ident()] = value, copied
+        return copied
+
+    def _forget(self, *_: Any) -> None:
+        self._last.pop(threading.get_ident(), None)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -118,8 +156,8 @@ class ColumnParallelLinear(nn.Module):
         bias: The rank's part, (outputs / ranks,).
         group: The ranks.
         transposed: The weight is (inputs, outputs / ranks), as in GPT-2's ``Conv1D``.
-        copies_input: Whether the gradient of the input is summed here; else the caller does so,
-            once for all layers that read the same input.
+        copies: Copies the input, also for other layers; each call copies it if omitted.
+        gathers: Whether all ranks get all outputs.
     """
 
     def __init__(
@@ -129,20 +167,23 @@ class ColumnParallelLinear(nn.Module):
         group: Any,
         *,
         transposed: bool = False,
-        copies_input: bool = True,
+        copies: InputCopies | None = None,
+        gathers: bool = False,
     ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
         self.group = group
         self.transposed = transposed
-        self.copies_input = copies_input
+        self.gathers = gathers
+        self._copies = copies
 
     def forward(self, value: Tensor) -> Tensor:
         """Map (..., inputs), equal on all ranks, to this rank's (..., outputs / ranks)."""
-        if self.copies_input:
-            value = copy_to_group(value, self.group)
-        return F.linear(value, self.weight.t() if self.transposed else self.weight, self.bias)
+        copies = self._copies
+        value = copy_to_group(value, self.group) if copies is None else copies.copy(value)
+        part = F.linear(value, self.weight.t() if self.transposed else self.weight, self.bias)
+        return gather_from_group(part, self.group) if self.gathers else part
 
 
 class RowParallelLinear(nn.Module):
@@ -153,19 +194,33 @@ class RowParallelLinear(nn.Module):
         bias: The whole bias, (outputs,), which all ranks hold.
         group: The ranks.
         transposed: The weight is (inputs / ranks, outputs), as in GPT-2's ``Conv1D``.
+        random: What follows the sum draws the numbers that all ranks draw.
+        splits: Whether the input is whole, (..., inputs), on all ranks.
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, group: Any, *, transposed: bool
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: Any,
+        *,
+        transposed: bool,
+        random: SplitRandom,
+        splits: bool = False,
     ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
         self.group = group
         self.transposed = transposed
+        self.splits = splits
+        self._random = random
 
     def forward(self, value: Tensor) -> Tensor:
         """Map this rank's (..., inputs / ranks) to (..., outputs), equal on all ranks."""
+        self._random.leave()
+        if self.splits:
+            value = part_for_rank(value, self.group)
         part = F.linear(value, self.weight.t() if self.transposed else self.weight)
         total = reduce_from_group(part, self.group)
         return total if self.bias is None else total + self.bias
@@ -203,33 +258,26 @@ class SplitRandom:
             generator, state = self._outside.pop(threading.get_ident())
             generator.set_state(state)
 
-    def surround(self, module: nn.Module, dropout: nn.Dropout) -> None:
-        """Make the forward pass of a module a region as long as its dropout draws anything."""
+    def surround(self, module: nn.Module, dropout: str) -> tuple[Any, Any]:
+        """Make the forward pass of a module a region, up to a `RowParallelLinear` in it.
 
-        def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if module.training and dropout.p > 0:
-                self.enter(inputs[0].device)
+        Args:
+            module: The module.
+            dropout: Its attribute, a dropout module or a probability: without, no region begins.
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(lambda *_: self.leave(), always_call=True)
+        Returns:
+            The handles of two hooks.
+        """
 
+        def enter(module: nn.Module, *_: Any) -> None:
+            drops = getattr(module, dropout, 0.0)
+            if module.training and getattr(drops, "p", drops) > 0:
+                self.enter(next(module.parameters()).device)
 
-class DropoutAfterSum(nn.Dropout):
-    """Dropout of what all ranks have in common, at the end of a split region.
-
-    Args:
-        p: Probability of a zero.
-        random: The region's numbers.
-    """
-
-    def __init__(self, p: float, random: SplitRandom) -> None:
-        super().__init__(p)
-        self.random = random
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Drop elements, the same ones on all ranks."""
-        self.random.leave()
-        return super().forward(input)
+        return (
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(lambda *_: self.leave(), always_call=True),
+        )
 
 
 def align_generators(device: torch.device, group: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How weights are split, by their Hugging Face names; a split model's weights put together."""
+"""How weights are cut into the ranks' parts; a split model's weights put together."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class Partition:
         dim: The dimension.
         blocks: Number of equal blocks along it. Every rank gets a part of each: 3 where queries,
             keys and values are one tensor.
-        vocabulary: The dimension counts tokens, and the last ranks may get fewer.
+        tokens: Size of the vocabulary, if it is that which the dimension counts; the last ranks
+            may then hold fewer, and padding.
     """
 
     dim: int
     blocks: int = 1
-    vocabulary: bool = False
+    tokens: int | None = None
 
     def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
         """Return a copy of a rank's part.
@@ -43,8 +44,9 @@ class Partition:
             ValueError: The dimension cannot be divided by the number of ranks.
         """
         size = whole.shape[self.dim]
-        if self.vocabulary:
-            return VocabularyShare(size, rank, ranks).part(whole).clone()
+        if self.tokens is not None:
+            share = VocabularyShare(self.tokens, rank, ranks)
+            return share.padded(share.part(whole))
         if size % (self.blocks * ranks):
             raise ValueError(f"{size} cannot be divided by {self.blocks * ranks}")
         parts = [block.chunk(ranks, self.dim)[rank] for block in whole.chunk(self.blocks, self.dim)]
@@ -53,59 +55,37 @@ class Partition:
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the tensor of which these are the ranks' parts."""
         blocks = zip(*(part.chunk(self.blocks, self.dim) for part in parts), strict=True)
-        return torch.cat([torch.cat(block, self.dim) for block in blocks], self.dim)
+        whole = torch.cat([torch.cat(block, self.dim) for block in blocks], self.dim)
+        return whole if self.tokens is None else whole[: self.tokens].clone()
 
 
-_FIRST, _SECOND = Partition(0), Partition(1)
-_TOKENS = Partition(0, vocabulary=True)
+def split_parameter(whole: nn.Parameter, partition: Partition, group: Any) -> nn.Parameter:
+    """Return this rank's part of a parameter, which knows its partition.
 
-_PARTITIONS = {
-    # GPT-2, whose Conv1D has weights of shape (inputs, outputs)
-    "wte.weight": _TOKENS,
-    "attn.c_attn.weight": Partition(1, blocks=3),
-    "attn.c_attn.bias": Partition(0, blocks=3),
-    "attn.c_proj.weight": _FIRST,
-    "mlp.c_fc.weight": _SECOND,
-    "mlp.c_fc.bias": _FIRST,
-    "mlp.c_proj.weight": _FIRST,
-    "lm_head.weight": _TOKENS,
-    # BERT
-    "embeddings.word_embeddings.weight": _TOKENS,
-    "attention.self.query.weight": _FIRST,
-    "attention.self.query.bias": _FIRST,
-    "attention.self.key.weight": _FIRST,
-    "attention.self.key.bias": _FIRST,
-    "attention.self.value.weight": _FIRST,
-    "attention.self.value.bias": _FIRST,
-    "output.dense.weight": _SECOND,  # of the attention and of the layer
-    "intermediate.dense.weight": _FIRST,
-    "intermediate.dense.bias": _FIRST,
-    "predictions.decoder.weight": _TOKENS,
-    "predictions.decoder.bias": _TOKENS,
-    "predictions.bias": _TOKENS,
-}
+    It has the marks that Megatron-LM and DeepSpeed look for; without them DeepSpeed would count it
+    in the gradient's norm on the first rank alone.
 
-
-def partition_of(name: str) -> Partition | None:
-    """Return how the weight of a name in a model's state dict is cut; None: all ranks hold it."""
-    parts = name.split(".")
-    suffixes = (".".join(parts[start:]) for start in range(len(parts)))
-    return next((_PARTITIONS[suffix] for suffix in suffixes if suffix in _PARTITIONS), None)
-
-
-def merge_tensor(name: str, parts: Sequence[Tensor], vocab_size: int | None) -> Tensor:
-    """Merge the parts of one weight; the inverse of `Partition.part`.
-
-    Args:
-        name: In the model's state dict.
-        parts: One for each rank, in their order. What is not split is taken from the first.
-        vocab_size: Number of tokens, where parts have padding; None where they have none.
+    Raises:
+        ValueError: The dimension cannot be divided by the number of ranks.
     """
-    partition = partition_of(name)
-    if partition is None:
-        return parts[0].detach().clone()
-    whole = partition.whole([part.detach() for part in parts])
-    return whole[:vocab_size].clone() if partition.vocabulary and vocab_size else whole
+    part = partition.part(whole.detach(), dist.get_rank(group), dist.get_world_size(group))
+    return marked(nn.Parameter(part, whole.requires_grad), partition, whole.numel())
+
+
+def marked(parameter: nn.Parameter, partition: Partition, whole_numel: int) -> nn.Parameter:
+    """Mark a parameter as a part of one with so many elements."""
+    part: Any = parameter
+    part.partition = partition
+    part.whole_numel = whole_numel
+    part.tensor_model_parallel = True
+    part.model_parallel = True
+    part.partition_dim = partition.dim
+    return parameter
+
+
+def partition_of(part: Tensor) -> Partition | None:
+    """Return how the whole of which a tensor is a part was cut; None: all ranks hold it."""
+    return getattr(part, "partition", None)
 
 
 def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
@@ -125,11 +105,11 @@ def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
         model = model.module
     embedding = split_embedding(model)
     state = model.state_dict(keep_vars=True)
-    merged = gather_weights(state, embedding.group, embedding.share.tokens)
+    merged = gather_weights(state, embedding.group)
     return merged if dist.get_rank(embedding.group) == 0 else None
 
 
-def gather_weights(state: Mapping[str, Tensor], group: Any, tokens: int) -> dict[str, Tensor]:
+def gather_weights(state: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]:
     """Gather the weights of a split model, or of some of its layers, on a group's first rank.
 
     All ranks of the group call this, and keep the tensors of one weight at a time.
@@ -137,7 +117,6 @@ def gather_weights(state: Mapping[str, Tensor], group: Any, tokens: int) -> dict
     Args:
         state: This rank's parts by their names in the model's state dict.
         group: The ranks.
-        tokens: Size of the vocabulary.
 
     Returns:
         On the first rank whole tensors on the device ``cpu``, one for all names of a tensor; on the
@@ -154,9 +133,12 @@ def gather_weights(state: Mapping[str, Tensor], group: Any, tokens: int) -> dict
             )
         if id(part) in merged:
             continue
-        parts = _gather(part.detach(), group) if partition_of(name) else [part.detach()]
-        first = dist.get_rank(group) == 0
-        merged[id(part)] = merge_tensor(name, parts, tokens).cpu() if first else part
+        partition = partition_of(part)
+        parts = [part.detach()] if partition is None else _gather(part.detach(), group)
+        if dist.get_rank(group):
+            merged[id(part)] = part
+        else:
+            merged[id(part)] = (partition.whole(parts) if partition else parts[0].clone()).cpu()
     return {name: merged[id(part)] for name, part in state.items()}
 
 

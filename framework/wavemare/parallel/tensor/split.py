@@ -1,30 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformers model split over a group of ranks, in place."""
+"""A transformers model split over a group of ranks, in place, by the plan of its class.
+
+Before the first step a small batch shows that the ranks together compute what the model did.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
-from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.pytorch_utils import Conv1D
 
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
-    DropoutAfterSum,
+    InputCopies,
     RowParallelLinear,
     SplitRandom,
     align_generators,
     copy_to_group,
-    split_parameter,
+    reduce_from_group,
+    sum_gradients,
 )
-from wavemare.parallel.tensor.partition import partition_of
+from wavemare.parallel.tensor.partition import Partition, is_split, split_parameter
+from wavemare.parallel.tensor.plan import TensorPlan, plan_of
 from wavemare.parallel.tensor.vocabulary import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -32,15 +37,15 @@ from wavemare.parallel.tensor.vocabulary import (
     next_tokens,
 )
 
-SPLITTABLE = (GPT2LMHeadModel, BertForMaskedLM, BertForSequenceClassification)
-"""Classes of models that can be split."""
+_TOLERANCE = 1e-4  # of the largest element; what another order of sums changes is 1e-6
+_TOLERANCE_16_BIT = 0.05
 
 
-def split_model(model: Any, group: Any) -> Any:
+def split_model(model: Any, group: Any, *, verify: bool = True) -> Any:
     """Split attention, feed-forward layers, embedding and language-modelling head over a group.
 
-    The model computes the same loss on all ranks as before. Norms, position embeddings, BERT's
-    pooler and its heads' other layers stay whole on all ranks. A language model called with labels
+    The model computes the same loss on all ranks as before. What transformers' plan of its class
+    does not name, such as norms, stays whole on all ranks. A language model called with labels
     returns no logits: called without, it returns those of the whole vocabulary. Attention
     probabilities, if asked for, are those of the rank's heads.
 
@@ -48,9 +53,11 @@ def split_model(model: Any, group: Any) -> Any:
     elements outside attention; seed all ranks of a group alike from then on.
 
     Args:
-        model: A `GPT2LMHeadModel`, `BertForMaskedLM` or `BertForSequenceClassification` with equal
-            weights on all ranks, not yet given to an engine.
+        model: A transformers model with equal weights on all ranks, not yet given to an engine: of
+            a class with a ``base_model_tp_plan``, or GPT-2, BERT, RoBERTa or OPT.
         group: The ranks, all of which call this.
+        verify: Whether logits, loss and gradients of whole weights are compared with the model's
+            own, on a small batch.
 
     Returns:
         The model.
@@ -58,109 +65,221 @@ def split_model(model: Any, group: Any) -> Any:
     Raises:
         ModelError: It cannot be split so, or the ranks' weights differ. It is left as it was.
     """
-    ranks = dist.get_world_size(group)
-    _check_kind(model)
-    _check_layers(model)
-    _check_widths(model.config, ranks)
-    _check_equal(model, group)
-    splitter = _Splitter(model.config.vocab_size, group)
-    for name, module in list(model.named_modules()):
-        replacement = splitter.replacement(name, module)
-        if replacement is not None:
-            model.set_submodule(name, replacement.train(module.training))
-    if isinstance(model, GPT2LMHeadModel):
-        _finish_gpt2(model, SplitRandom(splitter.rank), ranks)
-        _compute_loss_over_group(model, model.lm_head, shifts_labels=True)
-    else:
-        _finish_bert(model, SplitRandom(splitter.rank), group)
-    if isinstance(model, BertForMaskedLM):
-        head: Any = model.cls.predictions
-        head.bias = splitter.parameter("predictions.bias", head.bias)
-        _compute_loss_over_group(model, head.decoder, shifts_labels=False)
+    plan = _check(model, group)
+    trial = _Trial(model, plan) if verify else None
+    split = _Split(model, plan, group)
+    try:
+        split.apply()
+        if trial is not None:
+            trial.check(group)
+    except BaseException:
+        split.undo()
+        raise
     align_generators(next(model.parameters()).device, group)
     return model
 
 
-class _Splitter:
-    """Makes a rank's modules and parameters.
+class _Split:
+    """The changes that split a model; they can be undone.
 
     Args:
-        tokens: Size of the vocabulary.
+        model: The model.
+        plan: Its plan.
         group: The ranks.
     """
 
-    def __init__(self, tokens: int, group: Any) -> None:
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._share = VocabularyShare(tokens, self.rank, self.ranks)
+    def __init__(self, model: Any, plan: TensorPlan, group: Any) -> None:
+        self._model = model
+        self._plan = plan
         self._group = group
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._random = SplitRandom(self._rank)
+        self._copies: dict[nn.Module, InputCopies] = {}
         # By identity, so that what was tied stays so. They hold the wholes, so that no identity is
         # used again.
         self._parts: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._undo: list[Callable[[], Any]] = []
 
-    def parameter(self, name: str, whole: nn.Parameter) -> nn.Parameter:
-        """Return the rank's part of a parameter, or the whole one if it is not split."""
-        partition = partition_of(name)
-        if partition is None:
-            return whole
+    def undo(self) -> None:
+        """Take all changes back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def apply(self) -> None:
+        """Change the model."""
+        base = self._model.base_model
+        self._split_vocabulary()
+        for name, style in list(self._plan.layers(base)):
+            apply = _STYLES.get(style)
+            if apply is None:
+                raise _refusal(self._model, f"its plan has the style {style!r}, for {name}")
+            try:
+                apply(self, base, name)
+            except ValueError as error:
+                raise _indivisible(name, error, self._ranks) from error
+
+    def parameter(self, whole: nn.Parameter, partition: Partition) -> nn.Parameter:
+        """Return the rank's part of a parameter, the same one for the same parameter."""
         if id(whole) not in self._parts:
-            part = partition.part(whole.detach(), self.rank, self.ranks)
-            if partition.vocabulary:
-                part = self._share.padded(part)
-            split = split_parameter(
-                part, partition.dim, whole.requires_grad, whole_numel=whole.numel()
-            )
-            self._parts[id(whole)] = split, whole
+            self._parts[id(whole)] = split_parameter(whole, partition, self._group), whole
         return self._parts[id(whole)][0]
 
-    def replacement(self, name: str, module: Any) -> nn.Module | None:
-        """Return what stands for a module of the model; None if it stays."""
-        partition = partition_of(f"{name}.weight")
-        if partition is None:
-            return None
-        weight = self.parameter(f"{name}.weight", module.weight)
-        if isinstance(module, nn.Embedding):
-            return VocabParallelEmbedding(weight, self._share, self._group, module.padding_idx)
-        bias = module.bias
-        if bias is not None:
-            bias = self.parameter(f"{name}.bias", bias)
-        if partition.vocabulary:
-            return VocabParallelHead(weight, bias, self._share, self._group)
-        transposed = isinstance(module, Conv1D)
-        if partition.dim == int(transposed):
-            # BERT's queries, keys and values read one input, which is copied once for all.
-            shares_input = ".attention.self." in name
-            return ColumnParallelLinear(
-                weight, bias, self._group, transposed=transposed, copies_input=not shares_input
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of a module."""
+        self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def replace(self, name: str, old: nn.Module, new: nn.Module, base: nn.Module) -> None:
+        """Put a module in another's place."""
+        parent = base.get_submodule(name.rpartition(".")[0])
+        self.set(parent, name.rpartition(".")[2], new.train(old.training))
+
+    def hook(self, handle: Any) -> None:
+        """Remember a hook."""
+        self._undo.append(handle.remove)
+
+    def _split_vocabulary(self) -> None:
+        model, group = self._model, self._group
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        share = VocabularyShare(embedding.num_embeddings, self._rank, self._ranks)
+        rows = Partition(0, tokens=share.tokens)
+        names = {module: name for name, module in model.named_modules()}
+        weight = self.parameter(embedding.weight, rows)
+        new = VocabParallelEmbedding.standing_for(embedding, weight, share, group)
+        self.replace(names[embedding], embedding, new, model)
+        if head is None:
+            return
+        weight = self.parameter(head.weight, rows)
+        bias = None if head.bias is None else self.parameter(head.bias, rows)
+        for module in model.modules():  # BERT's head has the decoder's bias under another name
+            for name, whole in list(module.named_parameters(recurse=False)):
+                if whole is head.bias and module is not head:
+                    self.set(module, name, bias)
+        split_head = VocabParallelHead(weight, bias, share, group)
+        self.replace(names[head], head, split_head, model)
+        self._undo.append(functools.partial(setattr, model, "forward", model.forward))
+        _compute_loss_over_group(model, split_head, shifts_labels=_shifts_labels(model))
+
+    def column(
+        self, base: nn.Module, name: str, *, blocks: int = 1, gathers: bool = False
+    ) -> None:
+        """Split the outputs of a linear layer, or the dimension -2 of a bare parameter."""
+        layer = self._layer(base, name)
+        if isinstance(layer, nn.Parameter):
+            self._set_part(base, name, layer, Partition(layer.dim() - 2, blocks))
+            return
+        transposed = isinstance(layer, Conv1D)
+        weight = self.parameter(layer.weight, Partition(int(transposed), blocks))
+        bias = layer.bias
+        bias = None if bias is None else self.parameter(bias, Partition(0, blocks))
+        parent = base.get_submodule(name.rpartition(".")[0])
+        if parent not in self._copies:
+            self._copies[parent] = InputCopies(parent, self._group)
+            self.hook(self._copies[parent].handle)
+            if "att" in name.rpartition(".")[0] and not gathers:
+                self._split_attention(parent)
+        new = ColumnParallelLinear(
+            weight,
+            bias,
+            self._group,
+            transposed=transposed,
+            copies=self._copies[parent],
+            gathers=gathers,
+        )
+        self.replace(name, layer, new, base)
+
+    def _split_attention(self, attention: Any) -> None:
+        for name in self._plan.divided:
+            self.set(attention, name, getattr(attention, name) // self._ranks)
+        for handle in self._random.surround(attention, self._plan.dropout):
+            self.hook(handle)
+
+    def row(self, base: nn.Module, name: str, *, splits: bool = False) -> None:
+        """Split the inputs of a linear layer, or the last dimension of a bare parameter."""
+        layer = self._layer(base, name)
+        if isinstance(layer, nn.Parameter):
+            self._set_part(base, name, layer, Partition(layer.dim() - 1))
+            return
+        transposed = isinstance(layer, Conv1D)
+        new = RowParallelLinear(
+            self.parameter(layer.weight, Partition(int(not transposed))),
+            layer.bias,
+            self._group,
+            transposed=transposed,
+            random=self._random,
+            splits=splits,
+        )
+        self.replace(name, layer, new, base)
+
+    def summed(self, base: nn.Module, name: str) -> None:
+        """Let a whole module be used on parts, such as the norm of the rank's queries."""
+        for parameter in base.get_submodule(name).parameters():
+            if parameter.requires_grad:
+                self.hook(sum_gradients(parameter, self._group))
+
+    def experts(self, base: nn.Module, name: str) -> None:
+        """Let experts whose weights are split read whole tokens and give their sum."""
+
+        def copied(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            floats = (isinstance(v, Tensor) and v.is_floating_point() for v in inputs)
+            return tuple(
+                copy_to_group(value, self._group) if real else value
+                for value, real in zip(inputs, floats, strict=True)
             )
-        return RowParallelLinear(weight, bias, self._group, transposed=transposed)
+
+        def total(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            return reduce_from_group(output, self._group)
+
+        module = base.get_submodule(name)
+        self.hook(module.register_forward_pre_hook(copied))
+        self.hook(module.register_forward_hook(total))
+
+    def nothing(self, base: nn.Module, name: str) -> None:
+        """Leave a layer: the vocabulary is split for all models."""
+
+    def _layer(self, base: nn.Module, name: str) -> Any:
+        owner, _, attribute = name.rpartition(".")
+        layer = getattr(base.get_submodule(owner), attribute)
+        if type(layer) not in (nn.Linear, Conv1D, nn.Parameter):
+            kind = type(layer)
+            raise ModelError(
+                name,
+                f"{kind.__module__}.{kind.__qualname__}",
+                "how wavemare.tensor_parallel would cut a module of this class is not known",
+                "Merge adapters into the weights first, or leave tensor_parallel out",
+            )
+        return layer
+
+    def _set_part(self, base: nn.Module, name: str, whole: Any, partition: Partition) -> None:
+        owner, _, attribute = name.rpartition(".")
+        self.set(base.get_submodule(owner), attribute, self.parameter(whole, partition))
 
 
-def _finish_gpt2(model: Any, random: SplitRandom, ranks: int) -> None:
-    for block in model.transformer.h:
-        attention = block.attn
-        attention.num_heads //= ranks
-        attention.split_size //= ranks
-        random.surround(attention, attention.attn_dropout)
-        # Their place is inside the attention's and the feed-forward layers' forward pass, but
-        # after the sum.
-        attention.resid_dropout = _after_sum(attention.resid_dropout, random)
-        block.mlp.dropout = _after_sum(block.mlp.dropout, random)
+_STYLES: dict[str, Callable[[_Split, nn.Module, str], None]] = {
+    "colwise": _Split.column,
+    "colwise_qkv": functools.partial(_Split.column, blocks=3),
+    "packed_colwise": functools.partial(_Split.column, blocks=2),
+    "colwise_gather_output": functools.partial(_Split.column, gathers=True),
+    "rowwise": _Split.row,
+    "rowwise_split_input": functools.partial(_Split.row, splits=True),
+    "replicated_with_grad_allreduce": _Split.summed,
+    "moe_tp_experts": _Split.experts,
+    "embedding_rowwise": _Split.nothing,
+}
+"""What each of transformers' styles does; ``colwise_qkv`` is ours."""
+
+_LINEAR = {style for style in _STYLES if style.startswith(("colwise", "rowwise"))}
+_MATRIX = 2
 
 
-def _after_sum(dropout: nn.Dropout, random: SplitRandom) -> DropoutAfterSum:
-    return DropoutAfterSum(dropout.p, random).train(dropout.training)
-
-
-def _finish_bert(model: Any, random: SplitRandom, group: Any) -> None:
-    def copy_input(attention: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (copy_to_group(inputs[0], group), *inputs[1:])
-
-    for layer in model.bert.encoder.layer:
-        attention = layer.attention.self
-        attention.num_attention_heads //= dist.get_world_size(group)
-        attention.all_head_size //= dist.get_world_size(group)
-        random.surround(attention, attention.dropout)
-        attention.register_forward_pre_hook(copy_input)
+def _shifts_labels(model: Any) -> bool:
+    """Return whether a position of a language model predicts the next one's label."""
+    name = type(model).__name__
+    if name.endswith("ForMaskedLM"):
+        return False
+    if getattr(model, "loss_function", None) is ForCausalLMLoss:
+        return True
+    raise _refusal(model, "its loss over the vocabulary is not that of a causal or masked model")
 
 
 def _compute_loss_over_group(model: Any, head: VocabParallelHead, *, shifts_labels: bool) -> None:
@@ -195,6 +314,8 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead, *, shifts_labe
             if shifted is None:
                 shifted = next_tokens(labels) if shifts_labels else labels
             entries["loss"] = head.loss(logits, shifted, num_items)
+            if entries.get("aux_loss") is not None:
+                entries["loss"] = entries["loss"] + model.router_aux_loss_coef * output.aux_loss
         output = type(output)(**entries)
         by_name = model.config.return_dict if by_name is None else by_name
         return output if by_name else output.to_tuple()
@@ -202,73 +323,76 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead, *, shifts_labe
     model.forward = forward
 
 
-def _check_kind(model: Any) -> None:
-    name = type(model).__name__
-    if not isinstance(model, SPLITTABLE):
-        names = ", ".join(kind.__name__ for kind in SPLITTABLE)
-        reason = "the layers of this class are not known well enough to split them"
-        raise ModelError("model", name, reason, f"Use one of {names}; or do not split it")
-    if any(isinstance(module, VocabParallelEmbedding) for module in model.modules()):
+def _check(model: Any, group: Any) -> TensorPlan:
+    name, config = type(model).__name__, model.config
+    plan = plan_of(model)
+    if is_split(model):
         raise ModelError("model", name, "it has been split already", "Split it once")
-    if model.config.add_cross_attention or getattr(model.config, "is_decoder", False):
+    if getattr(config, "add_cross_attention", False) or getattr(config, "is_decoder", False):
         raise ModelError(
             "model",
             name,
             "it is a decoder with an encoder, or BERT as a decoder, which are not split",
             "Set add_cross_attention and is_decoder to false",
         )
-    parameters = list(model.parameters())
-    if any(value.is_meta or hasattr(value, "ds_id") for value in parameters):
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        raise _refusal(model, "it has layers of kind 'linear_attention'")
+    if any(value.is_meta or hasattr(value, "ds_id") for value in model.parameters()):
         raise ModelError(
             "model",
             name,
             "its weights are not all here: they are on the meta device, or ZeRO-3 has cut them",
             "Load the weights, outside deepspeed.zero.Init, and split it before initialize",
         )
+    _check_heads(model, plan, dist.get_world_size(group))
+    _check_equal(model, group)
+    return plan
 
 
-def _check_layers(model: Any) -> None:
-    """Refuse what stands in or for a layer that is cut, such as adapters, by name."""
-    encoder = model.transformer.h if isinstance(model, GPT2LMHeadModel) else model.bert.encoder
-    inside = {m for m in encoder.modules() if any(True for _ in m.parameters(recurse=False))}
-    for name, module in model.named_modules():
-        is_cut = partition_of(f"{name}.weight") is not None
-        known = (nn.Linear, Conv1D, nn.Embedding) if is_cut else (nn.LayerNorm,)
-        if (is_cut or module in inside) and type(module) not in known:
-            raise ModelError(
-                name,
-                f"{type(module).__module__}.{type(module).__qualname__}",
-                "how wavemare.tensor_parallel would cut a module of this class is not known",
-                "Merge adapters into the weights first, or leave tensor_parallel out",
-            )
-
-
-def _check_widths(config: Any, ranks: int) -> None:
-    for key, width in _widths(config):
-        if width % ranks:
+def _check_heads(model: Any, plan: TensorPlan, ranks: int) -> None:
+    """Check that each rank gets whole heads, where they are split."""
+    styles = {style for name, style in plan.layers(model.base_model) if "att" in name}
+    if not styles & {"colwise", "colwise_qkv"}:
+        return
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(model.config, key, None)
+        if heads is not None and heads % ranks:
+            counts = [n for n in range(1, heads + 1) if heads % n == 0]
             raise ModelError(
                 f"config.{key}",
-                width,
+                heads,
                 f"it cannot be divided by the {ranks} ranks that share a model",
-                "Use a number of ranks that divides it",
+                f"Use a number of ranks that divides it: {', '.join(map(str, counts))}",
             )
 
 
-def _widths(config: Any) -> Iterator[tuple[str, int]]:
-    yield "num_attention_heads", config.num_attention_heads
-    if config.model_type == "gpt2":
-        inner = config.n_inner
-        yield "n_inner", 4 * config.hidden_size if inner is None else inner
-    else:
-        yield "intermediate_size", config.intermediate_size
+def _indivisible(name: str, error: ValueError, ranks: int) -> ModelError:
+    return ModelError(
+        name,
+        None,
+        f"its width cannot be split over {ranks} ranks: {error}",
+        "Use a number of ranks that divides it",
+    )
+
+
+def _refusal(model: Any, reason: str) -> ModelError:
+    return ModelError(
+        "model",
+        type(model).__name__,
+        f"{reason}, which wavemare.tensor_parallel does not know to split",
+        "Use ZeRO, or pipeline stages",
+    )
+
+
+def _device(group: Any) -> str:
+    return "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"  # NCCL alone
 
 
 def _check_equal(model: nn.Module, group: Any) -> None:
     """Raise unless the sums of all weights are equal on all ranks."""
-    device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"  # NCCL alone
     with torch.no_grad():
         sums = torch.stack([value.sum(dtype=torch.float64) for value in model.parameters()])
-    sums = sums.to(device)
+    sums = sums.to(_device(group))
     least, largest = sums.clone(), sums
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -282,3 +406,84 @@ def _check_equal(model: nn.Module, group: Any) -> None:
             f"the ranks hold different weights, for example {first}",
             "Load the same weights on all ranks, or seed them alike before building the model",
         )
+
+
+class _Trial:
+    """A small batch's logits and loss, and the gradients of the weights that stay whole.
+
+    Args:
+        model: The model, still whole.
+        plan: Its plan.
+    """
+
+    def __init__(self, model: Any, plan: TensorPlan) -> None:
+        base, cut = model.base_model, set()
+        vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
+        layers = [base.get_submodule(n) for n, style in plan.layers(base) if style in _LINEAR]
+        for layer in (*layers, *vocabulary):
+            cut |= set() if layer is None else {id(value) for value in layer.parameters()}
+        self._model = model
+        self._kept = [
+            name
+            for name, value in model.named_parameters()
+            if value.requires_grad and id(value) not in cut and value.dim() <= _MATRIX
+        ]
+        self._expected = self._run()
+
+    def _run(self) -> dict[str, Tensor]:
+        model: Any = self._model
+        modes = {module: module.training for module in model.modules()}
+        ids = torch.arange(16, device=next(model.parameters()).device).view(2, 8) * 7 + 3
+        batch = {
+            "input_ids": ids % model.config.vocab_size,
+            "attention_mask": (ids < ids[-1, -3]).long(),
+        }
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            batch["use_cache"] = False
+        try:
+            with torch.enable_grad():
+                model.eval()
+                logits = model(**batch).logits
+                if model.get_output_embeddings() is None:
+                    weights = torch.linspace(-1, 1, logits.numel(), device=logits.device)
+                    loss = (logits.flatten().float() * weights).sum()
+                else:
+                    labels = batch["input_ids"].masked_fill(ids % 3 == 0, -100)
+                    loss = model(**batch, labels=labels).loss
+                kept = [model.get_parameter(name) for name in self._kept]
+                given = torch.autograd.grad(loss, kept, allow_unused=True) if kept else ()
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        found = {"the logits": logits.detach(), "the loss": loss.detach()}
+        for name, gradient in zip(self._kept, given, strict=True):
+            if gradient is not None:
+                found[f"the gradient of {name}"] = gradient
+        return found
+
+    def check(self, group: Any) -> None:
+        """Compare with what the split model gives.
+
+        Raises:
+            ModelError: It is something else.
+        """
+        found = self._run()
+        names = list(self._expected)
+        differences = torch.tensor([_difference(found[n], self._expected[n]) for n in names])
+        differences = differences.to(_device(group))
+        dist.all_reduce(differences, op=dist.ReduceOp.MAX, group=group)
+        exact = next(self._model.parameters()).dtype in (torch.float32, torch.float64)
+        worst = int(differences.argmax())
+        if not differences[worst] <= (_TOLERANCE if exact else _TOLERANCE_16_BIT):
+            raise _refusal(
+                self._model,
+                f"{names[worst]} of the split model differs by {differences[worst]:.1e} of the "
+                "largest element: it does more than the plan of its class says",
+            )
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest element."""
+    largest = expected.double().abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+    difference = float((found.double() - expected.double()).abs().max() / largest)
+    return difference if difference == difference else float("inf")

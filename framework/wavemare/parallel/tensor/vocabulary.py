@@ -103,6 +103,25 @@ class VocabParallelEmbedding(nn.Module):
         row = -1 if padding_idx is None else padding_idx - share.first
         self._padding_row = row if 0 <= row < share.held else None
 
+    @classmethod
+    def standing_for(
+        cls, whole: Any, weight: nn.Parameter, share: VocabularyShare, group: Any
+    ) -> VocabParallelEmbedding:
+        """Return the split form of an embedding, also of a subclass, such as one that scales.
+
+        Args:
+            whole: The embedding, whose forward pass is ``nn.Embedding``'s or calls it.
+            weight: See the class.
+            share: See the class.
+            group: See the class.
+        """
+        split = cls(weight, share, group, whole.padding_idx)
+        if type(whole) is not nn.Embedding:
+            # By the order of its bases, what it calls of nn.Embedding is that of this class.
+            split.__class__ = type(f"Split{type(whole).__name__}", (type(whole), cls), {})
+            split.__dict__ = {**whole.__dict__, **split.__dict__, "_buffers": whole._buffers}
+        return split
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed tokens, (batch, sequence), into (batch, sequence, hidden)."""
         rows, here = self.share.locate(tokens)
