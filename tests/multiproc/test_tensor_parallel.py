@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-2 and BERT split by tensors over real ranks, beside the whole models."""
+"""Models split by tensors over real ranks, beside the whole models."""
 
 import json
 
@@ -15,6 +15,12 @@ NAMES = [
     "bert-mlm-untied",
     "bert-cls",
     "bert-regression",
+]
+FAMILIES = [
+    *("llama", "llama-tied", "smollm3", "qwen2", "qwen3-tied", "qwen3", "mistral", "phi3", "olmo2"),
+    *("gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3_text-tied"),
+    *("starcoder2", "granite", "phi", "glm4", "olmo3", "olmoe", "glm4_moe", "roberta", "opt"),
+    "cohere",
 ]
 DROPPED = ["gpt2", "gpt2-eager", "bert-mlm"]
 CASES = json.dumps({"equal": NAMES, "functions": [], "dropout": DROPPED})
@@ -39,6 +45,13 @@ def test_two_ranks_compute_loss_and_gradients_of_the_whole_model(launch_once):
         check_equality([result["equal"][name] for result in results])
 
 
+@pytest.mark.world_size(2)
+def test_families_split_by_the_plan_of_their_class(launch_once):
+    results = launch_once("tensor_parallel.py", json.dumps({"equal": FAMILIES}))
+    for name in FAMILIES:
+        check_equality([result["equal"][name] for result in results])
+
+
 @pytest.mark.world_size(4)
 def test_four_ranks_of_which_one_may_hold_no_token(launch_once):
     names = ["gpt2-101", "gpt2-20", "bert-mlm-101"]
@@ -51,7 +64,9 @@ def test_four_ranks_of_which_one_may_hold_no_token(launch_once):
 def test_sums_and_cross_entropy_over_the_group(launch_once):
     for rank, found in enumerate(launch_once("tensor_parallel.py", CASES)):
         result = found["functions"]
-        assert "different weights, for example transformer.h.1.ln_1.weight" in result["refused"]
+        unlike, incomplete = result["refused"]
+        assert "different weights, for example transformer.h.1.ln_1.weight" in unlike
+        assert "the gradient of model.layers.0.self_attn.q_norm.weight" in incomplete
         for dtype in ("torch.float32", "torch.bfloat16", "torch.float16"):
             assert result[dtype] == {
                 "copied": [1.0, rank + 1.0],

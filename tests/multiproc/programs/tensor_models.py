@@ -1,14 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny GPT-2 and BERT models of many kinds and their batches."""
+"""Tiny models of many families and kinds and their batches."""
 
 from typing import Any
 
 import torch
 import transformers
-from torch import distributed as dist
 
 from wavemare.parallel.tensor.partition import partition_of
 
+# What configurations of transformers call these sizes, where they have them.
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "max_position_embeddings": 32,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "vocab_size": 101,
+}
 LENGTH = 9
 GPT2: dict[str, Any] = {
     "n_positions": 32,
@@ -51,13 +73,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name, residual=0.0, attention=0.0):
-    kind, changes = KINDS[name]
+    kind, changes = KINDS.get(name) or (name.removesuffix("-tied"), {"tie": name.endswith("-tied")})
     transformers.set_seed(7)
     if kind == "gpt2":
         drop = {"resid_pdrop": residual, "embd_pdrop": residual, "attn_pdrop": attention}
         model: Any = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(**{**GPT2, **drop, **changes})
         )
+    elif kind not in ("bert-mlm", "bert-cls"):
+        model = of_family(kind, {"attention_dropout": attention, **changes})
     else:
         drop = {"hidden_dropout_prob": residual, "attention_probs_dropout_prob": attention}
         config = transformers.BertConfig(**{**BERT, **drop, **changes})
@@ -71,6 +95,18 @@ def build(name, residual=0.0, attention=0.0):
         scale = 4.0 if parameter.ndim > 1 else 1.0
         parameter.data.mul_(scale).add_(0.1 * torch.randn(parameter.shape) * (parameter.ndim == 1))
     return model
+
+
+def of_family(model_type, changes):
+    """A tiny language model of a type that transformers knows."""
+    kind = transformers.CONFIG_MAPPING[model_type]
+    known = kind().to_dict().keys() | kind.attribute_map.keys()
+    tied = changes.pop("tie", False)
+    sizes = {name: value for name, value in {**SMALL, **changes}.items() if name in known}
+    config = kind(**sizes, tie_word_embeddings=tied)
+    masked = model_type == "roberta"
+    heads = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    return heads.from_config(config)
 
 
 def batch(model, seed=13, texts=3):
@@ -91,20 +127,9 @@ def batch(model, seed=13, texts=3):
 
 
 def gradients(model):
-    """Gradients by the names of the state dict, without padding; names that are tied share one."""
-    share = next((m.share for m in model.modules() if hasattr(m, "share")), None)
-    found = {}
-    for name, value in model.named_parameters(remove_duplicate=False):
-        if value.grad is None:
-            continue
-        found[name] = value.grad
-        if share is not None and value.shape[0] == share.rows and name.split(".")[-2] in TOKENS:
-            assert not value.grad[share.held :].any(), f"the padding of {name} has a gradient"
-            found[name] = value.grad[: share.held]
-    return found
-
-
-TOKENS = ("wte", "lm_head", "word_embeddings", "decoder", "predictions")
+    """Gradients by the names of the state dict; names that are tied share one."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: value.grad for name, value in named if value.grad is not None}
 
 
 def distance(these, those):
@@ -119,16 +144,10 @@ def distance(these, those):
     return worst
 
 
-def split_state_dict(state, rank, size):
-    """A rank's part of a whole model's state dict, without padding; tied names share a tensor."""
-    parts = {}
-    for name, whole in state.items():
-        if id(whole) not in parts:
-            partition = partition_of(name)
-            cut = partition.part(whole.detach(), rank, size) if partition else whole.detach()
-            parts[id(whole)] = cut
-    return {name: parts[id(whole)] for name, whole in state.items()}
-
-
-def own_part(whole, group):
-    return split_state_dict(whole, dist.get_rank(group), dist.get_world_size(group))
+def own_part(whole, split, rank, ranks):
+    """A rank's part of tensors of a whole model, by the partitions of the split one's weights."""
+    cuts = {name: partition_of(value) for name, value in split.state_dict(keep_vars=True).items()}
+    return {
+        name: cuts[name].part(value.detach(), rank, ranks) if cuts[name] else value.detach()
+        for name, value in whole.items()
+    }

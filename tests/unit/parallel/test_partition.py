@@ -1,46 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """State dicts cut into ranks' parts and merged again."""
 
+import copy
+
 import pytest
 import torch
-from tensor_models import KINDS, build, split_state_dict
+from tensor_models import KINDS, build
 
-from wavemare.parallel.tensor.partition import merge_tensor, partition_of
+from wavemare.parallel.tensor.partition import Partition, partition_of
+from wavemare.parallel.tensor.split import split_model
 from wavemare.parallel.tensor.vocabulary import VocabularyShare
 
 
-def split(state, size):
-    return [split_state_dict(state, rank, size) for rank in range(size)]
+def parts_of(whole, ranks, as_rank):
+    """Each rank's state dict."""
+    found = []
+    for rank in range(ranks):
+        with as_rank(rank, ranks) as group:
+            model = split_model(copy.deepcopy(whole), group, verify=False)
+        found.append(model.state_dict(keep_vars=True))
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", list(KINDS))
-def test_merging_is_the_inverse_of_splitting_to_the_byte(name, size):
-    state = build(name).state_dict(keep_vars=True)
-    shards = split(state, size)
-    merged = {name: merge_tensor(name, [shard[name] for shard in shards], None) for name in state}
-    for key, whole in state.items():
-        assert merged[key].dtype == whole.dtype
-        assert merged[key].detach().numpy().tobytes() == whole.detach().numpy().tobytes(), key
+@pytest.mark.parametrize("name", [*KINDS, "gpt_neox", "phi3", "roberta", "opt"])
+def test_merging_is_the_inverse_of_splitting_to_the_byte(name, size, as_rank):
+    whole = build(name)
+    shards = parts_of(whole, size, as_rank)
+    cut = 0
+    for key, value in whole.state_dict().items():
+        partition = partition_of(shards[0][key])
+        cut += partition is not None
+        parts = [shard[key].detach() for shard in shards]
+        merged = partition.whole(parts) if partition else parts[0]
+        assert merged.dtype == value.dtype
+        assert merged.numpy().tobytes() == value.numpy().tobytes(), key
+    assert cut >= 6
 
 
 def test_nothing_of_a_part_shares_memory_with_the_whole():
-    for name, whole in build("gpt2-101").state_dict().items():
-        partition = partition_of(name)
-        if partition is not None:
-            part = partition.part(whole, 1, 2)
-            assert part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
-            assert part.is_contiguous()
-            assert part.untyped_storage().nbytes() == part.nbytes
+    for partition in (Partition(0), Partition(1, blocks=2), Partition(0, tokens=7)):
+        whole = torch.randn(8, 8)[: partition.tokens or 8]
+        part = partition.part(whole, 1, 2)
+        assert part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        assert part.is_contiguous()
+        assert part.untyped_storage().nbytes() == part.nbytes
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_gets_queries_keys_and_values_of_its_heads(size):
+def test_a_rank_gets_queries_keys_and_values_of_its_heads(size, as_rank):
     heads, width = 4, 8
     model = build("gpt2")
     weight = model.transformer.h[0].attn.c_attn.weight.detach()
     bias = model.transformer.h[0].attn.c_attn.bias.detach()
-    for rank, shard in enumerate(split(model.state_dict(), size)):
+    for rank, shard in enumerate(parts_of(model, size, as_rank)):
         columns = []
         for what in range(3):  # queries, keys, values
             for head in range(heads):
@@ -49,14 +62,6 @@ def test_a_rank_gets_queries_keys_and_values_of_its_heads(size):
                     columns += range(start, start + width)
         assert torch.equal(shard["transformer.h.0.attn.c_attn.weight"], weight[:, columns])
         assert torch.equal(shard["transformer.h.0.attn.c_attn.bias"], bias[columns])
-
-
-def test_merging_drops_padding_if_told_the_size_of_the_vocabulary():
-    name, whole = "transformer.wte.weight", torch.randn(101, 4)
-    shares = [VocabularyShare(101, rank, 2) for rank in range(2)]
-    parts = [share.padded(share.part(whole)) for share in shares]
-    assert [part.shape for part in parts] == [(56, 4)] * 2
-    assert torch.equal(merge_tensor(name, parts, 101), whole)
 
 
 @pytest.mark.parametrize(

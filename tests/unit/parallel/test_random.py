@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from wavemare.parallel.tensor.layers import DropoutAfterSum, SplitRandom
+from wavemare.parallel.tensor.layers import RowParallelLinear, SplitRandom
 
 CPU = torch.device("cpu")
 
@@ -45,6 +45,10 @@ def test_regions_differ_from_each_other_and_repeat_with_the_seed():
 
 
 class Failing(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.weight, self.drop = nn.Parameter(torch.ones(1)), nn.Dropout(p)
+
     def forward(self, value):
         torch.rand(3)
         raise ValueError("no")
@@ -54,8 +58,8 @@ class Failing(nn.Module):
     ("training", "p", "is_region"), [(True, 0.1, True), (False, 0.1, False), (True, 0.0, False)]
 )
 def test_a_region_ends_with_an_error_and_is_none_without_dropout(training, p, is_region):
-    module = Failing().train(training)
-    SplitRandom(0).surround(module, nn.Dropout(p))
+    module = Failing(p).train(training)
+    SplitRandom(0).surround(module, "drop")
     torch.manual_seed(5)
     with pytest.raises(ValueError, match="no"):
         module(torch.ones(1))
@@ -68,13 +72,16 @@ def test_a_region_ends_with_an_error_and_is_none_without_dropout(training, p, is
     assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_dropout_after_a_sum_draws_common_numbers():
+def test_dropout_after_a_sum_draws_common_numbers(alone):
     results = []
     for rank in range(2):
         torch.manual_seed(5)
         random = SplitRandom(rank)
         random.enter(CPU)
         torch.rand(3)
-        results.append(DropoutAfterSum(0.5, random)(torch.ones(64)))
+        layer = RowParallelLinear(
+            nn.Parameter(torch.eye(64)), None, alone, transposed=False, random=random
+        )
+        results.append(nn.Dropout(0.5)(layer(torch.ones(64))))
     assert torch.equal(*results)
     assert set(results[0].tolist()) == {0.0, 2.0}

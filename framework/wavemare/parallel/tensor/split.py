@@ -66,8 +66,8 @@ def split_model(model: Any, group: Any, *, verify: bool = True) -> Any:
         ModelError: It cannot be split so, or the ranks' weights differ. It is left as it was.
     """
     plan = _check(model, group)
-    trial = _Trial(model, plan) if verify else None
     split = _Split(model, plan, group)
+    trial = _Trial(model, plan) if verify else None
     try:
         split.apply()
         if trial is not None:
@@ -99,6 +99,21 @@ class _Split:
         # used again.
         self._parts: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._undo: list[Callable[[], Any]] = []
+        self._layers = [self._known(name, style) for name, style in plan.layers(model.base_model)]
+
+    def _known(self, name: str, style: str) -> tuple[str, Callable[[_Split, nn.Module, str], None]]:
+        """Return a layer's name and what its style does; refuse what is not known."""
+        if style not in _STYLES:
+            raise _refusal(self._model, f"its plan has the style {style!r}, for {name}")
+        layer = _found(self._model.base_model, name)
+        if style in _LINEAR and type(layer) not in (nn.Linear, Conv1D, nn.Parameter):
+            raise ModelError(
+                name,
+                f"{type(layer).__module__}.{type(layer).__qualname__}",
+                "how wavemare.tensor_parallel would cut a module of this class is not known",
+                "Merge adapters into the weights first, or leave tensor_parallel out",
+            )
+        return name, _STYLES[style]
 
     def undo(self) -> None:
         """Take all changes back."""
@@ -109,18 +124,20 @@ class _Split:
         """Change the model."""
         base = self._model.base_model
         self._split_vocabulary()
-        for name, style in list(self._plan.layers(base)):
-            apply = _STYLES.get(style)
-            if apply is None:
-                raise _refusal(self._model, f"its plan has the style {style!r}, for {name}")
-            try:
-                apply(self, base, name)
-            except ValueError as error:
-                raise _indivisible(name, error, self._ranks) from error
+        for name, apply in self._layers:
+            apply(self, base, name)
 
-    def parameter(self, whole: nn.Parameter, partition: Partition) -> nn.Parameter:
+    def parameter(self, whole: nn.Parameter, partition: Partition, name: str = "") -> nn.Parameter:
         """Return the rank's part of a parameter, the same one for the same parameter."""
         if id(whole) not in self._parts:
+            size = whole.shape[partition.dim]
+            if partition.tokens is None and size % (partition.blocks * self._ranks):
+                raise ModelError(
+                    name,
+                    size,
+                    f"this width cannot be split over {self._ranks} ranks",
+                    "Use a number of ranks that divides it",
+                )
             self._parts[id(whole)] = split_parameter(whole, partition, self._group), whole
         return self._parts[id(whole)][0]
 
@@ -160,18 +177,16 @@ class _Split:
         self._undo.append(functools.partial(setattr, model, "forward", model.forward))
         _compute_loss_over_group(model, split_head, shifts_labels=_shifts_labels(model))
 
-    def column(
-        self, base: nn.Module, name: str, *, blocks: int = 1, gathers: bool = False
-    ) -> None:
+    def column(self, base: nn.Module, name: str, *, blocks: int = 1, gathers: bool = False) -> None:
         """Split the outputs of a linear layer, or the dimension -2 of a bare parameter."""
-        layer = self._layer(base, name)
+        layer = _found(base, name)
         if isinstance(layer, nn.Parameter):
             self._set_part(base, name, layer, Partition(layer.dim() - 2, blocks))
             return
         transposed = isinstance(layer, Conv1D)
-        weight = self.parameter(layer.weight, Partition(int(transposed), blocks))
+        weight = self.parameter(layer.weight, Partition(int(transposed), blocks), name)
         bias = layer.bias
-        bias = None if bias is None else self.parameter(bias, Partition(0, blocks))
+        bias = None if bias is None else self.parameter(bias, Partition(0, blocks), name)
         parent = base.get_submodule(name.rpartition(".")[0])
         if parent not in self._copies:
             self._copies[parent] = InputCopies(parent, self._group)
@@ -196,13 +211,13 @@ class _Split:
 
     def row(self, base: nn.Module, name: str, *, splits: bool = False) -> None:
         """Split the inputs of a linear layer, or the last dimension of a bare parameter."""
-        layer = self._layer(base, name)
+        layer = _found(base, name)
         if isinstance(layer, nn.Parameter):
             self._set_part(base, name, layer, Partition(layer.dim() - 1))
             return
         transposed = isinstance(layer, Conv1D)
         new = RowParallelLinear(
-            self.parameter(layer.weight, Partition(int(not transposed))),
+            self.parameter(layer.weight, Partition(int(not transposed)), name),
             layer.bias,
             self._group,
             transposed=transposed,
@@ -237,22 +252,9 @@ class _Split:
     def nothing(self, base: nn.Module, name: str) -> None:
         """Leave a layer: the vocabulary is split for all models."""
 
-    def _layer(self, base: nn.Module, name: str) -> Any:
-        owner, _, attribute = name.rpartition(".")
-        layer = getattr(base.get_submodule(owner), attribute)
-        if type(layer) not in (nn.Linear, Conv1D, nn.Parameter):
-            kind = type(layer)
-            raise ModelError(
-                name,
-                f"{kind.__module__}.{kind.__qualname__}",
-                "how wavemare.tensor_parallel would cut a module of this class is not known",
-                "Merge adapters into the weights first, or leave tensor_parallel out",
-            )
-        return layer
-
     def _set_part(self, base: nn.Module, name: str, whole: Any, partition: Partition) -> None:
         owner, _, attribute = name.rpartition(".")
-        self.set(base.get_submodule(owner), attribute, self.parameter(whole, partition))
+        self.set(base.get_submodule(owner), attribute, self.parameter(whole, partition, name))
 
 
 _STYLES: dict[str, Callable[[_Split, nn.Module, str], None]] = {
@@ -268,8 +270,7 @@ _STYLES: dict[str, Callable[[_Split, nn.Module, str], None]] = {
 }
 """What each of transformers' styles does; ``colwise_qkv`` is ours."""
 
-_LINEAR = {style for style in _STYLES if style.startswith(("colwise", "rowwise"))}
-_MATRIX = 2
+_LINEAR = {style for style in _STYLES if "colwise" in style or style.startswith("rowwise")}
 
 
 def _shifts_labels(model: Any) -> bool:
@@ -328,6 +329,8 @@ def _check(model: Any, group: Any) -> TensorPlan:
     plan = plan_of(model)
     if is_split(model):
         raise ModelError("model", name, "it has been split already", "Split it once")
+    if model.base_model is model:
+        raise ModelError("model", name, "it has no head", "Use the class with the head")
     if getattr(config, "add_cross_attention", False) or getattr(config, "is_decoder", False):
         raise ModelError(
             "model",
@@ -366,15 +369,6 @@ def _check_heads(model: Any, plan: TensorPlan, ranks: int) -> None:
             )
 
 
-def _indivisible(name: str, error: ValueError, ranks: int) -> ModelError:
-    return ModelError(
-        name,
-        None,
-        f"its width cannot be split over {ranks} ranks: {error}",
-        "Use a number of ranks that divides it",
-    )
-
-
 def _refusal(model: Any, reason: str) -> ModelError:
     return ModelError(
         "model",
@@ -408,6 +402,12 @@ def _check_equal(model: nn.Module, group: Any) -> None:
         )
 
 
+def _found(base: nn.Module, name: str) -> Any:
+    """Return a module, or a bare parameter, by its name."""
+    owner, _, attribute = name.rpartition(".")
+    return getattr(base.get_submodule(owner), attribute)
+
+
 class _Trial:
     """A small batch's logits and loss, and the gradients of the weights that stay whole.
 
@@ -419,14 +419,15 @@ class _Trial:
     def __init__(self, model: Any, plan: TensorPlan) -> None:
         base, cut = model.base_model, set()
         vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
-        layers = [base.get_submodule(n) for n, style in plan.layers(base) if style in _LINEAR]
+        layers = [_found(base, name) for name, style in plan.layers(base) if style in _LINEAR]
         for layer in (*layers, *vocabulary):
-            cut |= set() if layer is None else {id(value) for value in layer.parameters()}
+            own = layer.parameters() if isinstance(layer, nn.Module) else (layer,)
+            cut |= {id(value) for value in own}
         self._model = model
         self._kept = [
             name
             for name, value in model.named_parameters()
-            if value.requires_grad and id(value) not in cut and value.dim() <= _MATRIX
+            if value.requires_grad and id(value) not in cut
         ]
         self._expected = self._run()
 
@@ -467,7 +468,11 @@ class _Trial:
         Raises:
             ModelError: It is something else.
         """
-        found = self._run()
+        try:
+            found = self._run()
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+            message = str(error).partition("\n")[0]
+            raise _refusal(self._model, f"its split layers cannot be run ({message})") from error
         names = list(self._expected)
         differences = torch.tensor([_difference(found[n], self._expected[n]) for n in names])
         differences = differences.to(_device(group))

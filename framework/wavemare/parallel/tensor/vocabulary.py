@@ -117,9 +117,12 @@ class VocabParallelEmbedding(nn.Module):
         """
         split = cls(weight, share, group, whole.padding_idx)
         if type(whole) is not nn.Embedding:
-            # By the order of its bases, what it calls of nn.Embedding is that of this class.
-            split.__class__ = type(f"Split{type(whole).__name__}", (type(whole), cls), {})
-            split.__dict__ = {**whole.__dict__, **split.__dict__, "_buffers": whole._buffers}
+            # By the order of the bases, its call of nn.Embedding's forward pass is one of ours.
+            lookup = type("Lookup", (nn.Embedding,), {"forward": cls.forward})
+            split.__class__ = type(f"Split{type(whole).__name__}", (type(whole), lookup, cls), {})
+            own = {"weight", "_parameters", "share", "group", "_padding_row"}
+            kept = {name: value for name, value in split.__dict__.items() if name in own}
+            split.__dict__ = {**whole.__dict__, **kept}
         return split
 
     def forward(self, tokens: Tensor) -> Tensor:
