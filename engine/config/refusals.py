@@ -74,13 +74,6 @@ def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) ->
             "the stages of a split model send each other whole tensors",
             "Leave it out",
         )
-    yield (
-        size > 1 and zero == ZERO_WEIGHTS,
-        "zero_optimization.stage",
-        zero,
-        "ZeRO 3 would cut the parts of split weights further",
-        "Use 0, 1 or 2",
-    )
     # In a pipeline, bf16 has an optimizer of its own, which counts split weights of all ranks.
     for name in ("fp16",) if stages > 1 else ("fp16", "bf16"):
         yield (

@@ -64,7 +64,7 @@ def initialize(
 
     With ``"wavemare": {"pipeline": {"stages": N}}`` and N > 1 a transformers model becomes a
     pipeline of N stages; optimizer and parameter groups made for the whole model are reduced to
-    the parameters of this rank's stage. With ``"tensor_parallel": {"size": N}`` GPT-2 or BERT is
+    the parameters of this rank's stage. With ``"tensor_parallel": {"size": N}`` it is
     split over every N consecutive ranks, in place; with both, each stage is split so. A model with
     annotations (`wavemare.annotate`, `wavemare.stage`, ...) is laid out by these in their place.
     The engines of a process share the watchdog of the first one.

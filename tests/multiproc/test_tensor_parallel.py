@@ -22,7 +22,7 @@ FAMILIES = [
     *("starcoder2", "granite", "phi", "glm4", "olmo3", "olmoe", "glm4_moe", "roberta", "opt"),
     "cohere",
 ]
-DROPPED = ["gpt2", "gpt2-eager", "bert-mlm"]
+DROPPED = ["gpt2", "gpt2-eager", "bert-mlm", "llama"]
 CASES = json.dumps({"equal": NAMES, "functions": [], "dropout": DROPPED})
 
 
@@ -49,6 +49,7 @@ def test_two_ranks_compute_loss_and_gradients_of_the_whole_model(launch_once):
 def test_families_split_by_the_plan_of_their_class(launch_once):
     results = launch_once("tensor_parallel.py", json.dumps({"equal": FAMILIES}))
     for name in FAMILIES:
+        print(name)
         check_equality([result["equal"][name] for result in results])
 
 
@@ -66,7 +67,7 @@ def test_sums_and_cross_entropy_over_the_group(launch_once):
         result = found["functions"]
         unlike, incomplete = result["refused"]
         assert "different weights, for example transformer.h.1.ln_1.weight" in unlike
-        assert "the gradient of model.layers.0.self_attn.q_norm.weight" in incomplete
+        assert "self_attn.q_norm.weight of the split model differs" in incomplete
         for dtype in ("torch.float32", "torch.bfloat16", "torch.float16"):
             assert result[dtype] == {
                 "copied": [1.0, rank + 1.0],
@@ -122,10 +123,17 @@ def check_training(results, ranks):
         assert results[2]["losses"] == results[3]["losses"] != results[0]["losses"]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_engines_train_a_split_model_as_stock_deepspeed_the_whole_one(launch_once, ranks):
-    names = ["gpt2-101", "bert-mlm", "bert-cls"] if ranks == 2 else ["gpt2-101", "bert-cls"]
-    results = launch_once("tensor_training.py", *names, ranks=ranks)
+@pytest.mark.parametrize(
+    ("ranks", "stages", "names"),
+    [
+        (2, "01", ["gpt2-101", "bert-cls", "llama-tied", "qwen3_moe"]),
+        pytest.param(4, "0123", ["gpt2-101", "qwen3-tied"], marks=pytest.mark.nightly),
+    ],
+)
+def test_engines_train_a_split_model_as_stock_deepspeed_the_whole_one(
+    launch_once, ranks, stages, names
+):
+    results = launch_once("tensor_training.py", stages, *names, ranks=ranks)
     for name in names:
-        for zero in ("0", "1"):
-            check_training([result[f"{name} {zero}"] for result in results], ranks)
+        for stage in stages:
+            check_training([result[f"{name} {stage}"] for result in results], ranks)

@@ -81,7 +81,9 @@ def build(name, residual=0.0, attention=0.0):
             transformers.GPT2Config(**{**GPT2, **drop, **changes})
         )
     elif kind not in ("bert-mlm", "bert-cls"):
-        model = of_family(kind, {"attention_dropout": attention, **changes})
+        drop = dict.fromkeys(("attention_dropout", "attention_probs_dropout_prob"), attention)
+        drop |= {"dropout": residual, "hidden_dropout_prob": residual}
+        model = of_family(kind, {**drop, **changes})
     else:
         drop = {"hidden_dropout_prob": residual, "attention_probs_dropout_prob": attention}
         config = transformers.BertConfig(**{**BERT, **drop, **changes})

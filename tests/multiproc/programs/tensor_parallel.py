@@ -193,9 +193,11 @@ def watch(model):
         torch.set_rng_state(state)
 
     base = model.base_model
-    for block in base.h if hasattr(base, "h") else base.encoder.layer:
+    kinds = {"gpt2": ("h", "attn"), "bert": ("encoder.layer", "attention.self")}
+    layers, attention_name = kinds.get(model.config.model_type, ("layers", "self_attn"))
+    for block in base.get_submodule(layers):
         block.register_forward_hook(residual)
-        inner = block.attn if hasattr(block, "attn") else block.attention.self
+        inner = block.get_submodule(attention_name)
         inner.register_forward_pre_hook(attention)
     return seen
 

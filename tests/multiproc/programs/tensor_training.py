@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train models split over two ranks, under ZeRO 0 and 1, beside stock DeepSpeed on whole ones.
+"""Train models split over two ranks, under ZeRO 0 to 3, beside stock DeepSpeed on whole ones.
 
 Stock trains on all ranks with data parallelism alone: the two ranks of a split model's share a
 batch there as well, so that the mean over all ranks is that over the models.
@@ -20,7 +20,7 @@ from wavemare.parallel.tensor.partition import merged_state_dict
 from wavemare.parallel.tensor.split import split_model
 
 STEPS, CLIP, TENSOR = 5, 0.05, 2
-CASES = [(name, stage) for name in sys.argv[2:] for stage in (0, 1)]
+CASES = [(name, int(stage)) for stage in sys.argv[2] for name in sys.argv[3:]]
 
 
 def train(initialize, model, stage, data_rank, **arguments):
@@ -42,7 +42,7 @@ def train(initialize, model, stage, data_rank, **arguments):
             norms.append(norm(engine))
         engine.step()
         losses.append(loss.item())
-        if stage == 1:
+        if stage:
             norms.append(float(engine.get_global_grad_norm()))
     return engine, losses, norms
 
@@ -68,7 +68,8 @@ if __name__ == "__main__":
         model = split_model(build(name), mesh.get_model_parallel_group())
         engine, losses, norms = train(wavemare.initialize, model, stage, data_rank, mpu=mesh)
         merged = merged_state_dict(engine)
-        state = expected_engine.module.state_dict()
+        with deepspeed.zero.GatheredParameters(list(expected_engine.module.parameters())):
+            state = {k: v.clone() for k, v in expected_engine.module.state_dict().items()}
         result[f"{name} {stage}"] = {
             "losses": losses,
             "expected": expected,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -99,7 +100,7 @@ def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
         device ``cpu``; names that are tied share one tensor. None on the other ranks.
 
     Raises:
-        ModelError: The model has not been split, or ZeRO-3 has cut its weights further.
+        ModelError: The model has not been split.
     """
     while not isinstance(model, PreTrainedModel) and hasattr(model, "module"):
         model = model.module
@@ -112,7 +113,8 @@ def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
 def gather_weights(state: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]:
     """Gather the weights of a split model, or of some of its layers, on a group's first rank.
 
-    All ranks of the group call this, and keep the tensors of one weight at a time.
+    All ranks of the group call this, with ZeRO-3 all ranks, and keep the tensors of one weight at a
+    time.
 
     Args:
         state: This rank's parts by their names in the model's state dict.
@@ -121,20 +123,14 @@ def gather_weights(state: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]
     Returns:
         On the first rank whole tensors on the device ``cpu``, one for all names of a tensor; on the
         other ranks what was given.
-
-    Raises:
-        ModelError: ZeRO-3 has cut the weights further.
     """
     merged: dict[int, Tensor] = {}
     for name, part in state.items():
-        if hasattr(part, "ds_id"):
-            raise ModelError(
-                name, None, "ZeRO-3 holds this weight in pieces of its own", "Use ZeRO 0, 1 or 2"
-            )
         if id(part) in merged:
             continue
         partition = partition_of(part)
-        parts = [part.detach()] if partition is None else _gather(part.detach(), group)
+        own = _without_zero3(part)
+        parts = [own] if partition is None else _gather(own, group)
         if dist.get_rank(group):
             merged[id(part)] = part
         else:
@@ -175,6 +171,14 @@ def split_embedding(model: nn.Module) -> VocabParallelEmbedding:
     raise ModelError(
         "model", type(model).__name__, "it is not split over ranks", "Call split_model first"
     )
+
+
+def _without_zero3(part: Tensor) -> Tensor:
+    """Return a tensor as it is without ZeRO-3, which spreads it over the data ranks."""
+    if not hasattr(part, "ds_id"):
+        return part.detach()
+    with deepspeed.zero.GatheredParameters([part]):
+        return part.detach().clone()
 
 
 def _gather(part: Tensor, group: Any) -> list[Tensor]:

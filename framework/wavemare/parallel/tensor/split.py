@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -491,4 +492,4 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest element."""
     largest = expected.double().abs().max().clamp_min(torch.finfo(torch.float64).tiny)
     difference = float((found.double() - expected.double()).abs().max() / largest)
-    return difference if difference == difference else float("inf")
+    return float("inf") if math.isnan(difference) else difference
