@@ -23,7 +23,8 @@ FAMILIES = [
     "cohere",
 ]
 DROPPED = ["gpt2", "gpt2-eager", "bert-mlm", "llama"]
-CASES = json.dumps({"equal": NAMES, "functions": [], "dropout": DROPPED})
+LOADED = ["llama-tied", "qwen3", "phi3", "gpt_neox", "opt-tied"]
+CASES = json.dumps({"loaded": LOADED, "equal": NAMES, "functions": [], "dropout": DROPPED})
 
 
 def check_equality(results):
@@ -51,6 +52,14 @@ def test_families_split_by_the_plan_of_their_class(launch_once):
     for name in FAMILIES:
         print(name)
         check_equality([result["equal"][name] for result in results])
+
+
+@pytest.mark.world_size(2)
+def test_ranks_read_their_own_parts_of_a_folder(launch_once):
+    for result in launch_once("tensor_parallel.py", CASES):
+        for name in LOADED:
+            expected = {"weights": True, "ties": True, "loss": True, "gradients": 0.0}
+            assert result["loaded"][name] == expected, name
 
 
 @pytest.mark.world_size(4)

@@ -20,7 +20,7 @@ def check_training(results):
 
 
 def test_two_split_stages_train_like_the_whole_model(launch_once):
-    names = ["gpt2-101", "bert-mlm", "bert-cls"]
+    names = ["gpt2-101", "bert-mlm", "bert-cls", "llama-tied"]
     results = launch_once("tensor_pipeline.py", "synchronous", *names, ranks=4)
     for name in names:
         check_training([result[name] for result in results])
@@ -54,7 +54,7 @@ def test_split_stages_are_saved_whole_and_go_on_from_checkpoints(launch_once):
 
 
 def test_pairs_of_passes_train_to_the_same_bits(launch_once):
-    names = ["gpt2-101", "gpt2-untied", "bert-cls"]
+    names = ["gpt2-101", "gpt2-untied", "bert-cls", "qwen3"]
     for result in launch_once("tensor_pipeline.py", "pairs", *names, ranks=4):
         assert list(result) == names
         for alone, together in result.values():

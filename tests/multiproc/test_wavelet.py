@@ -20,6 +20,8 @@ CASES = {
     "unmanaged, ZeRO 0": {"model": "gpt", "zero": 0, "config": UNMANAGED},
     # The last: DeepSpeed does not forget whom a split model's ranks were.
     "split, ZeRO 1": {"model": "gpt", "zero": 1, "wavemare": SPLIT},
+    "split llama, ZeRO 1": {"model": "llama-tied", "zero": 1, "wavemare": SPLIT},
+    "split qwen3_moe, ZeRO 0": {"model": "qwen3_moe", "zero": 0, "wavemare": SPLIT},
 }
 
 OTHERS = {
@@ -37,6 +39,10 @@ MORE = {
     "untied bert, ZeRO 3": {"model": "bert", "zero": 3, "untied": True},
     "bf16, ZeRO 0": {"model": "bert", "zero": 0, "config": BF16},
     "split bert, ZeRO 2": {"model": "bert", "zero": 2, "wavemare": SPLIT},
+    **{
+        f"split {name}, ZeRO 0": {"model": name, "zero": 0, "wavemare": SPLIT}
+        for name in ("qwen2", "qwen3", "mistral", "phi3", "olmo2", "gpt_neox", "mixtral", "opt")
+    },
     "split, auto": {
         "model": "gpt",
         "zero": 0,

@@ -215,7 +215,7 @@ class SplitTiedHead(TiedHead):
         """Return a head with a copy of this rank's rows; the bias is the same parameter."""
         weight: Any = self.tied.embedding.weight
         own = nn.Parameter(weight.detach().clone(), weight.requires_grad)
-        marked(own, weight.partition, weight.whole_numel)
+        marked(own, weight.tensor_partition, weight.whole_numel)
         return Head(self.inputs, VocabParallelHead(own, self.bias, self._share, self._group))
 
 

@@ -18,6 +18,7 @@ from torch import distributed as dist
 from wavemare.engine import init_distributed
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.layers import copy_to_group, reduce_from_group
+from wavemare.parallel.tensor.load import load_split
 from wavemare.parallel.tensor.partition import merged_state_dict
 from wavemare.parallel.tensor.split import split_model
 from wavemare.parallel.tensor.vocabulary import VocabularyShare, vocab_parallel_cross_entropy
@@ -211,7 +212,33 @@ def train(model, given, seed):
     return loss.item(), {name: value.clone() for name, value in gradients(model).items()}
 
 
-CASES = {"equal": equal, "functions": functions, "dropout": dropout}
+def loaded(names):
+    """Whether what each rank reads from files is what it gets of a whole model."""
+    result = {}
+    for name in names:
+        whole = build(name)
+        folder = f"{sys.argv[1]}/{name}"
+        if dist.get_rank() == 0:
+            whole.save_pretrained(folder, max_shard_size="50KB")
+        dist.barrier()
+        model = load_split(folder, dist.group.WORLD)
+        expected = split_model(whole, dist.group.WORLD).state_dict(keep_vars=True)
+        own = model.state_dict(keep_vars=True)
+        given = batch(model)
+        loss, same = model(**given).loss, whole(**given).loss
+        loss.backward()
+        same.backward()
+        result[name] = {
+            "weights": all(torch.equal(own[key], value) for key, value in expected.items()),
+            "ties": [own[a] is own[b] for a in own for b in own]
+            == [expected[a] is expected[b] for a in own for b in own],
+            "loss": loss.item() == same.item(),
+            "gradients": distance(gradients(model), gradients(whole)),
+        }
+    return result
+
+
+CASES = {"loaded": loaded, "equal": equal, "functions": functions, "dropout": dropout}
 
 if __name__ == "__main__":
     init_distributed()

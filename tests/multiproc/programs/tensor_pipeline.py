@@ -172,6 +172,7 @@ def pairs(names):
         "gpt2-101": ({}, zero),
         "gpt2-untied": ({"partition": [0, 5], "dynamic_shape": True}, half),
         "bert-cls": (asynchronous, {}),
+        "qwen3": ({}, zero),
     }
     result = {}
     for name in names:

@@ -8,6 +8,7 @@ import json
 import sys
 
 import deepspeed
+import tensor_models
 import torch
 from common import build_bert, build_gpt2, configuration, leave, token_batches, weights_digest
 
@@ -17,11 +18,12 @@ MICRO_BATCHES = 3
 
 
 def build(case):
-    model = (
-        build_bert()
-        if case["model"] == "bert"
-        else build_gpt2(use_cache=False, **case.get("model_keys", {}))
-    )
+    if case["model"] == "bert":
+        model = build_bert()
+    elif case["model"] == "gpt":
+        model = build_gpt2(use_cache=False, **case.get("model_keys", {}))
+    else:
+        model = tensor_models.build(case["model"], residual=0.1, attention=0.1).train()
     if case.get("untied"):
         model.get_output_embeddings().weight = torch.nn.Parameter(
             model.get_input_embeddings().weight.detach().clone()

@@ -122,7 +122,6 @@ SECTIONS = [
         {"wavemare.pipeline.pipemare.discrepancy_correction.decay": 1.0, **PIPEMARE},
         ["Give less than 1"],
     ),
-    ({"zero_optimization.stage": 3, "wavemare.tensor_parallel.size": 2}, ["would cut the parts"]),
     (
         {"wavemare.wavelet.mode": "sync", "wavemare.pipeline.stages": 2},
         ["in turns already", "Use one stage"],

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from wavemare.parallel.layout.layout import Layout
 
 _ZERO_STAGES = (0, 1, 2, 3)
-_ZERO_WEIGHTS = 3
 _LARGEST = sys.float_info.max
 
 
@@ -108,9 +107,6 @@ def _memory(plan: Layout) -> _Refusals:
     if (plan.stages > 1 or plan.schedule == "pipemare") and plan.zero_stage > 1:
         reason = "gradients or weights that ZeRO partitions cannot stay for a pipeline"
         yield "zero_stage", reason, "Give 0 or 1"
-    if plan.tensor_parallel > 1 and plan.zero_stage == _ZERO_WEIGHTS:
-        reason = "ZeRO 3 would cut the parts of split weights further"
-        yield "zero_stage", reason, "Give 0, 1 or 2"
     if plan.wavelet and plan.stages > 1 and plan.tensor_parallel == 1:
         reason = "the stages have no tensor-parallel sums that waves could hide"
         yield "wavelet", reason, "Give false"

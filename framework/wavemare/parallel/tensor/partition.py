@@ -76,7 +76,7 @@ def split_parameter(whole: nn.Parameter, partition: Partition, group: Any) -> nn
 def marked(parameter: nn.Parameter, partition: Partition, whole_numel: int) -> nn.Parameter:
     """Mark a parameter as a part of one with so many elements."""
     part: Any = parameter
-    part.partition = partition
+    part.tensor_partition = partition
     part.whole_numel = whole_numel
     part.tensor_model_parallel = True
     part.model_parallel = True
@@ -86,7 +86,7 @@ def marked(parameter: nn.Parameter, partition: Partition, whole_numel: int) -> n
 
 def partition_of(part: Tensor) -> Partition | None:
     """Return how the whole of which a tensor is a part was cut; None: all ranks hold it."""
-    return getattr(part, "partition", None)
+    return getattr(part, "tensor_partition", None)
 
 
 def merged_state_dict(model: Any) -> dict[str, Tensor] | None:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from wavemare.parallel.tensor.layers import (
     reduce_from_group,
     sum_gradients,
 )
-from wavemare.parallel.tensor.partition import Partition, is_split, split_parameter
+from wavemare.parallel.tensor.partition import Partition, is_split, marked, split_parameter
 from wavemare.parallel.tensor.plan import TensorPlan, plan_of
 from wavemare.parallel.tensor.vocabulary import (
     VocabParallelEmbedding,
@@ -38,11 +38,16 @@ from wavemare.parallel.tensor.vocabulary import (
     next_tokens,
 )
 
+if TYPE_CHECKING:
+    from wavemare.parallel.tensor.load import Weights
+
 _TOLERANCE = 1e-4  # of the largest element; what another order of sums changes is 1e-6
 _TOLERANCE_16_BIT = 0.05
 
 
-def split_model(model: Any, group: Any, *, verify: bool = True) -> Any:
+def split_model(
+    model: Any, group: Any, *, verify: bool = True, weights: Weights | None = None
+) -> Any:
     """Split attention, feed-forward layers, embedding and language-modelling head over a group.
 
     The model computes the same loss on all ranks as before. What transformers' plan of its class
@@ -59,6 +64,7 @@ def split_model(model: Any, group: Any, *, verify: bool = True) -> Any:
         group: The ranks, all of which call this.
         verify: Whether logits, loss and gradients of whole weights are compared with the model's
             own, on a small batch.
+        weights: Where the weights of a model on the meta device come from; see `load_split`.
 
     Returns:
         The model.
@@ -66,8 +72,8 @@ def split_model(model: Any, group: Any, *, verify: bool = True) -> Any:
     Raises:
         ModelError: It cannot be split so, or the ranks' weights differ. It is left as it was.
     """
-    plan = _check(model, group)
-    split = _Split(model, plan, group)
+    plan = _check(model, group, loads=weights is not None)
+    split = _Split(model, plan, group, weights)
     trial = _Trial(model, plan) if verify else None
     try:
         split.apply()
@@ -87,9 +93,13 @@ class _Split:
         model: The model.
         plan: Its plan.
         group: The ranks.
+        weights: Where the weights of a model on the meta device come from.
     """
 
-    def __init__(self, model: Any, plan: TensorPlan, group: Any) -> None:
+    def __init__(
+        self, model: Any, plan: TensorPlan, group: Any, weights: Weights | None = None
+    ) -> None:
+        self._weights = weights
         self._model = model
         self._plan = plan
         self._group = group
@@ -99,6 +109,7 @@ class _Split:
         # By identity, so that what was tied stays so. They hold the wholes, so that no identity is
         # used again.
         self._parts: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._summed: list[nn.Parameter] = []
         self._undo: list[Callable[[], Any]] = []
         self._layers = [self._known(name, style) for name, style in plan.layers(model.base_model)]
 
@@ -127,6 +138,13 @@ class _Split:
         self._split_vocabulary()
         for name, apply in self._layers:
             apply(self, base, name)
+        for parameter in self._model.parameters():
+            if parameter.is_meta:
+                assert self._weights is not None
+                whole = nn.Parameter(self._weights.read(parameter, None), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, whole)
+        for parameter in self._summed:
+            self.hook(sum_gradients(parameter, self._group))
 
     def parameter(self, whole: nn.Parameter, partition: Partition, name: str = "") -> nn.Parameter:
         """Return the rank's part of a parameter, the same one for the same parameter."""
@@ -139,7 +157,12 @@ class _Split:
                     f"this width cannot be split over {self._ranks} ranks",
                     "Use a number of ranks that divides it",
                 )
-            self._parts[id(whole)] = split_parameter(whole, partition, self._group), whole
+            if self._weights is None:
+                part = split_parameter(whole, partition, self._group)
+            else:
+                part = nn.Parameter(self._weights.read(whole, partition), whole.requires_grad)
+                marked(part, partition, whole.numel())
+            self._parts[id(whole)] = part, whole
         return self._parts[id(whole)][0]
 
     def set(self, owner: Any, name: str, value: Any) -> None:
@@ -229,9 +252,8 @@ class _Split:
 
     def summed(self, base: nn.Module, name: str) -> None:
         """Let a whole module be used on parts, such as the norm of the rank's queries."""
-        for parameter in base.get_submodule(name).parameters():
-            if parameter.requires_grad:
-                self.hook(sum_gradients(parameter, self._group))
+        own = base.get_submodule(name).parameters()
+        self._summed += [parameter for parameter in own if parameter.requires_grad]
 
     def experts(self, base: nn.Module, name: str) -> None:
         """Let experts whose weights are split read whole tokens and give their sum."""
@@ -325,7 +347,7 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead, *, shifts_labe
     model.forward = forward
 
 
-def _check(model: Any, group: Any) -> TensorPlan:
+def _check(model: Any, group: Any, *, loads: bool) -> TensorPlan:
     name, config = type(model).__name__, model.config
     plan = plan_of(model)
     if is_split(model):
@@ -341,15 +363,16 @@ def _check(model: Any, group: Any) -> TensorPlan:
         )
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         raise _refusal(model, "it has layers of kind 'linear_attention'")
-    if any(value.is_meta or hasattr(value, "ds_id") for value in model.parameters()):
+    if any(value.is_meta != loads or hasattr(value, "ds_id") for value in model.parameters()):
         raise ModelError(
             "model",
             name,
             "its weights are not all here: they are on the meta device, or ZeRO-3 has cut them",
-            "Load the weights, outside deepspeed.zero.Init, and split it before initialize",
+            "Load the weights, outside deepspeed.zero.Init, or by wavemare.parallel.tensor.load",
         )
     _check_heads(model, plan, dist.get_world_size(group))
-    _check_equal(model, group)
+    if not loads:
+        _check_equal(model, group)
     return plan
 
 
