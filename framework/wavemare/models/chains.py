@@ -24,6 +24,7 @@ from transformers.masking_utils import (
 from wavemare.errors import ModelError
 from wavemare.models.activations import MaskMaker, SideInputs, StageContext
 from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEmbedding, Wrapped
+from wavemare.parallel.tensor.vocabulary import VocabParallelHead
 
 # transformers 5.24 renamed this argument of its functions for masks.
 _CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
@@ -140,7 +141,7 @@ def has_plan(model: Any) -> bool:
     return (
         type(model).__name__.endswith("ForCausalLM")
         and bool(getattr(model.config, "base_model_pp_plan", None))
-        and isinstance(model.get_output_embeddings(), nn.Linear)
+        and isinstance(model.get_output_embeddings(), nn.Linear | VocabParallelHead)
     )
 
 

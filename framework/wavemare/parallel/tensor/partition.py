@@ -125,7 +125,7 @@ def gather_weights(state: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]
         other ranks what was given.
     """
     merged: dict[int, Tensor] = {}
-    for name, part in state.items():
+    for part in state.values():
         if id(part) in merged:
             continue
         partition = partition_of(part)
