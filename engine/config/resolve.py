@@ -155,7 +155,7 @@ def _refuse_duplicate(key: str, value: Any) -> NoReturn:
 
 
 class TensorParallelConfig(Section):
-    """Ranks that share every layer of a model: split as Megatron-LM does, by the plan of its class."""
+    """Ranks that share every layer of a model, split as Megatron-LM does, by its class's plan."""
 
     size: int = Field(default=1, ge=1)
     """How many consecutive ranks share a model; 1 for none."""

@@ -88,12 +88,6 @@ def test_refusals_name_the_key(base, changes, key):
     assert refused.value.key == key
 
 
-def test_tensor_parallel_goes_with_zero_2_but_not_3():
-    split = Layout(tensor_parallel=2, global_batch=8, shares=(8,), zero_stage=2)
-    with pytest.raises(PlanError, match="zero_stage = 3"):
-        replace(split, zero_stage=3)
-
-
 def test_places_of_ranks_are_those_of_deepspeed():
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
