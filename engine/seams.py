@@ -35,6 +35,8 @@ DEEPSPEED = "0.19.8"
 FUNCTIONS = {
     "runtime.engine.DeepSpeedEngine": """
         _backward_epilogue=5d5297 _backward_prologue=373ee3 _configure_checkpointing=98e9ab
+        _configure_distributed_model=a9a57b _get_ckpt_name=5bef33 _get_all_ckpt_names=d3a867
+        _reduce_expert_gradients=e85f52
         _configure_optimizer=dd82a7 _copy_recovery_script=4bfd76
         _get_gradients_for_reduction=e27ed4 _save_checkpoint=7cec5b _save_moe_checkpoint=cf5acf
         allreduce_bucket=aee7bd allreduce_gradients=463dde
@@ -74,10 +76,15 @@ FUNCTIONS = {
         unscale_and_clip_grads=6bf2ce""",
     "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": """
         _get_norm_groups=6a068f has_overflow=1008a8""",
+    "moe.utils": """configure_moe_param_groups=c2eb33
+        split_params_into_different_moe_groups_for_optimizer=5c2e39""",
     "runtime.utils": """
-        clip_tensors_by_global_norm=7acb1d get_global_norm_of_tensors=2345c9""",
+        clip_grad_norm_=72d40c clip_tensors_by_global_norm=7acb1d
+        get_global_norm_of_tensors=2345c9""",
     "utils.groups": """
-        _create_expert_and_data_parallel=52f333 _get_expert_parallel_group_dict=40fa81
+        _create_expert_and_data_parallel=52f333 _get_expert_data_parallel_rank=62ac04
+        _get_expert_parallel_group=84bd9f _get_expert_parallel_rank=e1de17
+        _get_expert_parallel_group_dict=40fa81
         _get_model_parallel_world_size=f00b28""",
 }
 """By class or module of DeepSpeed: functions that we call, override or rely on, name=digest."""
@@ -86,7 +93,8 @@ ATTRIBUTES = {
     "runtime.bf16_optimizer.BF16_Optimizer": """clip_grad fp32_groups_gradients_flat
         fp32_groups_has_gradients mpu non_expert_gradients""",
     "runtime.engine.DeepSpeedEngine": """_running_engine_backward _running_engine_backward_lock
-        _running_engine_backward_count _unmanaged_backward_count""",
+        _running_engine_backward_count has_moe_layers save_non_zero_checkpoint
+        _unmanaged_backward_count""",
     "runtime.pipe.engine.PipelineEngine": "_compute_loss eval_return_logits fwd_outputs",
     "runtime.pipe.module.PipelineModule": "_layer_specs _local_start _local_stop tied_comms",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """all_grad_tensors averaged_gradients

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import version
@@ -118,9 +118,10 @@ class CheckpointMixin(DeepSpeedEngine):
         self._checkpoint_tag_validation(tag)  # of the ranks' own tags, not of a shared name
         state = {**_universal_information(self), **client_state}
         if self.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
-            return super().save_checkpoint(
-                save_dir, tag, state, save_latest, exclude_frozen_parameters
-            )
+            with self.keeping_whole_states():
+                return super().save_checkpoint(
+                    save_dir, tag, state, save_latest, exclude_frozen_parameters
+                )
         folder = Path(save_dir)
         # Its own, whoever else saves there; all ranks write into that of rank 0.
         (partial, *_) = gather(str(temporary_sibling(tag)))
@@ -132,7 +133,7 @@ class CheckpointMixin(DeepSpeedEngine):
         owner = _owns_folder(self)
         if owner:
             files.attempt(str(folder), lambda: _tidy(folder, (folder / tag).parent))
-        with self._writes_to(files):
+        with self._writes_to(files), self.keeping_whole_states():
             super().save_checkpoint(save_dir, partial, state, False, exclude_frozen_parameters)
         own = {**random_state(), "engine": self.extra_state(), "shapes": shapes(self)}
         files.take(own, str(folder / partial / _rank_file(self.global_rank)))
@@ -213,7 +214,8 @@ class CheckpointMixin(DeepSpeedEngine):
         if whole and tag is not None:
             folder = Path(load_dir) / tag
             agree(folder, lambda: check_optimizer(folder, self))
-        with self._reading_states_as_saved(), safe_loading(load_dir):
+        reading = self._reading_states_as_saved()
+        with reading, self.keeping_whole_states(), safe_loading(load_dir):
             result = super().load_checkpoint(
                 load_dir,
                 tag,
@@ -236,6 +238,10 @@ class CheckpointMixin(DeepSpeedEngine):
             if result[1] and result[1].get(key) == ours:
                 del result[1][key]
         return result
+
+    def keeping_whole_states(self) -> AbstractContextManager[None]:
+        """Return the context in which DeepSpeed saves and loads."""
+        return nullcontext()
 
     def _reading_states_as_saved(self) -> AbstractContextManager[None]:
         # A pipeline in bf16 without ZeRO saves its optimizer's states as ZeRO does; DeepSpeed

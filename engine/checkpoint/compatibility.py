@@ -33,10 +33,11 @@ def topology(engine: EngineContext) -> dict[str, Any]:
 
     Keys: ``world_size``, ``data``, ``pipe``, ``model`` (ranks), ``zero_stage``, and for a pipeline
     ``cuts`` (the first layer of each stage and the number of layers); ``homes`` (the rank of
-    each stage) where this is not its number.
+    each stage) where this is not its number; ``experts`` (ranks that share them) where these are
+    divided.
     """
     parts, homes = getattr(engine.module, "parts", None), getattr(engine.module, "homes", ())
-    pipe = getattr(engine, "num_stages", 1)
+    pipe, experts = getattr(engine, "num_stages", 1), engine.settings.expert_parallel.size
     return {
         "world_size": dist.get_world_size(),
         "data": engine.dp_world_size,
@@ -45,6 +46,7 @@ def topology(engine: EngineContext) -> dict[str, Any]:
         "zero_stage": int(engine.zero_optimization_stage()),
         "cuts": [int(part) for part in parts] if parts is not None else None,
         **({"homes": list(homes)} if list(homes) not in ([], list(range(pipe))) else {}),
+        **({"experts": experts} if experts > 1 else {}),
     }
 
 
@@ -72,7 +74,8 @@ def check_checkpoint_fits(
     plan, layout = manifest.get("plan"), engine.layout
     heads = plan["layout"].get("colocated") if plan is not None else None
     untied, own = manifest.get("untied"), untied_weights(engine)
-    convert = _universal_remedy(folder) if keeps_adam_alone(engine) else f"go on from {_EXPORTED}"
+    converts = keeps_adam_alone(engine) and engine.settings.expert_parallel.size == 1
+    convert = _universal_remedy(folder) if converts else f"go on from {_EXPORTED}"
     rows: list[tuple[object, str, str]] = [
         (
             heads,
@@ -86,6 +89,15 @@ def check_checkpoint_fits(
             f'"untie" is set), or go on from {_EXPORTED}',
         ),
     ]
+    saved, current = manifest["topology"], topology(engine)
+    sizes = [each.get("experts", 1) for each in (saved, current)]
+    rows.append(
+        (
+            sizes[0] != sizes[1],
+            "the experts are divided over {} ranks in it, and over {} in this run".format(*sizes),
+            f"Set wavemare.expert_parallel.size to {sizes[0]}, or go on from {_EXPORTED}",
+        )
+    )
     if whole and plan is not None and layout is not None:
         reason = f"it was saved under the plan {plan['digest']}, this run has {layout.digest}"
         remedy = f"Resume with the same plan, which stands in {MANIFEST}, or {convert}"
@@ -93,7 +105,6 @@ def check_checkpoint_fits(
     for refused, reason, remedy in rows:
         if refused:
             raise CheckpointError("checkpoint", str(folder), reason, remedy)
-    saved, current = manifest["topology"], topology(engine)
     if saved["zero_stage"] == current["zero_stage"] == 0:
         # Each replica holds everything, so their number does not matter.
         saved, current = (

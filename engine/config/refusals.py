@@ -41,7 +41,7 @@ def refuse(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> 
         refuse_idle(ours.sparse_collective, f"{SECTION}.sparse_collective", "auto")
     if ours.wavelet.mode == "off":
         refuse_idle(ours.wavelet, f"{SECTION}.wavelet", "sync")
-    for rows in (_layout, _schedule, _sparse, _waves, _health):
+    for rows in (_layout, _experts, _schedule, _sparse, _waves, _health):
         for refused, key, value, reason, remedy in rows(config, ours, world_size):
             if refused:
                 raise ConfigError(key, value, reason, remedy)
@@ -98,6 +98,87 @@ def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) ->
         "gradients or weights that ZeRO partitions cannot stay for a pipeline's micro-batches",
         "Use 0 or 1 with pipeline stages, or wavemare.pipeline.stages 1",
     )
+
+
+def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> _Rows:
+    size, key = ours.expert_parallel.size, f"{SECTION}.expert_parallel.size"
+    if size == 1:
+        return
+    zero = zero_section(config)
+    stage = zero.get("stage", 0)
+    yield (
+        world_size % size,
+        key,
+        size,
+        f"the number of data-parallel ranks ({world_size}) is not a multiple of it"
+        f"{launch_hint(world_size)}",
+        f"Start a multiple of {size} processes, or change the size",
+    )
+    yield (
+        stage == ZERO_WEIGHTS or ours.wavelet.mode == "model_parallel",
+        "zero_optimization.stage",
+        ZERO_WEIGHTS,
+        "ZeRO 3 would cut the weights of experts further, over ranks that hold other experts",
+        f"Use 0, 1 or 2, or leave out {key}: ZeRO 3 alone shards experts, too",
+    )
+    for name in ("fp16", "bf16"):
+        yield (
+            stage == 0 and is_enabled(config, name),
+            f"{name}.enabled",
+            True,
+            "without ZeRO DeepSpeed's 16-bit optimizers clip by the experts of one rank alone",
+            'Set "stage" to 1 or 2 in zero_optimization',
+        )
+    sparse = ours.sparse_collective.mode
+    for refused, name, value, reason in (
+        (
+            ours.pipeline.stages > 1,
+            f"{SECTION}.pipeline.stages",
+            ours.pipeline.stages,
+            "stages do not divide experts yet",
+        ),
+        (
+            ours.tensor_parallel.size > 1,
+            f"{SECTION}.tensor_parallel.size",
+            ours.tensor_parallel.size,
+            "layers that are split over ranks do not divide experts yet",
+        ),
+        (ours.parallel.given, f"{SECTION}.parallel", "...", "a plan does not divide experts"),
+        (
+            ours.balance.is_active,
+            f"{SECTION}.balance",
+            ours.balance.model_dump(exclude_unset=True),
+            "it is not tested with divided experts",
+        ),
+        (
+            sparse != "off",
+            f"{SECTION}.sparse_collective.mode",
+            sparse,
+            "gradients of experts belong to groups of their own",
+        ),
+        *_beside_experts(config, zero),
+    ):
+        yield refused, name, value, reason, f"Leave it out, or {key}"
+
+
+def _beside_experts(
+    config: Mapping[str, Any], zero: Mapping[str, Any]
+) -> Iterator[tuple[object, str, object, str]]:
+    """Yield DeepSpeed's options that are not tested with divided experts."""
+    for section, name, usual in (
+        ("tensor_parallel", "autotp_size", 1),
+        ("expert_parallel", "enabled", False),
+        ("checkpoint", "use_node_local_storage", False),
+        ("compile", "deepcompile", False),
+        ("hybrid_engine", "enabled", False),
+    ):
+        value = section_of(config, section).get(name, usual)
+        yield value != usual, f"{section}.{name}", value, "it is not tested with divided experts"
+    length = config.get("sequence_parallel_size", 1)
+    yield length != 1, "sequence_parallel_size", length, "its ranks share samples"
+    for name in ("offload_optimizer", "zenflow"):
+        reason = "it is not tested with divided experts"
+        yield offloads(zero, name), f"zero_optimization.{name}", zero.get(name, True), reason
 
 
 def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:

@@ -18,6 +18,7 @@ from wavemare.engine.config.refusals import launch_hint, refuse
 from wavemare.engine.config.sections import (
     BalanceConfig,
     CheckpointConfig,
+    ExpertParallelConfig,
     GuardConfig,
     ParallelConfig,
     WatchdogConfig,
@@ -166,6 +167,7 @@ class WavemareConfig(Section):
 
     pipeline: PipelineConfig = PipelineConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    expert_parallel: ExpertParallelConfig = ExpertParallelConfig()
     parallel: ParallelConfig = ParallelConfig()
     balance: BalanceConfig = BalanceConfig()
     wavelet: WaveletConfig = WaveletConfig()

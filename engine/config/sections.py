@@ -45,6 +45,13 @@ class CheckpointConfig(Section):
     """What is compared with the list of files before anything is loaded."""
 
 
+class ExpertParallelConfig(Section):
+    """Data-parallel ranks that share the experts of a model: Mixtral, Qwen2-MoE or Qwen3-MoE."""
+
+    size: int = Field(default=1, ge=1)
+    """Over how many consecutive ranks the experts of each layer are divided; 1 for none."""
+
+
 class GuardConfig(Section):
     """Numbers that are not finite: what follows from them."""
 

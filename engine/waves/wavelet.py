@@ -73,7 +73,7 @@ class Wavelet:
         if self._steps == 1 and not self._runner.collectives and dist.get_rank() == 0:
             logger.warning(
                 "wavelet: a pass has no collective that could run behind another pass, so waves "
-                "train as gradient accumulation; use tensor_parallel"
+                "train as gradient accumulation; use tensor_parallel or expert_parallel"
             )
         return losses
 

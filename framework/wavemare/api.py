@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.utils import groups
 
 from wavemare import engine
 from wavemare.engine import build_engine
@@ -65,7 +66,8 @@ def initialize(
     With ``"wavemare": {"pipeline": {"stages": N}}`` and N > 1 a transformers model becomes a
     pipeline of N stages; optimizer and parameter groups made for the whole model are reduced to
     the parameters of this rank's stage. With ``"tensor_parallel": {"size": N}`` it is
-    split over every N consecutive ranks, in place; with both, each stage is split so. A model with
+    split over every N consecutive ranks, in place; with both, each stage is split so. With
+    ``"expert_parallel": {"size": N}`` every N consecutive ranks share the experts. A model with
     annotations (`wavemare.annotate`, `wavemare.stage`, ...) is laid out by these in their place.
     The engines of a process share the watchdog of the first one.
 
@@ -149,9 +151,13 @@ def _build(
         ours = WavemareConfig.of(values)
     if ours.tensor_parallel.size > 1:
         check_config(values, world_size=dist.get_world_size())
-        _check_whole(optimizer, model_parameters, mpu)
+        _check_whole("tensor_parallel", optimizer, model_parameters, mpu)
         model, mesh = _split(model, ours)
         mpu = mesh if ours.pipeline.stages == 1 else None  # a pipeline's is its grid
+    if ours.expert_parallel.size > 1:
+        check_config(values, world_size=dist.get_world_size())
+        _check_whole("expert_parallel", optimizer, None, mpu)  # parameters stay the same objects
+        model = _divided(model, ours.expert_parallel.size)
     if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
         check_config(values, world_size=dist.get_world_size())
         schedule_plan = file_plan(ours.pipeline, ours.pipeline.stages)
@@ -230,9 +236,17 @@ def _split(model: Any, ours: WavemareConfig) -> tuple[Any, ProcessGrid]:
     return split_model(model, mesh.get_model_parallel_group()), mesh
 
 
-def _check_whole(optimizer: Any, model_parameters: Any, mpu: Any) -> None:
+def _divided(model: Any, size: int) -> Any:
+    """Divide the experts of a model over every so many consecutive ranks."""
+    from wavemare.parallel.experts import split_experts
+
+    groups._create_expert_and_data_parallel(size)  # where DeepSpeed's engine looks for them
+    return split_experts(model, groups._get_expert_parallel_group(f"ep_size_{size}"))
+
+
+def _check_whole(section: str, optimizer: Any, model_parameters: Any, mpu: Any) -> None:
     """Check that nothing was made for the weights of the model that is going to be split."""
-    key = "wavemare.tensor_parallel.size"
+    key = f"wavemare.{section}.size"
     if hasattr(optimizer, "param_groups") or model_parameters is not None:
         name = "optimizer" if optimizer is not None else "model_parameters"
         reason = "it was made for the weights of the whole model, of which each rank gets parts"

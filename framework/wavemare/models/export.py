@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from wavemare.errors import ModelError
 from wavemare.models.module import TransformerPipeline
+from wavemare.parallel.experts import whole_experts
 from wavemare.parallel.tensor.partition import (
     gather_weights,
     is_split,
@@ -166,6 +167,8 @@ def _gathered(model: PreTrainedModel) -> dict[str, Tensor] | None:
 
 
 def _gathered_tensor(tensor: Tensor, main: bool) -> Tensor:
+    if "expert_group" in vars(tensor):
+        return whole_experts(tensor)
     if not hasattr(tensor, "ds_id"):
         return tensor.detach()
     with deepspeed.zero.GatheredParameters([tensor]):

@@ -52,6 +52,33 @@ def build_bert(kind=transformers.BertForMaskedLM, **changes):
     return kind(transformers.BertConfig(**{**sizes, **changes}))
 
 
+def build_moe(kind="mixtral", *, seed=7, num_experts=4, auxiliary=False, eager=False, **changes):
+    """Return a tiny mixture of experts, with weights as large as those of trained models."""
+    transformers.set_seed(seed)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": HIDDEN,
+        "moe_intermediate_size": HIDDEN,
+        "shared_expert_intermediate_size": HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts_per_tok": 2,
+        "num_local_experts" if kind == "mixtral" else "num_experts": num_experts,
+        "max_position_embeddings": LENGTH,
+        "output_router_logits": auxiliary,
+        "router_aux_loss_coef": 0.1,
+        "initializer_range": 0.2,
+        "use_cache": False,
+        "pad_token_id": 0,
+    }
+    config = transformers.AutoConfig.for_model(kind, **{**sizes, **changes})
+    chosen = {"experts_implementation": "eager"} if eager else {}
+    return transformers.AutoModelForCausalLM.from_config(config, **chosen)
+
+
 def build_pipeline():
     torch.manual_seed(7)
     layers: list[torch.nn.Module] = [torch.nn.Embedding(VOCABULARY, HIDDEN)]

@@ -10,7 +10,16 @@ import sys
 import deepspeed
 import tensor_models
 import torch
-from common import build_bert, build_gpt2, configuration, leave, token_batches, weights_digest
+from common import (
+    build_bert,
+    build_gpt2,
+    build_moe,
+    configuration,
+    leave,
+    token_batches,
+    warnings_told,
+    weights_digest,
+)
 
 import wavemare
 
@@ -22,6 +31,8 @@ def build(case):
         model = build_bert()
     elif case["model"] == "gpt":
         model = build_gpt2(use_cache=False, **case.get("model_keys", {}))
+    elif case["model"] == "moe":
+        model = build_moe("qwen3_moe", auxiliary=True, attention_dropout=0.1)
     else:
         model = tensor_models.build(case["model"], residual=0.1, attention=0.1).train()
     if case.get("untied"):
@@ -83,13 +94,16 @@ def stock_step(engine, data):
 
 def compare(case):
     """Return what the case's waves give, and what stock DeepSpeed, or ours without waves."""
-    split = "tensor_parallel" in case.get("wavemare", {})
+    split = case.get("wavemare", {}).keys() & {"tensor_parallel", "expert_parallel"}
     if split:
         expected, _ = train(wavemare.initialize, case, mode="off")
     else:
         expected, _ = train(deepspeed.initialize, case)
-    got, paired = train(wavemare.initialize, case, **{"mode": "sync", **case.get("wavelet", {})})
-    return {"expected": expected, "got": got, "paired": paired}
+    with warnings_told("wavelet") as told:
+        got, paired = train(
+            wavemare.initialize, case, **{"mode": "sync", **case.get("wavelet", {})}
+        )
+    return {"expected": expected, "got": got, "paired": paired, "told": told}
 
 
 if __name__ == "__main__":

@@ -33,6 +33,32 @@ def refusal(section, config, **more):
     return caught.value
 
 
+@pytest.mark.parametrize(
+    ("section", "config", "key"),
+    [
+        ({}, zero(3), "zero_optimization.stage"),
+        ({}, BF16, "bf16.enabled"),
+        ({"pipeline": {"stages": 2}}, {}, "wavemare.pipeline.stages"),
+        ({"tensor_parallel": {"size": 2}}, {}, "wavemare.tensor_parallel.size"),
+        ({"parallel": {"split": 2}}, {}, "wavemare.parallel"),
+        ({"balance": {"mean": "tokens"}}, {}, "wavemare.balance"),
+        ({"sparse_collective": {"mode": "auto"}}, {}, "wavemare.sparse_collective.mode"),
+        ({}, {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+        ({}, {"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        (
+            {},
+            zero(1, offload_optimizer={"device": "cpu"}),
+            "zero_optimization.offload_optimizer",
+        ),
+        ({"expert_parallel": {"size": 3}}, {}, "wavemare.expert_parallel.size"),
+    ],
+)
+def test_what_is_not_tested_with_divided_experts(section, config, key):
+    error = refusal({"expert_parallel": {"size": 2}, **section}, config)
+    assert error.key == key
+    assert "size" in error.remedy or "stage" in error.remedy
+
+
 def test_the_defaults_change_nothing():
     ours = WavemareConfig.of({})
     assert (ours.guard.nonfinite, ours.guard.max_skips) == ("stop", 10)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts of a transformers model, divided over a group of data-parallel ranks.
+
+Each rank has batches of its own. Every row (a token and one of its experts) travels to the rank of
+that expert and back: one all-to-all each way, and again in the backward pass. In between the
+model's own code computes the rank's experts. The sender applies the routing weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from wavemare.engine.waves.passes import wait
+from wavemare.errors import ModelError
+
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Types of models that are tested."""
+
+_KEY = "wavemare.expert_parallel.size"
+
+
+def split_experts(model: Any, group: Any) -> Any:
+    """Keep this rank's share of the experts of every layer, in place.
+
+    Parameters keep their identity and their names, and lose rows of dimension 0. They get the marks
+    by which DeepSpeed reduces and clips experts. Routers and shared experts stay whole. The loss of
+    a rank is the one that the whole model computes for its batch, with the auxiliary loss.
+
+    Args:
+        model: A transformers model of `FAMILIES`, with equal weights on all ranks.
+        group: The ranks, in the order of their experts; all call this.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelError: It cannot be split so; the same on all ranks, before it changes.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    held = {"gate_up_proj", "down_proj"}  # of all experts, in dimension 0
+    layers = [m for m in model.modules() if held == dict(m.named_parameters(recurse=False)).keys()]
+    _check(model, layers, size)
+    _check_equal(model)
+    for layer in layers:
+        count = layer.num_experts = layer.num_experts // size
+        for parameter in layer.parameters():
+            whole_numel = parameter.numel()
+            parameter.data = parameter.data[rank * count : (rank + 1) * count].clone()
+            marks = {"whole_numel": whole_numel, "model_parallel": True, "expert_group": group}
+            vars(parameter).update(marks, allreduce=False, group_name=f"ep_size_{size}")
+        layer.forward = partial(_forward, layer, layer.forward, group)
+    return model
+
+
+def whole_experts(parameter: Tensor) -> Tensor:
+    """Return all experts of a parameter on the first rank of its group; all ranks call this."""
+    group = vars(parameter)["expert_group"]
+    own = parameter.detach().contiguous()
+    first = dist.get_rank(group) == 0
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))] if first else None
+    dist.gather(own, parts, group=group, group_dst=0)
+    return own if parts is None else torch.cat(parts)
+
+
+def _forward(
+    layer: Any,
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    group: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Stand for the ``forward`` of transformers' experts, of which each rank has some."""
+    size, chosen = dist.get_world_size(group), top_k_index.shape[-1]
+    order = top_k_index.flatten().argsort(stable=True)
+    # Copied before they are sorted: gradients of one row are then never added in random order.
+    rows = hidden_states.repeat_interleave(chosen, dim=0).index_select(0, order)
+    counts = top_k_index.flatten().bincount(minlength=size * layer.num_experts)
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    sent, received = torch.stack([counts, arriving]).view(2, size, -1).sum(-1).tolist()
+    rows = _AllToAll.apply(rows, sent, received, group)
+    experts = torch.arange(layer.num_experts, device=rows.device).repeat(size)
+    experts = experts.repeat_interleave(arriving, output_size=len(rows)).unsqueeze(1)
+    if len(rows):
+        rows = compute(rows, experts, torch.ones_like(experts, dtype=rows.dtype))
+    else:
+        rows = _zero_gradients(layer, rows)
+    rows = _AllToAll.apply(rows, received, sent, group)
+    rows = rows.index_select(0, order.argsort()).view(*top_k_index.shape, -1)
+    return (rows * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
+
+
+def _zero_gradients(layer: Any, rows: Tensor) -> Tensor:
+    """Return no rows, whose backward pass gives the experts zero gradients.
+
+    Without gradients the backward pass of this rank would miss an all-to-all, or a reduction.
+    """
+    inner = F.linear(rows, layer.gate_up_proj[0])[:, : layer.down_proj.shape[-1]]
+    return F.linear(inner, layer.down_proj[0]).to(rows.dtype)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchanged(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    rows = rows.contiguous()
+    wait(dist.all_to_all_single(arrived, rows, received, sent, group=group, async_op=True))
+    return arrived
+
+
+def _check(model: Any, layers: list[Any], size: int) -> None:
+    name, others = type(model).__name__, "Leave wavemare.expert_parallel out; ZeRO shards experts"
+    known = isinstance(model, PreTrainedModel) and model.config.base_model_ep_plan is not None
+    kind = model.config.model_type if known else name
+    if kind not in FAMILIES:
+        reason = f"experts of {', '.join(FAMILIES)} are divided, and those of {kind} are not tested"
+        raise ModelError("model", name, reason, others)
+    if not layers:
+        raise ModelError("model", name, "none of its layers has experts", others)
+    experts = [p for layer in layers for p in layer.parameters()]
+    if any("expert_group" in vars(p) for p in experts):
+        raise ModelError("model", name, "its experts have been divided already", "Give a new one")
+    if not all(p.requires_grad for p in experts):
+        raise ModelError("model", name, "its experts are frozen, which is not tested", others)
+    if any(p.is_meta or hasattr(p, "ds_id") for p in model.parameters()):
+        reason = "its weights are not all here: they are on the meta device, or ZeRO-3 has cut them"
+        raise ModelError("model", name, reason, "Load the weights, outside deepspeed.zero.Init")
+    for layer in layers:
+        if layer.num_experts % size:
+            reason = f"the model's {layer.num_experts} experts cannot be divided by it"
+            raise ModelError(_KEY, size, reason, "Use a divisor of the number of experts")
+
+
+def _check_equal(model: nn.Module) -> None:
+    """Raise on all ranks, whoever divides experts, unless the sums of all weights are equal."""
+    own = {n: str(p.detach().sum(dtype=torch.float64).item()) for n, p in model.named_parameters()}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    for other in ranks:
+        if other != ranks[0]:
+            first = min(n for n, _ in other.items() ^ ranks[0].items())
+            reason = f"the ranks hold different weights, for example {first}"
+            remedy = "Load the same weights on all ranks, or seed them alike before building it"
+            raise ModelError("model", type(model).__name__, reason, remedy)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train mixtures of experts over the ranks, beside the whole model in this process.
+
+Arguments: result folder, then a JSON object: by name of a part, the keyword arguments of each run.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from common import (
+    build_moe,
+    configuration,
+    difference,
+    leave,
+    refusal,
+    token_batches,
+    train_plainly,
+)
+from torch import distributed as dist
+
+import wavemare
+from wavemare.models import save_pretrained
+from wavemare.parallel.experts import split_experts, whole_experts
+
+ACCUMULATION = 2
+
+
+def batches(rank):
+    for tokens in token_batches(rank):
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+class AllRanks(torch.nn.Module):
+    """Gives the mean of the ranks' losses: each has its own auxiliary loss, of its own tokens."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, parts):
+        output = self.model(**parts[0])
+        output.loss = sum([self.model(**p).loss for p in parts[1:]], output.loss) / len(parts)
+        return output
+
+
+def all_batches():
+    return zip(*(batches(rank) for rank in range(dist.get_world_size())), strict=True)
+
+
+def force_one_expert(model):
+    """Have every router choose the first expert: all other ranks get no rows."""
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda *a: (*a[-1][:2], torch.zeros_like(a[-1][2])))
+
+
+def train_whole(make, *, forced=False, steps=3, clip=float("inf"), **model_keys):
+    model = build_moe(**model_keys)
+    if forced:
+        force_one_expert(model)
+    optimizer = make(model.parameters())
+    losses, norms = train_plainly(
+        AllRanks(model),
+        optimizer,
+        ({"parts": data} for data in all_batches()),
+        steps=steps,
+        micro_batches=ACCUMULATION,
+        clip=clip,
+    )
+    return model, losses, norms
+
+
+def collected(model):
+    """Return the whole model's weights on rank 0."""
+    named = model.named_parameters()
+    return {
+        n: whole_experts(p) if "expert_group" in vars(p) else p.detach().clone() for n, p in named
+    }
+
+
+def engine_of(model, *, zero=0, size=2, optimizer=None, wavemare_keys=None, **changes):
+    config = configuration(zero, gradient_accumulation_steps=ACCUMULATION, **changes)
+    config["optimizer"] = optimizer or {"type": "SGD", "params": {"lr": 0.1}}
+    config["zero_allow_untested_optimizer"] = True
+    del config["scheduler"]
+    config["wavemare"] = {"expert_parallel": {"size": size}, **(wavemare_keys or {})}
+    return wavemare.initialize(model=model, config=config)[0]
+
+
+def equal(
+    *, forced=False, steps=3, clip=0.0, adam=False, size=2, zero=0, config=None, **model_keys
+):
+    """Return how far the weights and losses of an engine are from the whole model's."""
+    kind = torch.optim.AdamW if adam else torch.optim.SGD
+    make = partial(kind, lr=1e-2 if adam else 0.1, **({"weight_decay": 0.0} if adam else {}))
+    params = {"lr": 1e-2, "torch_adam": True, "weight_decay": 0.0}
+    chosen = {"type": "AdamW", "params": params} if adam else None
+    model = build_moe(**model_keys)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = engine_of(
+        model, zero=zero, size=size, optimizer=chosen, gradient_clipping=clip, **(config or {})
+    )
+    if forced:
+        force_one_expert(engine.module)
+    data, losses, norms = batches(engine.data_rank), [], []
+    for _ in range(steps):
+        losses.append(engine.train_batch(data).item())
+        norms.append(float(engine.get_global_grad_norm() or 0))
+    trained = collected(engine.module)
+    held = {n: p.shape[0] for n, p in engine.module.named_parameters() if "gate_up_proj" in n}
+    engine.destroy()
+    twin, expected, expected_norms = train_whole(
+        make, forced=forced, steps=steps, clip=clip or float("inf"), **model_keys
+    )
+    whole = {name: p.detach() for name, p in twin.named_parameters()}
+    first = dist.get_rank() == 0
+    return {
+        "weights": difference(trained, whole) if first else None,
+        "changed": difference(before, whole),
+        "losses": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
+        "norms": [norms, expected_norms],
+        "held": sorted(set(held.values())),
+    }
+
+
+def resume(*, zero=0, config=None, **keys):
+    """Save after two steps; go on, and again from the checkpoint."""
+    folder, config = f"{sys.argv[1]}/checkpoint-{zero}", config or {}
+    adam = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    engine = engine_of(build_moe(**keys), zero=zero, optimizer=adam, **config)
+    data = batches(engine.data_rank)
+    for _ in range(2):
+        engine.train_batch(data)
+    engine.save_checkpoint(folder)
+    save_pretrained(engine, f"{folder}-exported")
+    saved = collected(engine.module)
+    ahead = [next(data) for _ in range(2 * ACCUMULATION)]
+    expected = [engine.train_batch(iter(ahead[i : i + ACCUMULATION])).item() for i in (0, 2)]
+    engine.destroy()
+    other = engine_of(build_moe(**keys, seed=8), zero=zero, optimizer=adam, **config)
+    other.load_checkpoint(folder)
+    got = [other.train_batch(iter(ahead[i : i + ACCUMULATION])).item() for i in (0, 2)]
+    other.destroy()
+    whole = engine_of(build_moe(**keys), zero=zero, size=1, optimizer=adam, **config)
+    refused = [
+        refusal(partial(whole.load_checkpoint, folder, load_module_only=alone))
+        for alone in (False, True)
+    ]
+    whole.destroy()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}-exported")
+    exported = None
+    if dist.get_rank() == 0:
+        exported = difference(saved, dict(loaded.named_parameters()))
+    return {
+        "expected": expected,
+        "got": got,
+        "refused": refused,
+        "exported": exported,
+        "files": sorted(path.name for path in Path(folder).glob("*/mp_rank*")),
+    }
+
+
+def refused(*, size=2, model_keys=None, unlike=False, kind=None, **changes):
+    """Return the error of a model or configuration that is not supported."""
+    model = build_moe(**(model_keys or {}))
+    if unlike:
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] += dist.get_rank()
+    if kind is not None:
+        model.config.model_type = kind
+    return refusal(lambda: engine_of(model, size=size, **changes))
+
+
+def split_again():
+    model = build_moe()
+    split_experts(model, None)
+    return refusal(lambda: split_experts(model, None))
+
+
+PARTS = {"equal": equal, "resume": resume, "refused": refused, "again": split_again}
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    runs = json.loads(sys.argv[2])
+    leave({name: PARTS[run.pop("part")](**run) for name, run in runs.items()})

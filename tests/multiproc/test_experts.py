@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts divided over real ranks, beside the whole model in one process."""
+
+import json
+
+import pytest
+
+CASES = {
+    "mixtral, ZeRO 0": {"clip": 0.5},
+    "mixtral, auxiliary loss, ZeRO 1": {"auxiliary": True, "zero": 1, "clip": 0.5},
+    "qwen2_moe, auxiliary loss, ZeRO 0": {"kind": "qwen2_moe", "auxiliary": True, "clip": 0.5},
+    "qwen3_moe, eager, ZeRO 2": {"kind": "qwen3_moe", "zero": 2, "clip": 0.5, "eager": True},
+    "a rank without rows, ZeRO 0": {"forced": True},
+    "a rank without rows, ZeRO 2": {"forced": True, "zero": 2, "kind": "qwen3_moe"},
+}
+ADAM = {"kind": "qwen3_moe", "auxiliary": True, "zero": 2, "clip": 0.5, "adam": True}
+REFUSED = {
+    "unlike": ({"unlike": True}, "the ranks hold different weights, for example lm_head.weight"),
+    "gpt_oss": ({"kind": "gpt_oss"}, "those of gpt_oss are not tested"),
+    "experts": ({"model_keys": {"num_experts": 3}}, "the model's 3 experts cannot be divided"),
+    "size": ({"size": 3}, "the number of data-parallel ranks (2) is not a multiple of it"),
+}
+RUNS = {
+    **{name: {"part": "equal", **case} for name, case in CASES.items()},
+    "adam": {"part": "equal", **ADAM},
+    "resume 0": {"part": "resume", "zero": 0},
+    "resume 2": {"part": "resume", "zero": 2, "config": {"bf16": {"enabled": True}}},
+    **{name: {"part": "refused", **case} for name, (case, _) in REFUSED.items()},
+    "again": {"part": "again"},
+}
+FOUR = {
+    f"{kind}, {size} ranks, ZeRO {zero}": {"kind": kind, "size": size, "zero": zero}
+    for kind, size, zero in [("mixtral", 2, 0), ("qwen3_moe", 2, 2), ("qwen2_moe", 4, 1)]
+}
+
+
+@pytest.fixture
+def results(launch_once):
+    return launch_once("experts.py", json.dumps(RUNS))
+
+
+def check_equality(results, held=2):
+    for result in results:
+        assert result["losses"] < 1e-5
+        assert result["held"] == [held]
+        assert result["changed"] > 5e-3
+    assert results[0]["weights"] < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_divided_experts_train_as_the_whole_model(results, name):
+    """With clipping: by the norm of all experts."""
+    check_equality([result[name] for result in results])
+
+
+def test_adam_clips_by_the_norm_of_the_whole_model(results):
+    for result in results:
+        norms, expected = result["adam"]["norms"]
+        assert norms == pytest.approx(expected, rel=1e-5)
+    assert results[0]["adam"]["weights"] < 1e-4
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_run_goes_on_bit_for_bit_and_is_exported(results, zero):
+    for result in results:
+        found = result[f"resume {zero}"]
+        assert found["got"] == found["expected"]
+        assert found["files"] == [f"mp_rank_0{rank}_model_states.pt" for rank in (0, 1)]
+        for refused in found["refused"]:
+            assert "divided over 2 ranks in it, and over 1 in this run" in refused
+    assert results[0][f"resume {zero}"]["exported"] == 0.0
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "again"])
+def test_what_cannot_be_divided_is_refused_on_all_ranks(results, name):
+    expected = REFUSED.get(name, (None, "its experts have been divided already"))[1]
+    for result in results:
+        assert expected in result[name]
+
+
+@pytest.mark.nightly
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_train_as_the_whole_model(launch_once, name):
+    runs = {name: {"part": "equal", "clip": 0.5, **case} for name, case in FOUR.items()}
+    results = launch_once("experts.py", json.dumps(runs), ranks=4)
+    check_equality([result[name] for result in results], held=4 // FOUR[name]["size"])
