@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -102,6 +102,8 @@ def _types(annotation: Any) -> tuple[Any, Any]:
         return _types(get_args(annotation)[0])
     if get_origin(annotation) is tuple:
         return tuple, _types(get_args(annotation)[0])[0]
+    if get_origin(annotation) is Literal:
+        return str, None
     if get_args(annotation):  # X | None
         return _types(next(each for each in get_args(annotation) if each is not NoneType))
     return annotation, None

@@ -54,6 +54,7 @@ REFUSED = {
         ({"micro_batches": 1}, "--micro-batches", "2 or more"),
         ({"batch": 3}, "--batch", "even"),
         ({"heads": 3, "hidden": 6}, "--heads", "multiple of --ranks"),
+        ({"parallel": "expert"}, "--parallel", "'experts'"),
     ],
     PlannerRequest: [
         ({"parts": ()}, "--parts", "shares"),

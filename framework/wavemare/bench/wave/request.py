@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -20,8 +20,8 @@ _MIB = 2**20
 class WaveRequest(GptRequest):
     """Measure gradient accumulation, two waves in phase, Domino's halves, and tick-tock.
 
-    A GPT-2 is split by tensors over the ranks. Tick-tock hides their collectives behind the other
-    wave. Ratios are to accumulation.
+    A GPT-2 is split by tensors over the ranks, or the experts of a Mixtral are divided. Tick-tock
+    hides their collectives behind the other wave. Ratios are to accumulation.
 
     For example: wavemare bench wave --exposed 25 --json result.json
     """
@@ -42,6 +42,9 @@ class WaveRequest(GptRequest):
     """Percentages of accumulation's time that collectives take. The links get the speed for it
     (needs root); 0 leaves them without a limit."""
 
+    parallel: Literal["tensor", "experts"] = "tensor"
+    """What the ranks share: every layer, or two experts each, of which two serve a token."""
+
     micro_batches: Annotated[int, Field(ge=2)] = 8
     """Per optimizer step."""
 
@@ -57,7 +60,10 @@ class WaveRequest(GptRequest):
 
     @property
     def activation_bytes(self) -> int:
-        """Size of the tensor that a collective of a micro-batch sums."""
+        """Size of the tensor that a collective of a micro-batch sums.
+
+        Around a ring that is as much as all-to-alls send: each row of two experts, once.
+        """
         return self.batch * self.sequence * self.hidden * 4
 
     def check(self) -> None:
@@ -69,7 +75,7 @@ class WaveRequest(GptRequest):
         if self.batch % 2:
             reason = "domino halves micro-batches"
             raise ConfigError("--batch", self.batch, reason, "Give an even number")
-        if self.heads % self.ranks:
+        if self.parallel == "tensor" and self.heads % self.ranks:
             reason = f"{self.ranks} ranks cannot share them equally"
             raise ConfigError("--heads", self.heads, reason, "Give a multiple of --ranks")
 
@@ -95,9 +101,10 @@ class WaveRequest(GptRequest):
 
     def title(self, result: Row) -> str:
         """Return the heading of the printed table."""
+        shared = {"tensor": "split by tensors", "experts": f"{2 * self.ranks} experts divided"}
         return (
             f"{self.ranks} ranks, {self.micro_batches} micro-batches of {self.batch} x "
-            f"{self.sequence}: GPT, {self.layers} layers of {self.hidden}, split by tensors"
+            f"{self.sequence}: {self.layers} layers of {self.hidden}, {shared[self.parallel]}"
         )
 
     def case(self, row: Row) -> str:

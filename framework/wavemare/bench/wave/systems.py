@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model split over the ranks, a step of each system, and where the time of a step goes."""
+"""One model shared by the ranks, a step of each system, and where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from wavemare.bench.ranks import SEED, bench_device, build_gpt
 from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, WaveRequest
 from wavemare.engine.waves.passes import Pass, PassRunner
 from wavemare.errors import CommError
+from wavemare.parallel.experts import split_experts
 from wavemare.parallel.tensor.split import split_model
 from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Action, Kind
@@ -35,15 +36,17 @@ class Systems:
     """Runs optimizer steps of each system, without the optimizer; all ranks must call together.
 
     Attributes:
-        sums_per_micro_batch: Collectives of whole activations: of the embedding and the head's
-            input gradient, and two of each layer in each direction.
+        sums_per_micro_batch: Collectives of whole activations: two of each layer in each direction,
+            and of layers split by tensors the embedding's, and the head's input gradient's.
     """
 
     def __init__(self, request: WaveRequest) -> None:
         self.device = bench_device()
-        self.model = build_gpt(request, ties=True).to(self.device)
-        split_model(self.model, dist.group.WORLD)
-        self.sums_per_micro_batch = 4 * request.layers + 2
+        experts = request.parallel == "experts"
+        model = _build_moe(request) if experts else build_gpt(request, ties=True)
+        split = split_experts if experts else split_model
+        self.model = split(model.to(self.device), dist.group.WORLD)
+        self.sums_per_micro_batch = 4 * request.layers + (0 if experts else 2)
         self._runner = PassRunner(self.device)
         self._saved_tensors: Callable[[], AbstractContextManager[Any]] = nullcontext
         whole = _build_batches(request, self.device)
@@ -133,6 +136,25 @@ def check_gradients(name: str, own: list[Tensor], expected: list[Tensor]) -> boo
         reason = f"its gradients are off by {max(gaps):g} of their norm"
         raise CommError("system", name, reason, "Report this: its measurements mean nothing")
     return equal
+
+
+def _build_moe(request: WaveRequest) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM, set_seed
+
+    set_seed(SEED)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            num_hidden_layers=request.layers,
+            hidden_size=request.hidden,
+            intermediate_size=request.hidden,
+            num_attention_heads=request.heads,
+            num_key_value_heads=request.heads,
+            num_local_experts=2 * request.ranks,
+            num_experts_per_tok=2,
+            vocab_size=request.vocabulary,
+            max_position_embeddings=request.sequence,
+        )
+    )
 
 
 def _build_batches(request: WaveRequest, device: torch.device) -> list[_Batch]:
