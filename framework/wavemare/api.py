@@ -208,9 +208,10 @@ def _converted(model: Any, ours: WavemareConfig, plan: Plan | None) -> Any:
     from transformers import PreTrainedModel
 
     from wavemare.models import to_pipeline
+    from wavemare.models.adapters import base_of
     from wavemare.pipeline.plan.run_plan import homes_of
 
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(base_of(model), PreTrainedModel):
         raise ConfigError(
             "wavemare.pipeline.stages",
             ours.pipeline.stages,

@@ -18,6 +18,7 @@ from wavemare.failure import watch_failures
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.whole_steps import WholeSteps
 from wavemare.models import save_pretrained
+from wavemare.models.adapters import is_adapted
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
 
 _ZERO_WEIGHTS = 3
@@ -160,7 +161,8 @@ class Trainer(WholeSteps):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a folder for ``from_pretrained``; all processes must call this."""
-        if self.deepspeed is None or not isinstance(self.model, PreTrainedModel):
+        ours = isinstance(self.model, PreTrainedModel) or is_adapted(self.model)
+        if self.deepspeed is None or not ours:
             super().save_model(output_dir, _internal_call)
             return
         folder = str(output_dir if output_dir is not None else self.args.output_dir)

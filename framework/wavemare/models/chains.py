@@ -87,12 +87,17 @@ class GPT2BlockLayer(Block):
         return result
 
 
+def is_tied(head: Any, embedding: Any) -> bool:
+    """Whether a head and an embedding train one weight; frozen, each stage has a copy of it."""
+    return head.weight is embedding.weight and head.weight.requires_grad
+
+
 def gpt2_chain(model: Any, inputs: Sequence[str]) -> list[PipelineLayer]:
     """Return the layers of a ``GPT2LMHeadModel``."""
     base = model.transformer
     context = StageContext(model.config, {"full_attention": causal_mask})
     embedding = TokenEmbedding(inputs, base.wte)
-    tied = model.lm_head.weight is base.wte.weight
+    tied = is_tied(model.lm_head, base.wte)
     return [
         embedding,
         PositionEmbedding(inputs, base.wpe, base.drop, context),
@@ -168,7 +173,7 @@ def decoder_chain(model: Any, inputs: Sequence[str]) -> list[PipelineLayer]:
     head = model.get_output_embeddings()
     if embedding is None:
         raise _unusual(model, "its pipeline plan names no embedding")
-    if head.weight is embedding.embedding.weight:
+    if is_tied(head, embedding.embedding):
         return [*chain, TiedHead(inputs, embedding, head.bias)]
     return [*chain, Head(inputs, head)]
 
@@ -265,7 +270,7 @@ def masked_lm_chain(model: Any, inputs: Sequence[str]) -> list[PipelineLayer]:
     """
     words, rest = _encoder(model, inputs)
     head = model.cls.predictions
-    if head.decoder.weight is model.bert.embeddings.word_embeddings.weight:
+    if is_tied(head.decoder, model.bert.embeddings.word_embeddings):
         decoder: PipelineLayer = TiedHead(inputs, words, head.decoder.bias)
     else:
         decoder = Head(inputs, head.decoder)

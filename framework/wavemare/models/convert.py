@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from wavemare.errors import ConfigError, LaunchError, ModelError
+from wavemare.models.adapters import PREFIX, base_of, is_adapted
 from wavemare.models.families import SUPPORTED, family_of, split_chain, split_loss
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights
 from wavemare.models.module import Conversion, TransformerPipeline
@@ -59,7 +60,8 @@ def to_pipeline(
 
     Args:
         model: GPT-2 with its language-modelling head, BERT for masked language modelling or
-            sequence classification, or a causal language model with a ``base_model_pp_plan``.
+            sequence classification, or a causal language model with a ``base_model_pp_plan``; or
+            one of these in a ``PeftModel`` of LoRA.
         num_stages: Number of stages; must divide the number of processes.
         partition: ``parameters``, ``time``, ``uniform``, ``type:REGEX``, or the first layer of
             each stage.
@@ -87,14 +89,15 @@ def to_pipeline(
     _check_stages(num_stages, model_ranks)
     conversion = take_apart(model, inputs, untie=untie)
     if verify:
-        prove(model, conversion.chain, conversion.inputs, conversion.loss)
+        prove(base_of(model), conversion.chain, conversion.inputs, conversion.loss)
     if conversion.untied and dist.get_rank() == 0:
         warn_of_untying(tied_weights(model))
+    places = homes or range(num_stages)
+    cuts = cut_chain(model, conversion.chain, conversion.inputs, partition, places)
+    _check_trained(conversion.chain, cuts, places)
     return TransformerPipeline(
         conversion,
-        cut_chain(
-            model, conversion.chain, conversion.inputs, partition, homes or range(num_stages)
-        ),
+        cuts,
         homes=homes,
         topology=_topology(num_stages, model_ranks) if len(model_ranks) > 1 else None,
         loss_fn=loss_fn,
@@ -150,11 +153,12 @@ def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False)
         ModelError: The model is none that can be converted.
         ConfigError: It does not take these inputs.
     """
-    if not isinstance(model, PreTrainedModel):
+    base = base_of(model)
+    if not isinstance(base, PreTrainedModel):
         raise ModelError(
             "model", type(model).__name__, "it is not a transformers model", f"Use {SUPPORTED}"
         )
-    family = family_of(model)
+    family = family_of(base)
     if any(weight.is_meta for weight in model.parameters()):
         raise ModelError(
             "model",
@@ -163,10 +167,11 @@ def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False)
             "Load it with from_pretrained, or build it on a real device",
         )
     declared = family.declared(inputs)
-    chain, config, loss = tuple(family.chain(model, declared)), model.config, family.loss(model)
+    chain, config, loss = tuple(family.chain(base, declared)), base.config, family.loss(base)
     if is_split(model):
         chain, loss = split_chain(chain), split_loss(model, loss)
-    replaced = dict(family.spares(model))
+    prefix = PREFIX if is_adapted(model) else ""
+    replaced = {f"{prefix}{name}": spare for name, spare in family.spares(base).items()}
     tied = tied_weights(model) if untie else ()
     if tied:
         chain, copies = give_own_weights(chain, tied)
@@ -225,7 +230,7 @@ def cut_chain(
     if partition == "uniform":
         weights = [1.0] * len(chain)
     elif partition == "parameters":
-        weights = [trained_parameters(layer) for layer in chain]
+        weights = [parameter_cost(layer) for layer in chain]
     elif partition == "time":
         weights = layer_times(model, chain, inputs)
     else:
@@ -233,11 +238,34 @@ def cut_chain(
     return balanced_cuts(weights, stages, homes)
 
 
-def trained_parameters(layer: PipelineLayer) -> float:
-    """Return the number of trained parameters that a layer computes with."""
+def parameter_cost(layer: PipelineLayer) -> float:
+    """Return what a layer costs by its parameters: 3 for each, or 2 for one that is frozen.
+
+    They are for the forward pass, the gradient of the input, and that of the weight. A frozen
+    embedding costs nothing: it only looks up rows.
+    """
     # A tied head has no weights of its own, but multiplies by those of the embedding.
     parts = [layer, layer.tied] if isinstance(layer, TiedHead) else [layer]
-    return sum(w.numel() for part in parts for w in part.parameters() if w.requires_grad)
+    frozen = 0 if layer.takes_integers else 2
+    weights = [weight for part in parts for weight in part.parameters()]
+    return float(sum(w.numel() * (3 if w.requires_grad else frozen) for w in weights))
+
+
+def _check_trained(
+    chain: Sequence[PipelineLayer], cuts: Sequence[int], homes: Sequence[int]
+) -> None:
+    """Refuse a rank that has nothing to train, and so no optimizer, beside others that have."""
+    trained = dict.fromkeys(homes, False)
+    for home, first, end in zip(homes, cuts, cuts[1:], strict=False):
+        parts = [p for each in chain[first:end] for p in (each, getattr(each, "tied", each))]
+        trained[home] |= any(w.requires_grad for part in parts for w in part.parameters())
+    without = sorted(home for home, some in trained.items() if not some)
+    if 0 < len(without) < len(trained):
+        reason = f"all weights of pipeline rank {without[0]} are frozen, so it has nothing to train"
+        remedy = (
+            "Give each stage trained weights by the partition's first layers, or use fewer stages"
+        )
+        raise ConfigError(PARTITION_KEY, list(cuts[:-1]), reason, remedy)
 
 
 def _of_type(chain: Sequence[PipelineLayer], partition: str, stages: int) -> list[float]:
@@ -274,7 +302,8 @@ class TiedWeight:
 def tied_weights(model: Any) -> tuple[TiedWeight, ...]:
     """Return the weights that a transformers model shares across its layers.
 
-    What counts is whether the two are one parameter, not what the configuration says. Names of a
+    What counts is whether the two are one parameter, not what the configuration says. One that is
+    frozen is not listed: copies of it stay equal by themselves. Names of a
     single layer's parameter, such as those of the bias of BERT's head, are not listed.
 
     Args:
@@ -285,7 +314,7 @@ def tied_weights(model: Any) -> tuple[TiedWeight, ...]:
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     weight = getattr(head, "weight", None)
-    if weight is None or weight is not embedding.weight:
+    if weight is None or weight is not embedding.weight or not weight.requires_grad:
         return ()
     names = {id(module): name for name, module in model.named_modules()}
     return (

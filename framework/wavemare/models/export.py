@@ -16,6 +16,7 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from wavemare.errors import ModelError
+from wavemare.models.adapters import adapter_names, is_adapted, merged
 from wavemare.models.module import TransformerPipeline
 from wavemare.parallel.experts import whole_experts
 from wavemare.parallel.tensor.partition import (
@@ -26,11 +27,12 @@ from wavemare.parallel.tensor.partition import (
 )
 
 
-def pipeline_state_dict(module: Any) -> dict[str, Tensor] | None:
+def pipeline_state_dict(module: Any, names: set[str] | None = None) -> dict[str, Tensor] | None:
     """Gather a pipeline's weights, one tensor at a time; every process calls this.
 
     Args:
         module: A :class:`TransformerPipeline`, or an engine that holds one.
+        names: Those to gather, the same on all processes; all if omitted.
 
     Returns:
         On global rank 0 the state dict of the original model, on its device ``cpu``; names that are
@@ -45,7 +47,11 @@ def pipeline_state_dict(module: Any) -> dict[str, Tensor] | None:
     grid = pipeline.mpu()
     if grid.get_data_parallel_rank() != 0:
         return None
-    own = pipeline.local_weights()
+    held = pipeline.weight_names()
+    if names is not None:
+        held = {name: key for name, key in held.items() if name in names}
+    needed = set(held.values())
+    own = {name: part for name, part in pipeline.local_weights().items() if name in needed}
     if grid.get_slice_parallel_world_size() > 1:
         own = gather_weights(own, grid.get_slice_parallel_group())
         if grid.get_slice_parallel_rank() != 0:
@@ -59,13 +65,19 @@ def pipeline_state_dict(module: Any) -> dict[str, Tensor] | None:
     device = next(pipeline.parameters()).device
     for stage in range(1, pipeline.num_pipeline_stages()):
         weights |= _receive(grid.stage_to_global(stage), device)
-    return {name: weights[held] for name, held in pipeline.weight_names().items()}
+    return {name: weights[key] for name, key in held.items()}
 
 
 def save_pretrained(
-    engine_or_module: Any, folder: str | os.PathLike[str], *, tokenizer: Any = None
+    engine_or_module: Any,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    merge: bool = False,
 ) -> None:
     """Write a Hugging Face folder that ``from_pretrained`` reads; every process calls this.
+
+    Of a ``PeftModel`` it is the adapter's folder, unless ``merge`` asks for a whole model's.
 
     Works for pipelines made by :func:`to_pipeline`, for models split over ranks, and for plain
     models under ZeRO stages 0 to 3. Gradients that an asynchronous engine holds are applied first.
@@ -76,6 +88,7 @@ def save_pretrained(
         engine_or_module: An engine or its module.
         folder: The target, made if it does not exist.
         tokenizer: A tokenizer to save with the model.
+        merge: Whether to merge a LoRA adapter into the weights.
 
     Raises:
         ModelError: There is no transformers model in the engine, or rank 0 cannot write.
@@ -85,21 +98,24 @@ def save_pretrained(
     if drain is not None:
         drain()
     if isinstance(model, TransformerPipeline):
-        state, saver = pipeline_state_dict(model), model.skeleton
+        saver = model.skeleton
+        state = pipeline_state_dict(model, _wanted(saver, merge))
         if state is not None:
             # A 16-bit engine casts the layers; the skeleton decides what config.json says.
             saver.to(next(t.dtype for t in state.values() if t.is_floating_point()))
-            state = _one_tensor_each(state, saver)
+            state = state if is_adapted(saver) else _one_tensor_each(state, saver)
     elif is_split(model):
         state, saver = merged_state_dict(model), whole_without_weights(model)
         state = state if dist.get_rank() == 0 else None
-    elif isinstance(model, PreTrainedModel):
-        state, saver = _gathered(model), model
+    elif isinstance(model, PreTrainedModel) or is_adapted(model):
+        state, saver = _gathered(model, _wanted(model, merge)), model
     else:
         raise _not_ours(engine_or_module)
     failure: Exception | None = None
     if state is not None:
         try:
+            if merge and is_adapted(saver):
+                state, saver = merged(saver, state), saver.get_base_model()
             _write(saver, state, Path(folder), tokenizer)
         except Exception as error:  # also safetensors' own; the others wait for this rank
             failure = error
@@ -107,7 +123,7 @@ def save_pretrained(
 
 
 def _unwrap(module: Any) -> Any:
-    while not isinstance(module, (TransformerPipeline, PreTrainedModel)):
+    while not isinstance(module, (TransformerPipeline, PreTrainedModel)) and not is_adapted(module):
         inner = getattr(module, "module", None)
         if inner is None:
             return module
@@ -120,9 +136,16 @@ def _not_ours(module: Any) -> ModelError:
         "model",
         type(_unwrap(module)).__name__,
         "it is neither a transformers model nor a pipeline made by to_pipeline of one",
-        "Give the transformers model inside (of PEFT's what merge_and_unload returns), or use the "
-        "engine's save_checkpoint",
+        "Give the transformers model inside, or use the engine's save_checkpoint",
     )
+
+
+def _wanted(model: Any, merge: bool) -> set[str] | None:
+    """Return the names of the weights to gather, as rank 0's model knows them; None means all."""
+    names = [adapter_names(model) if is_adapted(model) and not merge else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names, src=0)
+    return names[0]
 
 
 def _one_tensor_each(state: dict[str, Tensor], saver: PreTrainedModel) -> dict[str, Tensor]:
@@ -152,10 +175,11 @@ def _receive(source: int, device: torch.device) -> dict[str, Tensor]:
     return weights
 
 
-def _gathered(model: PreTrainedModel) -> dict[str, Tensor] | None:
+def _gathered(model: Any, names: set[str] | None) -> dict[str, Tensor] | None:
     """Return a model's state dict on rank 0; under ZeRO-3 one parameter is whole at a time."""
     main = not dist.is_initialized() or dist.get_rank() == 0
     state = model.state_dict(keep_vars=True)
+    state = {name: tensor for name, tensor in state.items() if names is None or name in names}
     # Tied names share a tensor. Gathering is collective: all ranks go through the same list.
     whole = {
         identity: _gathered_tensor(tensor, main)
@@ -191,16 +215,22 @@ def _move(written: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
     names = {path.name for path in written.iterdir()}
     # Readers look at config.json first, so it comes last.
-    for name in sorted(names, key=lambda name: (name == "config.json", name)):
+    for name in sorted(names, key=lambda name: (name in _FIRST_READ, name)):
         os.replace(written / name, target / name)
+    if "config.json" not in names:  # an adapter, which may lie beside its base
+        return
     for pattern in (
         "model.safetensors",
         "model-*-of-*.safetensors",
         "model.safetensors.index.json",
+        "adapter_*",
     ):
         for stale in target.glob(pattern):
             if stale.name not in names:
                 stale.unlink()
+
+
+_FIRST_READ = ("config.json", "adapter_config.json")
 
 
 def _agree(failure: Exception | None, folder: str | os.PathLike[str]) -> None:

@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_batch_sizes, zero_section
 from wavemare.engine.config.sections import ParallelConfig
 from wavemare.errors import PlanError
-from wavemare.models.convert import trained_parameters
+from wavemare.models.convert import parameter_cost
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.layout.names import NamedChain, annotate, named_chain
@@ -223,7 +223,7 @@ def _cuts(regions: Regions, chain: NamedChain) -> tuple[int, ...]:
         reason = f"the pipeline at {pipeline.place} has no stages"
         remedy = "Annotate stages in it, or give pipeline(stages=N)"
         raise PlanError("pipeline", str(pipeline), reason, remedy)
-    return balanced_cuts([trained_parameters(layer) for layer in chain.layers], pipeline.stages)
+    return balanced_cuts([parameter_cost(layer) for layer in chain.layers], pipeline.stages)
 
 
 def _with_micro_batches(config: Mapping[str, Any], pipeline: Region | None) -> Mapping[str, Any]:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA models of peft: the transformers model inside, and their weights for a folder.
+
+peft is imported only where a model of its class is met.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavemare.errors import ModelError
+
+PREFIX = "base_model.model."
+"""What stands before a weight's own name in the state dict of a LoRA model."""
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether a model is a ``PeftModel``."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def base_of(model: Any) -> Any:
+    """Return the model inside a LoRA model, with its adapters; another model as it is.
+
+    Raises:
+        ModelError: Adapters that a pipeline cannot train.
+    """
+    if not is_adapted(model):
+        return model
+    configs, base = model.peft_config, model.get_base_model()
+    config = next(iter(configs.values()))
+    if len(configs) > 1:
+        raise _refusal(f"it has {len(configs)} adapters", "Merge all but one")
+    if config.peft_type != "LORA":
+        raise _refusal(f"its adapters are of the kind {config.peft_type.value}", "Use LoRA")
+    for key in ("use_dora", "alora_invocation_tokens"):
+        if getattr(config, key, None):
+            raise _refusal(f"its LoRA configuration sets {key}", "Leave it out")
+    if getattr(base, "is_quantized", False) or not all(
+        p.is_floating_point() for p in base.parameters()
+    ):
+        raise _refusal("its base is quantized", "Load the base in bf16")
+    for layer in (base.get_input_embeddings(), base.get_output_embeddings()):
+        if type(layer).__module__.startswith("peft."):
+            reason = "adapters or modules_to_save stand in place of its embedding or head"
+            raise _refusal(reason, "Adapt the layers between them alone")
+    return base
+
+
+def _refusal(reason: str, remedy: str) -> ModelError:
+    remedy = f"{remedy}; or train it with one stage by ZeRO"
+    return ModelError("model", "PeftModel", f"{reason}, which pipelines do not train", remedy)
+
+
+def adapter_names(model: Any) -> set[str]:
+    """Return the names of a PEFT model's weights that belong into an adapter's folder."""
+    from peft import get_peft_model_state_dict
+
+    state = model.state_dict(keep_vars=True)
+    kept = {
+        id(tensor)
+        for name in model.peft_config
+        for tensor in get_peft_model_state_dict(model, state, name).values()
+    }
+    return {name for name, tensor in state.items() if id(tensor) in kept}
+
+
+def merged(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of the model inside with its adapter merged into them.
+
+    Args:
+        model: A PEFT model, whose own weights are not used.
+        state: Its state dict.
+    """
+    from peft import get_peft_model
+
+    base, config = model.get_base_model(), copy.deepcopy(model.active_peft_config)
+    config.init_lora_weights = False
+    with torch.device("meta"):
+        whole = get_peft_model(type(base)(copy.deepcopy(base.config)), config)
+    whole.load_state_dict(state, assign=True)
+    # A safe merge leaves the given tensors, which may be the engine's, as they are.
+    result: dict[str, Tensor] = whole.merge_and_unload(safe_merge=True).state_dict()
+    return result
