@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train LoRA models of peft in pipelines and by ZeRO, and save their adapters.
+
+Usage: lora.py FOLDER ACTION...; each rank leaves the results by action.
+"""
+
+import gc
+import os
+import sys
+from functools import partial
+
+import peft
+import torch
+import transformers
+from common import configuration, leave, own_groups, refusal, token_batches
+from hf_common import arguments, json_file
+from safetensors.torch import load_file
+
+import wavemare
+import wavemare.hf
+from wavemare.models import save_pretrained
+
+STEPS, RATE = 2, 0.5
+
+
+def base_model():
+    transformers.set_seed(7)
+    config = transformers.Qwen3Config(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def lora_model(**changes):
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    return peft.get_peft_model(base_model(), peft.LoraConfig(**{**options, **changes}))
+
+
+def batches():
+    for tokens in token_batches(0):
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def start(schedule="1f1b", *, model=None, stages=2, zero=0, **pipeline):
+    ours = {"pipeline": {"stages": stages, "schedule": schedule, **pipeline}}
+    config = configuration(zero, wavemare=ours, gradient_clipping=0.0)
+    del config["scheduler"]
+    config["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
+    config["zero_allow_untested_optimizer"] = True
+    model = lora_model() if model is None else model
+    return wavemare.initialize(model=model, config=config)[0]
+
+
+def alone():
+    """Return a model that one process has trained."""
+    model, data = lora_model().train(), batches()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    for _ in range(STEPS):
+        for _ in range(2):
+            (model(**next(data), use_cache=False).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def difference(folder, model):
+    """Return how far the adapter of a folder is from a model's, and whether its names are."""
+    ours = load_file(f"{folder}/adapter_model.safetensors")
+    theirs = peft.get_peft_model_state_dict(model)
+    assert list(ours) == sorted(theirs)
+    return max(float((ours[name] - theirs[name]).detach().abs().max()) for name in ours)
+
+
+def saved(engine, name):
+    """Save adapter and whole model, and compare both folders with one process."""
+    save_pretrained(engine, name)
+    save_pretrained(engine, f"{name}-merged", merge=True)
+    torch.distributed.barrier()
+    theirs, ids = alone(), next(batches())["input_ids"]
+    loaded = peft.PeftModel.from_pretrained(base_model(), name).eval()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(f"{name}-merged").eval()
+    found = {"files": sorted(os.listdir(name)), "whole": sorted(os.listdir(f"{name}-merged"))}
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        found["logits"] = float((loaded(ids).logits - expected).abs().max())
+        merged = theirs.merge_and_unload()(ids).logits
+        found["merged"] = float((whole(ids).logits - merged).abs().max())
+    return found | {"adapter": difference(name, alone())}
+
+
+def pipeline(schedule):
+    engine, data = start(schedule), batches()
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    return saved(engine, schedule)
+
+
+def pipemare():
+    """A stale pipeline learns one batch, and saves what it has learnt."""
+    engine, batch = start("pipemare"), next(batches())
+    losses = [float(engine.train_batch(iter([batch] * 4))) for _ in range(20)]
+    save_pretrained(engine, "pipemare")
+    torch.distributed.barrier()
+    with torch.no_grad():
+        loss = peft.PeftModel.from_pretrained(base_model(), "pipemare").eval()(**batch).loss
+    return {"losses": losses, "saved": float(loss)}
+
+
+def zero(stage):
+    engine, data = start(stages=1, zero=stage), batches()
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    return saved(engine, f"zero{stage}")
+
+
+def resume(exclude):
+    engine, data = start(), batches()
+    engine.train_batch(data)
+    engine.save_checkpoint(f"resume{exclude}", exclude_frozen_parameters=exclude)
+    again, engines = batches(), [engine, start()]
+    for _ in range(2):
+        next(again)
+    engines[1].load_checkpoint(f"resume{exclude}", load_module_strict=not exclude)
+    losses = [float(e.train_batch(d)) for e, d in zip(engines, (data, again), strict=True)]
+    states = [e.module.state_dict() for e in engines]
+    same = all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    size = sum(f.stat().st_size for f in os.scandir(f"resume{exclude}/global_step1"))
+    return {"same": same and losses[0] == losses[1], "bytes": size}
+
+
+def live_bytes():
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def memory():
+    """What a correction of PipeMare keeps, of the model's weights and of the adapters'."""
+    found = {}
+    for name, model in (("model", base_model), ("lora", lora_model)):
+        for mode in ("off", "ema"):
+            setting = {"pipemare": {"discrepancy_correction": {"mode": mode}}}
+            before = live_bytes()
+            engine, data = start("pipemare", model=model(), untie=True, **setting), batches()
+            for _ in range(3):
+                engine.train_batch(data)
+            engine.drain()
+            engine.optimizer.zero_grad()
+            found[f"{name} {mode}"] = live_bytes() - before
+            trained = [p.nbytes for p in engine.module.parameters() if p.requires_grad]
+            found[name] = sum(trained)
+            engine.destroy()
+            del engine
+    return found
+
+
+def trainer():
+    """The Trainer trains an adapter in a pipeline, and saves it."""
+    tokens = next(batches())["input_ids"]
+    rows = [{"input_ids": row, "labels": row} for row in tokens] * 8
+    config = json_file(0, {"pipeline": {"stages": 2}})
+    ours = wavemare.hf.Trainer(
+        args=arguments("trained", config, max_steps=4), model=lora_model(), train_dataset=rows
+    )
+    ours.train()
+    ours.save_model("trained-adapter")
+    torch.distributed.barrier()
+    with torch.no_grad():
+        loaded = peft.PeftModel.from_pretrained(base_model(), "trained-adapter").eval()
+        losses = [float(m(tokens, labels=tokens).loss) for m in (lora_model().eval(), loaded)]
+    return {"losses": losses, "engine": type(ours.deepspeed).__name__}
+
+
+def refused():
+    some = {"layers_to_transform": [3], "layers_pattern": "layers"}
+    return refusal(lambda: start(model=lora_model(target_modules=["q_proj"], **some)))
+
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    os.chdir(sys.argv[1])
+    actions = {
+        **{name: partial(pipeline, name) for name in ("1f1b", "zb-h1", "zbv")},
+        **{f"zero{stage}": partial(zero, stage) for stage in range(4)},
+        "pipemare": pipemare,
+        "resume": partial(resume, False),
+        "resume without base": partial(resume, True),
+        "memory": memory,
+        "trainer": trainer,
+        "refused": refused,
+    }
+    results = {}
+    for name in sys.argv[2:]:
+        with own_groups():
+            results[name] = actions[name]()
+    leave(results)
