@@ -7,6 +7,7 @@ Usage: lora.py FOLDER ACTION...; each rank leaves the results by action.
 import gc
 import os
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import peft
@@ -93,6 +94,7 @@ def saved(engine, name):
         found["logits"] = float((loaded(ids).logits - expected).abs().max())
         merged = theirs.merge_and_unload()(ids).logits
         found["merged"] = float((whole(ids).logits - merged).abs().max())
+    found["moved"] = difference(name, lora_model())
     return found | {"adapter": difference(name, alone())}
 
 
@@ -200,6 +202,7 @@ if __name__ == "__main__":
     }
     results = {}
     for name in sys.argv[2:]:
-        with own_groups():
+        # DeepSpeed's engines without stages share groups.
+        with nullcontext() if name.startswith("zero") else own_groups():
             results[name] = actions[name]()
     leave(results)

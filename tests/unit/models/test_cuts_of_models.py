@@ -13,7 +13,7 @@ def cut(model, partition, stages):
     return cut_chain(model, taken.chain, taken.inputs, partition, range(stages))
 
 
-def test_by_parameters_counts_trained_weights_and_the_tied_head(make_model):
+def test_by_parameters_counts_passes_over_weights_and_the_tied_head(make_model):
     model = make_model("gpt2")
     block = sum(p.numel() for p in model.transformer.h[0].parameters())
     words = model.transformer.wte.weight.numel()
@@ -21,7 +21,8 @@ def test_by_parameters_counts_trained_weights_and_the_tied_head(make_model):
     assert cut(model, "parameters", 3) == balanced_cuts(counts, 3)
     for parameter in model.transformer.h.parameters():
         parameter.requires_grad = False
-    counts[2:5] = 0, 0, 0
+    counts = [3 * count for count in counts]
+    counts[2:5] = [2 * block] * 3
     assert cut(model, "parameters", 3) == balanced_cuts(counts, 3)
 
 

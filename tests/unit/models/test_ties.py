@@ -111,14 +111,6 @@ def test_the_copy_is_exact_and_no_tie_remains(tied_name, make_tied):
     assert sum(p.numel() for p in module.parameters()) == module.num_parameters
 
 
-def test_a_frozen_weight_stays_frozen_in_both_places(make_model):
-    model = make_model("gpt2")
-    model.get_input_embeddings().requires_grad_(False)
-    module = to_pipeline(model, num_stages=1, untie=True)
-    (copy,) = module.untied_parameters().values()
-    assert not copy.requires_grad
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_results_are_equal_and_the_copies_gradients_add_up(
     tied_name, training, make_tied, make_batch

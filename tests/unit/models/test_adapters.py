@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA models of peft as pipelines of one stage, their folders, and what is refused."""
+
+import peft
+import pytest
+import torch
+import transformers
+
+from wavemare.errors import ModelError
+from wavemare.models import pipeline_state_dict, save_pretrained, tied_weights, to_pipeline
+from wavemare.models.convert import cut_chain, take_apart
+from wavemare.pipeline.plan.partition import balanced_cuts
+
+TARGETS = {"gpt2": ["c_attn", "c_fc"], "bert-mlm": ["query", "value"], "gpt_neox": "all-linear"}
+
+
+@pytest.fixture
+def adapt(make_model):
+    def make(name, **changes):
+        model = make_model(name)
+        options = {"r": 4, "target_modules": TARGETS.get(name, ["q_proj", "v_proj"])}
+        config = peft.LoraConfig(**{**options, "init_lora_weights": False, **changes})
+        return peft.get_peft_model(model, config).eval()
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-mlm", "qwen3", "gpt_neox"])
+def test_folders_of_adapter_and_whole_model_give_equal_logits(name, adapt, make_model, tmp_path):
+    model = adapt(name, lora_dropout=0.1)
+    ids = torch.arange(3, 25).view(2, 11)
+    expected, module = model(ids).logits, to_pipeline(model, num_stages=1)
+    save_pretrained(module, tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(make_model(name), tmp_path / "adapter").eval()
+    assert torch.equal(loaded(ids).logits, expected)
+    save_pretrained(module, tmp_path / "whole", merge=True)
+    assert torch.equal(model(ids).logits, expected)
+    whole = type(model.get_base_model()).from_pretrained(tmp_path / "whole").eval()
+    merged = model.merge_and_unload()
+    assert torch.equal(whole(ids).logits, merged(ids).logits)
+    assert list(pipeline_state_dict(to_pipeline(merged, num_stages=1))) == list(whole.state_dict())
+
+
+def test_a_classifier_that_peft_trains_is_in_the_adapters_folder(adapt, make_model, tmp_path):
+    model = adapt("bert-cls", task_type="SEQ_CLS", target_modules=["query"])
+    save_pretrained(to_pipeline(model, num_stages=1), tmp_path)
+    loaded = peft.PeftModel.from_pretrained(make_model("bert-cls"), tmp_path)
+    ours, theirs = (peft.get_peft_model_state_dict(each) for each in (loaded, model))
+    assert "base_model.model.classifier.weight" in ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_an_adapter_may_lie_beside_its_base_and_goes_when_a_whole_model_comes(adapt, tmp_path):
+    model = adapt("qwen3")
+    base = adapt("qwen3").unload()
+    base.save_pretrained(tmp_path)
+    save_pretrained(to_pipeline(model, num_stages=1), tmp_path)
+    assert {"model.safetensors", "adapter_config.json"} <= {f.name for f in tmp_path.iterdir()}
+    save_pretrained(to_pipeline(base, num_stages=1), tmp_path)
+    assert not list(tmp_path.glob("adapter_*"))
+
+
+def two(model):
+    model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))
+
+
+def quantize(model):
+    model.get_base_model().is_quantized = True
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "reason"),
+    [
+        ({"use_dora": True}, None, "sets use_dora"),
+        ({"modules_to_save": ["embed_tokens"]}, None, "in place of its embedding or head"),
+        ({"modules_to_save": ["lm_head"]}, None, "in place of its embedding or head"),
+        ({"target_modules": ["lm_head"]}, None, "in place of its embedding or head"),
+        ({}, two, "it has 2 adapters"),
+        ({}, quantize, "its base is quantized"),
+    ],
+)
+def test_adapters_that_a_pipeline_cannot_train_are_refused(options, change, reason, adapt):
+    model = adapt("llama", **options)
+    if change is not None:
+        change(model)
+    with pytest.raises(ModelError, match=f"'PeftModel': .*{reason}.* ZeRO"):
+        to_pipeline(model, num_stages=1)
+
+
+def test_other_kinds_of_peft_are_refused(make_model):
+    model = peft.get_peft_model(make_model("llama"), peft.IA3Config(task_type="CAUSAL_LM"))
+    with pytest.raises(ModelError, match="are of the kind IA3"):
+        to_pipeline(model, num_stages=1)
+
+
+def test_a_frozen_weight_is_tied_to_nothing_and_stays_one_in_the_folder(adapt, tmp_path):
+    model = adapt("qwen3")
+    assert tied_weights(model) == ()
+    module = to_pipeline(model, num_stages=1, untie=True)
+    assert not module.untied
+    assert not module.tied_modules
+    save_pretrained(module, tmp_path, merge=True)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_frozen_weights_cost_two_of_three_passes_and_their_embedding_nothing(adapt):
+    model = adapt("qwen3", r=8, target_modules="all-linear")
+    taken = take_apart(model, None)
+    weights = []
+    for layer in taken.chain:
+        trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+        weights.append(2 * sum(p.numel() for p in layer.parameters()) + trained)
+    assert weights[-1] == 2 * model.lm_head.weight.numel()
+    weights[0] = 0
+    for stages in (2, 3, 4):
+        cuts = cut_chain(model, taken.chain, taken.inputs, "parameters", range(stages))
+        assert cuts == balanced_cuts(weights, stages)
