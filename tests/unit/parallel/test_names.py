@@ -105,11 +105,11 @@ def test_lists_of_module_names_cut():
 
 
 def test_a_number_of_stages_is_balanced_by_parameters():
-    from wavemare.models.convert import trained_parameters
+    from wavemare.models.convert import parameter_cost
     from wavemare.pipeline.plan.partition import balanced_cuts
 
     model = wavemare.annotate(gpt2(), {"stages": 2, "pipeline": {"schedule": "pipemare"}})
-    weights = [trained_parameters(layer) for layer in named_chain(model).layers]
+    weights = [parameter_cost(layer) for layer in named_chain(model).layers]
     made = plan(model, 2)
     assert made.cuts == balanced_cuts(weights, 2)
     assert made.schedule == "pipemare"
