@@ -3,7 +3,7 @@
 
 import pytest
 
-ACTIONS = ("zero3", "1f1b", "pipemare", "resume", "refused")
+ACTIONS = ("zero3", "tensor", "1f1b", "pipemare", "resume", "refused")
 NIGHTLY = ("zero1", "zb-h1", "zbv", "resume without base", "memory", "trainer")
 ADAPTER = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
 WHOLE = ["config.json", "generation_config.json", "model.safetensors"]
@@ -17,10 +17,24 @@ def check(found, limit):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(("action", "limit"), [("1f1b", 0), ("zero3", 1e-5)])
+@pytest.mark.parametrize(("action", "limit"), [("1f1b", 0), ("zero3", 1e-5), ("tensor", 1e-4)])
 def test_trained_adapters_are_those_of_one_process(launch_once, action, limit):
     for results in launch_once("lora.py", *ACTIONS):
         check(results[action], limit)
+
+
+@pytest.mark.nightly
+@pytest.mark.world_size(4)
+def test_layers_of_stages_may_be_split_too(launch_once):
+    for results in launch_once("lora.py", "tensor in stages", ranks=4):
+        check(results["tensor in stages"], 1e-4)
+
+
+@pytest.mark.world_size(2)
+def test_dropout_before_a_layer_split_by_columns_is_refused(launch_once):
+    for results in launch_once("lora.py", *ACTIONS):
+        refused = results["tensor"]["refused"]
+        assert "lora_dropout': the ranks would drop different elements" in refused
 
 
 @pytest.mark.nightly

@@ -26,6 +26,12 @@ def is_adapted(model: Any) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+def is_lora(layer: Any) -> bool:
+    """Whether a module is a linear layer with LoRA."""
+    peft = sys.modules.get("peft")
+    return peft is not None and type(layer) is peft.tuners.lora.Linear
+
+
 def base_of(model: Any) -> Any:
     """Return the model inside a LoRA model, with its adapters; another model as it is.
 
@@ -55,8 +61,10 @@ def base_of(model: Any) -> Any:
 
 
 def _refusal(reason: str, remedy: str) -> ModelError:
-    remedy = f"{remedy}; or train it with one stage by ZeRO"
-    return ModelError("model", "PeftModel", f"{reason}, which pipelines do not train", remedy)
+    remedy = f"{remedy}; or train it by ZeRO alone"
+    return ModelError(
+        "model", "PeftModel", f"{reason}, which neither stages nor tensor_parallel train", remedy
+    )
 
 
 def adapter_names(model: Any) -> set[str]:
@@ -72,6 +80,28 @@ def adapter_names(model: Any) -> set[str]:
     return {name for name, tensor in state.items() if id(tensor) in kept}
 
 
+def whole_without_weights(model: Any, config: Any = None) -> Any:
+    """Return a model on the meta device, as it was before it was split over ranks.
+
+    Args:
+        model: A transformers model, or a PEFT model of one.
+        config: The whole model's; the split one's if omitted.
+    """
+    base = model.get_base_model() if is_adapted(model) else model
+    with torch.device("meta"):
+        whole: Any = type(base)(base.config if config is None else config)
+        if base.can_generate():
+            whole.generation_config = base.generation_config
+        whole = whole.to(base.dtype)
+        if not is_adapted(model):
+            return whole
+        from peft import get_peft_model
+
+        lora = copy.deepcopy(model.active_peft_config)
+        lora.init_lora_weights = False
+        return get_peft_model(whole, lora)
+
+
 def merged(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of the model inside with its adapter merged into them.
 
@@ -79,12 +109,7 @@ def merged(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         model: A PEFT model, whose own weights are not used.
         state: Its state dict.
     """
-    from peft import get_peft_model
-
-    base, config = model.get_base_model(), copy.deepcopy(model.active_peft_config)
-    config.init_lora_weights = False
-    with torch.device("meta"):
-        whole = get_peft_model(type(base)(copy.deepcopy(base.config)), config)
+    whole = whole_without_weights(model)
     whole.load_state_dict(state, assign=True)
     # A safe merge leaves the given tensors, which may be the engine's, as they are.
     result: dict[str, Tensor] = whole.merge_and_unload(safe_merge=True).state_dict()

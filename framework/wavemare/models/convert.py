@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from wavemare.errors import ConfigError, LaunchError, ModelError
-from wavemare.models.adapters import PREFIX, base_of, is_adapted
+from wavemare.models.adapters import PREFIX, base_of, is_adapted, whole_without_weights
 from wavemare.models.families import SUPPORTED, family_of, split_chain, split_loss
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights
 from wavemare.models.module import Conversion, TransformerPipeline
 from wavemare.models.proof import prove
 from wavemare.models.timing import layer_times
-from wavemare.parallel.tensor.partition import is_split, split_embedding, whole_without_weights
+from wavemare.parallel.tensor.partition import is_split, split_embedding
 from wavemare.pipeline.plan.partition import (
     PARTITION_KEY,
     STAGES_KEY,

@@ -16,14 +16,13 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from wavemare.errors import ModelError
-from wavemare.models.adapters import adapter_names, is_adapted, merged
+from wavemare.models.adapters import adapter_names, is_adapted, merged, whole_without_weights
 from wavemare.models.module import TransformerPipeline
 from wavemare.parallel.experts import whole_experts
 from wavemare.parallel.tensor.partition import (
     gather_weights,
     is_split,
     merged_state_dict,
-    whole_without_weights,
 )
 
 

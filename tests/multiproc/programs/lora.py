@@ -22,6 +22,7 @@ import wavemare.hf
 from wavemare.models import save_pretrained
 
 STEPS, RATE = 2, 0.5
+WITHOUT_STAGES = ("zero0", "zero1", "zero2", "zero3", "tensor")
 
 
 def base_model():
@@ -50,8 +51,9 @@ def batches():
         yield {"input_ids": tokens, "labels": tokens}
 
 
-def start(schedule="1f1b", *, model=None, stages=2, zero=0, **pipeline):
+def start(schedule="1f1b", *, model=None, stages=2, zero=0, tensor=1, **pipeline):
     ours = {"pipeline": {"stages": stages, "schedule": schedule, **pipeline}}
+    ours["tensor_parallel"] = {"size": tensor}
     config = configuration(zero, wavemare=ours, gradient_clipping=0.0)
     del config["scheduler"]
     config["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
@@ -121,6 +123,16 @@ def zero(stage):
     for _ in range(STEPS):
         engine.train_batch(data)
     return saved(engine, f"zero{stage}")
+
+
+def tensor(stages=1):
+    """Split every layer, of which each has adapters."""
+    engine, data = start(stages=stages, tensor=2), batches()
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    model = lora_model(lora_dropout=0.1)
+    refused = refusal(lambda: start(model=model, stages=stages, tensor=2))
+    return saved(engine, "tensor") | {"refused": refused}
 
 
 def resume(exclude):
@@ -193,6 +205,8 @@ if __name__ == "__main__":
     actions = {
         **{name: partial(pipeline, name) for name in ("1f1b", "zb-h1", "zbv")},
         **{f"zero{stage}": partial(zero, stage) for stage in range(4)},
+        "tensor": tensor,
+        "tensor in stages": partial(tensor, 2),
         "pipemare": pipemare,
         "resume": partial(resume, False),
         "resume without base": partial(resume, True),
@@ -203,6 +217,6 @@ if __name__ == "__main__":
     results = {}
     for name in sys.argv[2:]:
         # DeepSpeed's engines without stages share groups.
-        with nullcontext() if name.startswith("zero") else own_groups():
+        with nullcontext() if name in WITHOUT_STAGES else own_groups():
             results[name] = actions[name]()
     leave(results)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import deepspeed
 import torch
@@ -136,20 +136,6 @@ def gather_weights(state: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]
         else:
             merged[id(part)] = (partition.whole(parts) if partition else parts[0].clone()).cpu()
     return {name: merged[id(part)] for name, part in state.items()}
-
-
-def whole_without_weights(model: PreTrainedModel, config: Any = None) -> PreTrainedModel:
-    """Return the model that a split one was made of, on the meta device.
-
-    Args:
-        model: What :func:`split_model` has returned.
-        config: The whole model's; the split one's if omitted.
-    """
-    with torch.device("meta"):
-        whole: Any = type(model)(model.config if config is None else config)
-    if model.can_generate():
-        whole.generation_config = model.generation_config
-    return cast(PreTrainedModel, whole.to(model.dtype))
 
 
 def is_split(model: Any) -> bool:

@@ -19,6 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.pytorch_utils import Conv1D
 
 from wavemare.errors import ModelError
+from wavemare.models.adapters import base_of, is_lora
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     InputCopies,
@@ -60,7 +61,8 @@ def split_model(
 
     Args:
         model: A transformers model with equal weights on all ranks, not yet given to an engine: of
-            a class with a ``base_model_tp_plan``, or GPT-2, BERT, RoBERTa or OPT.
+            a class with a ``base_model_tp_plan``, or GPT-2, BERT, RoBERTa or OPT; or one of these
+            in a ``PeftModel`` of LoRA.
         group: The ranks, all of which call this.
         verify: Whether logits, loss and gradients of whole weights are compared with the model's
             own, on a small batch.
@@ -72,9 +74,10 @@ def split_model(
     Raises:
         ModelError: It cannot be split so, or the ranks' weights differ. It is left as it was.
     """
-    plan = _check(model, group, loads=weights is not None)
-    split = _Split(model, plan, group, weights)
-    trial = _Trial(model, plan) if verify else None
+    inner = base_of(model)
+    plan = _check(inner, group, loads=weights is not None)
+    split = _Split(inner, plan, group, weights)
+    trial = _Trial(inner, plan) if verify else None
     try:
         split.apply()
         if trial is not None:
@@ -118,6 +121,13 @@ class _Split:
         if style not in _STYLES:
             raise _refusal(self._model, f"its plan has the style {style!r}, for {name}")
         layer = _found(self._model.base_model, name)
+        if style in _LINEAR and is_lora(layer):
+            if "colwise" in style and any(
+                p.p for p in layer.lora_dropout.values() if hasattr(p, "p")
+            ):
+                reason = "the ranks would drop different elements of one input"
+                raise ModelError(name, "lora_dropout", reason, "Set lora_dropout to 0")
+            layer = layer.base_layer
         if style in _LINEAR and type(layer) not in (nn.Linear, Conv1D, nn.Parameter):
             raise ModelError(
                 name,
@@ -207,25 +217,29 @@ class _Split:
         if isinstance(layer, nn.Parameter):
             self._set_part(base, name, layer, Partition(layer.dim() - 2, blocks))
             return
-        transposed = isinstance(layer, Conv1D)
-        weight = self.parameter(layer.weight, Partition(int(transposed), blocks), name)
-        bias = layer.bias
-        bias = None if bias is None else self.parameter(bias, Partition(0, blocks), name)
         parent = base.get_submodule(name.rpartition(".")[0])
         if parent not in self._copies:
             self._copies[parent] = InputCopies(parent, self._group)
             self.hook(self._copies[parent].handle)
             if "att" in name.rpartition(".")[0] and not gathers:
                 self._split_attention(parent)
-        new = ColumnParallelLinear(
-            weight,
-            bias,
-            self._group,
-            transposed=transposed,
-            copies=self._copies[parent],
-            gathers=gathers,
-        )
-        self.replace(name, layer, new, base)
+        copies: InputCopies | None = self._copies[parent]
+        for part in _linear(layer, name, "lora_B"):
+            layer = base.get_submodule(part)
+            transposed = isinstance(layer, Conv1D)
+            weight = self.parameter(layer.weight, Partition(int(transposed), blocks), name)
+            bias = layer.bias
+            bias = None if bias is None else self.parameter(bias, Partition(0, blocks), name)
+            new = ColumnParallelLinear(
+                weight,
+                bias,
+                self._group,
+                transposed=transposed,
+                copies=copies,
+                gathers=gathers,
+            )
+            self.replace(part, layer, new, base)
+            copies = None  # the factor reads what the other one gives
 
     def _split_attention(self, attention: Any) -> None:
         for name in self._plan.divided:
@@ -239,16 +253,18 @@ class _Split:
         if isinstance(layer, nn.Parameter):
             self._set_part(base, name, layer, Partition(layer.dim() - 1))
             return
-        transposed = isinstance(layer, Conv1D)
-        new = RowParallelLinear(
-            self.parameter(layer.weight, Partition(int(not transposed)), name),
-            layer.bias,
-            self._group,
-            transposed=transposed,
-            random=self._random,
-            splits=splits,
-        )
-        self.replace(name, layer, new, base)
+        for part in _linear(layer, name, "lora_A"):
+            layer = base.get_submodule(part)
+            transposed = isinstance(layer, Conv1D)
+            new = RowParallelLinear(
+                self.parameter(layer.weight, Partition(int(not transposed)), name),
+                layer.bias,
+                self._group,
+                transposed=transposed,
+                random=self._random,
+                splits=splits,
+            )
+            self.replace(part, layer, new, base)
 
     def summed(self, base: nn.Module, name: str) -> None:
         """Let a whole module be used on parts, such as the norm of the rank's queries."""
@@ -430,6 +446,13 @@ def _found(base: nn.Module, name: str) -> Any:
     """Return a module, or a bare parameter, by its name."""
     owner, _, attribute = name.rpartition(".")
     return getattr(base.get_submodule(owner), attribute)
+
+
+def _linear(layer: Any, name: str, factor: str) -> list[str]:
+    """Return a linear layer's name; with LoRA its base's, and that of the factor cut like it."""
+    if not is_lora(layer):
+        return [name]
+    return [f"{name}.base_layer", *(f"{name}.{factor}.{key}" for key in getattr(layer, factor))]
 
 
 class _Trial:
