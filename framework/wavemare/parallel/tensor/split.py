@@ -225,10 +225,10 @@ class _Split:
                 self._split_attention(parent)
         copies: InputCopies | None = self._copies[parent]
         for part in _linear(layer, name, "lora_B"):
-            layer = base.get_submodule(part)
-            transposed = isinstance(layer, Conv1D)
-            weight = self.parameter(layer.weight, Partition(int(transposed), blocks), name)
-            bias = layer.bias
+            old: Any = base.get_submodule(part)
+            transposed = isinstance(old, Conv1D)
+            weight = self.parameter(old.weight, Partition(int(transposed), blocks), name)
+            bias = old.bias
             bias = None if bias is None else self.parameter(bias, Partition(0, blocks), name)
             new = ColumnParallelLinear(
                 weight,
@@ -238,7 +238,7 @@ class _Split:
                 copies=copies,
                 gathers=gathers,
             )
-            self.replace(part, layer, new, base)
+            self.replace(part, old, new, base)
             copies = None  # the factor reads what the other one gives
 
     def _split_attention(self, attention: Any) -> None:
@@ -254,17 +254,17 @@ class _Split:
             self._set_part(base, name, layer, Partition(layer.dim() - 1))
             return
         for part in _linear(layer, name, "lora_A"):
-            layer = base.get_submodule(part)
-            transposed = isinstance(layer, Conv1D)
+            old: Any = base.get_submodule(part)
+            transposed = isinstance(old, Conv1D)
             new = RowParallelLinear(
-                self.parameter(layer.weight, Partition(int(not transposed)), name),
-                layer.bias,
+                self.parameter(old.weight, Partition(int(not transposed)), name),
+                old.bias,
                 self._group,
                 transposed=transposed,
                 random=self._random,
                 splits=splits,
             )
-            self.replace(part, layer, new, base)
+            self.replace(part, old, new, base)
 
     def summed(self, base: nn.Module, name: str) -> None:
         """Let a whole module be used on parts, such as the norm of the rank's queries."""
