@@ -76,13 +76,14 @@ def learn(
     text: TrainingText,
     prompt: str | None,
     title: str,
+    lr_scheduler: Any = None,
 ) -> None:
     """Train, then evaluate and export the model and let it write."""
     length = setup.arguments.sequence_length
     text.check_fits(length, model.config)
     prompt = text.check_prompt(prompt, max_positions(model.config))
     recording.screen.panel(title, start_up_panel(setup, model, text.describe()))
-    evaluation = train(setup, recording, model, text)
+    evaluation = train(setup, recording, model, text, lr_scheduler)
     if evaluation is not None:
         loss, exported = evaluation.loss(), setup.folder / "model"
         recording.run.log(setup.arguments.max_steps, eval_loss=loss)
@@ -99,7 +100,7 @@ def learn(
 def make_model(
     args: ModelArguments, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
 ) -> Any:
-    """Return a new GPT of a checked configuration; without a vocabulary size, the tokenizer's."""
+    """Return a new model of a checked configuration; without a vocabulary size, the tokenizer's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     end, rows = tokenizer.eos_token_id, args.padded(len(tokenizer), tensor_parallel)
@@ -108,8 +109,12 @@ def make_model(
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
 
 
-def train(setup: Setup, recording: Recording, model: Any, text: TrainingText) -> Any:
+def train(
+    setup: Setup, recording: Recording, model: Any, text: TrainingText, lr_scheduler: Any = None
+) -> Any:
     """Train, with evaluations and checkpoints on the way.
+
+    Without ``lr_scheduler`` the learning rate follows the JSON configuration.
 
     Returns:
         The evaluation, which has the engine; None if SIGTERM has ended the training early.
@@ -121,7 +126,9 @@ def train(setup: Setup, recording: Recording, model: Any, text: TrainingText) ->
 
     # The JSON configuration decides the layout, the optimizer and the schedule.
     plan = setup.balance.measure(model, setup.batch, sequence_length=args.sequence_length)
-    engine, *_ = wavemare.initialize(model=model, config=setup.balance.config)
+    engine, *_ = wavemare.initialize(
+        model=model, config=setup.balance.config, lr_scheduler=lr_scheduler
+    )
     recording.screen.note(plan or engine.layout)
     seed_dropout(engine, args.seed)
     evaluation = Evaluation(engine, validation)

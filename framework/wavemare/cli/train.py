@@ -40,13 +40,15 @@ RECIPES = {
         ("gpt/finetune", "pipeline"),
         ("bert/pretrain", "pipeline"),
         ("bert/finetune", "pipeline"),
+        ("llama/pretrain", "pipemare"),
+        ("llama/sft", "zero"),
     )
 }
-_SHORT_NAMES = {"gpt": "gpt/pretrain", "bert": "bert/pretrain"}
+_SHORT_NAMES = {name: f"{name}/pretrain" for name in ("gpt", "bert", "llama")}
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return the recipe of that name; ``gpt`` and ``bert`` mean pretraining.
+    """Return the recipe of that name; ``gpt``, ``bert`` and ``llama`` mean pretraining.
 
     Raises:
         ConfigError: There is none; the message has the nearest name.
@@ -61,7 +63,7 @@ def find_recipe(name: str) -> Recipe:
 def train(
     context: typer.Context,
     recipe: Annotated[
-        str, typer.Argument(help=f"gpt, bert, {', '.join(RECIPES)}.", show_default=False)
+        str, typer.Argument(help=f"gpt, bert, llama, {', '.join(RECIPES)}.", show_default=False)
     ],
     nproc: Nproc = None,
     config: Annotated[

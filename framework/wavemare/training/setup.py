@@ -27,7 +27,15 @@ from wavemare.observe.quiet import quiet_libraries
 from wavemare.training.arguments import TrainArguments
 from wavemare.training.config import BalanceController, resolve_config
 
-__all__ = ["Setup", "connect", "leave", "load_run", "prepare", "seed_dropout"]
+__all__ = [
+    "Setup",
+    "connect",
+    "leave",
+    "load_run",
+    "prefer_bf16",
+    "prepare",
+    "seed_dropout",
+]
 
 _RANK_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI", "SLURM_")
 """Beginnings of the names by which launchers tell a process its place."""
@@ -125,6 +133,14 @@ def connect(setup: Setup) -> None:
             convert_checkpoint(setup.folder / "checkpoints", setup.foreign)
         distributed.barrier()
         setup.balance.config.setdefault("checkpoint", {})["load_universal"] = True
+
+
+def prefer_bf16(setup: Setup) -> None:
+    """Compute in bf16 on GPUs, unless the configuration says otherwise."""
+    import torch
+
+    if torch.cuda.is_available() and not setup.balance.config.keys() & {"bf16", "fp16"}:
+        setup.balance.config["bf16"] = {"enabled": True}
 
 
 def seed_dropout(engine: Any, seed: int) -> None:
