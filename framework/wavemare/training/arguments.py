@@ -20,8 +20,10 @@ from wavemare.errors import ConfigError, did_you_mean
 __all__ = ["ModelArguments", "TokenizerArguments", "TrainArguments", "option", "parse_arguments"]
 
 _LARGEST_SEED = 2**32 - 2  # models are seeded by it, and their dropout by the next one
-_SPELLINGS = {"--train_iters": "--max_steps", "--seq_length": "--sequence_length"}
-"""Megatron's names of options that have another name here; dashes may stand for underscores."""
+_SPELLINGS = {"--train_iters": "--max_steps"} | dict.fromkeys(
+    ("--seq_length", "--max_length"), "--sequence_length"
+)
+"""Megatron's and TRL's names of options that have another name here; dashes may be underscores."""
 _AT_LEAST_0 = {"trace_steps", "lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_fraction"}
 _TOKENIZERS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase")
 _SIZES = {"num_layers": "num_hidden_layers"} | {
