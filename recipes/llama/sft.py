@@ -103,7 +103,7 @@ def main() -> None:
     if best is not None:
         engine, figures = best
         exported = setup.folder / "model"
-        export(engine, exported, tokenizer, merge=args.merge)
+        wavemare.save_pretrained(engine, exported, tokenizer=tokenizer, merge=args.merge)
         if setup.rank == 0:
             asked = question(held[0], tokenizer)
             recording.screen.note(f"\n{continue_text(exported, asked, args.seed)}\n")
@@ -223,7 +223,8 @@ def train(
     best: dict[str, Any] = {}
     if setup.resume:
         recording.seconds = load_run(engine, checkpoints, loader, args.max_steps)
-        best = json.loads((checkpoints / "best.json").read_text())
+        if (checkpoints / "best.json").is_file():
+            best = json.loads((checkpoints / "best.json").read_text())
         recording.screen.note(f"resumed after step {engine.global_steps}")
 
     recording.engine = engine
@@ -263,11 +264,6 @@ def train(
         engine.load_checkpoint(str(checkpoints), best["tag"])
     loss = batches.loss(evaluation.batches())
     return engine, {"eval_loss": loss, "best step": int(best["tag"].removeprefix("step-"))}
-
-
-def export(engine: Any, folder: Path, tokenizer: Any, *, merge: bool) -> None:
-    """Write the model, or LoRA's adapter alone unless it is to be merged."""
-    wavemare.save_pretrained(engine, folder, tokenizer=tokenizer)
 
 
 def question(row: Mapping[str, Any], tokenizer: Any) -> str:

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows to fine-tune on: what is trained of them against a slow twin, packing, and refusals."""
+
+import json
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from wavemare.data.chat import ChatSamples, Row, encode_rows, load_chats, mark_trained, pack
+from wavemare.data.sources import resolve
+from wavemare.data.tokenizer import train_tokenizer
+from wavemare.errors import DataError, ModelError
+from wavemare.recipes.llama.sft import check_packing
+
+END = "<|endoftext|>"
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+# The end of a turn is outside of the markers, as some templates have it.
+MARKED = PLAIN.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}",
+)
+# Forgets what was said before the last turn.
+FORGETFUL = "{% for m in messages %}{{ m.role }}{% if loop.last %}{{ m.content }}{% endif %}"
+FORGETFUL += "{{ eos_token }}{% endfor %}"
+TINY = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture
+def tokenizer(texts):
+    return train_tokenizer(texts, 300, kind="gpt")
+
+
+def chats(count):
+    draw = random.Random(5)
+    words = ["sea", "wave", "mare", "tide", "pipe", "stage", "clock", "assistant"]
+
+    def say(role):
+        content = " ".join(draw.choice(words) for _ in range(draw.randint(1, 9)))
+        return {"role": role, "content": content}
+
+    first = [[say("system")] if draw.random() < 0.5 else [] for _ in range(count)]
+    turns = [[say(r) for r in ("user", "assistant") * draw.randint(1, 3)] for _ in range(count)]
+    return [{"messages": [*a, *b]} for a, b in zip(first, turns, strict=True)]
+
+
+def slow_row(messages, tokenizer):
+    """Write a chat by hand, and look up in which turn each token begins."""
+    text, speaker = "", []
+    for turn in messages:
+        head, said = f"<{turn['role']}>\n", turn["content"] + END
+        text += head + said + "\n"
+        trained = turn["role"] == "assistant"
+        speaker += [False] * len(head) + [trained] * len(said) + [False]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    labels, position = [], 0
+    for token in ids:
+        labels.append(token if speaker[position] else -100)
+        position += len(tokenizer.decode([token]))
+    assert position == len(text)
+    return Row(ids, labels)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefix", "by markers"])
+def test_what_the_assistant_says_is_trained_to_its_end(tokenizer, template):
+    tokenizer.chat_template = template
+    rows = chats(40)
+    expected = [slow_row(row["messages"], tokenizer) for row in rows]
+    assert encode_rows(rows, tokenizer, 1000) == expected
+    length = len(expected[0].ids) - 3
+    cut = encode_rows(rows[:1], tokenizer, length)[0]
+    assert cut == Row(expected[0].ids[:length], expected[0].labels[:length])
+    shown = mark_trained(expected[0], tokenizer)
+    answers = [m["content"] for m in rows[0]["messages"] if m["role"] == "assistant"]
+    assert [part.split("«")[0] for part in shown.split("»")[1:]] == [a + END for a in answers]
+
+
+def test_completions_and_texts(tokenizer):
+    pair = {"prompt": "the sea ", "completion": "and a wave"}
+    (row,) = encode_rows([pair], tokenizer, 100)
+    before, after = (tokenizer(text)["input_ids"] for text in pair.values())
+    end = tokenizer.eos_token_id
+    assert row == Row([*before, *after, end], [-100] * len(before) + [*after, end])
+    (row,) = encode_rows([{"text": "a wave" + END}], tokenizer, 100)
+    ids = tokenizer("a wave")["input_ids"]
+    assert row == Row([*ids, end], [-100, *ids[1:], end])
+
+
+def test_packing_against_a_slow_twin():
+    draw = random.Random(3)
+    lengths = [draw.randint(1, 30) for _ in range(300)]
+    slow = []
+    for row in sorted(range(300), key=lambda row: -lengths[row]):
+        rooms = [(30 - sum(lengths[r] for r in rows), i) for i, rows in enumerate(slow)]
+        fitting = [(room, i) for room, i in rooms if room >= lengths[row]]
+        if fitting:
+            slow[min(fitting)[1]].append(row)
+        else:
+            slow.append([row])
+    assert pack(lengths, 30) == slow
+
+
+def tiny(kind, config, **more):
+    torch.manual_seed(2)
+    model = kind(config(**TINY, **more)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.2)
+    return model
+
+
+def test_packed_rows_compute_what_they_compute_alone(tokenizer):
+    tokenizer.chat_template = PLAIN
+    rows = encode_rows(chats(12), tokenizer, 200)
+    model = tiny(LlamaForCausalLM, LlamaConfig, num_key_value_heads=2, attn_implementation="sdpa")
+    samples = ChatSamples(rows, 400, tokenizer.pad_token_id, packs=True, positions=True)
+    assert len(samples) < 12
+    total = torch.tensor(0.0)
+    alone = {}
+    with torch.no_grad():
+        for row in rows:
+            output = model(torch.tensor([row.ids]), labels=torch.tensor([row.labels]))
+            trained = sum(label != -100 for label in row.labels)
+            alone[tuple(row.ids)] = output.logits[0]
+            total += output.loss * trained
+        packed = torch.tensor(0.0)
+        for sample in (samples[i] for i in range(len(samples))):
+            batch = {name: values[None] for name, values in sample.items()}
+            output = model(**batch, use_cache=False, num_items_in_batch=1)
+            packed += output.loss
+            starts = [*(sample["position_ids"] == 0).nonzero()[:, 0].tolist(), 400]
+            for start, stop in pairwise(starts):
+                expected = alone.pop(tuple(sample["input_ids"][start:stop].tolist()), None)
+                if expected is not None:  # what fills the sample up is no row
+                    torch.testing.assert_close(
+                        output.logits[0, start:stop], expected, atol=1e-5, rtol=1e-5
+                    )
+    assert not alone
+    assert float(packed) == pytest.approx(float(total), rel=1e-5)
+
+
+def test_a_model_that_mixes_packed_rows_is_refused():
+    check_packing(tiny(GPT2LMHeadModel, GPT2Config))
+    with pytest.raises(ModelError, match=r"apart\. Give --no-packing"):
+        check_packing(tiny(BloomForCausalLM, BloomConfig))
+
+
+def test_rows_without_packing_are_filled_up(tokenizer):
+    (row,) = encode_rows([{"text": "a wave"}], tokenizer, 9)
+    (sample,) = ChatSamples([row], 9, 7, packs=False, positions=False)
+    rest = 9 - len(row.ids)
+    assert sample["input_ids"].tolist() == row.ids + [7] * rest
+    assert sample["labels"].tolist() == row.labels + [-100] * rest
+    assert sample.keys() == {"input_ids", "labels"}
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        (chats(1)[0], None, "tokenizer has no chat template. Name a file"),
+        (
+            {"messages": [{"role": "user", "content": "sea"}]},
+            PLAIN,
+            "is trained. Give --max-length",
+        ),
+        ({"messages": [{"text": "sea"}]}, MARKED, "is trained"),
+        ({"messages": ["sea"]}, PLAIN, "the chat template does not take this row"),
+        (chats(3)[2], FORGETFUL, "it changes earlier turns; mark {% generation %} in it"),
+        ({"prompt": "a", "completion": 3}, PLAIN, "the completion of this row is no text"),
+        ({"text": ""}, PLAIN, "none of the first 50 tokens of this row is trained"),
+    ],
+)
+def test_rows_that_are_refused(tokenizer, row, template, said):
+    tokenizer.chat_template = template
+    with pytest.raises(DataError) as caught:
+        encode_rows([row], tokenizer, 50)
+    assert said in str(caught.value)
+
+
+def test_columns_tell_the_kind_of_rows(tmp_path):
+    file = tmp_path / "rows.jsonl"
+
+    def load(**row):
+        rows = [{**row, "text": f"{i}", "id": i} for i in range(50)]
+        file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        return load_chats(resolve(str(file)))
+
+    train, validation = load(messages=[{"role": "user", "content": "sea"}])
+    assert train[0] == {"messages": [{"role": "user", "content": "sea"}]}
+    train, validation = load(prompt="a", completion="b")
+    assert train[0] == {"prompt": "a", "completion": "b"}
+    train, validation = load()
+    assert sorted(int(row["text"]) for row in train + validation) == list(range(50))
+    assert 0 < len(validation) < 10
+    file.write_text('{"question": "a", "answer": "b"}\n')
+    with pytest.raises(
+        DataError, match=r"its columns are 'question', 'answer'\. Give rows with mess"
+    ):
+        load_chats(resolve(str(file)))
+
+
+def test_the_default_rows_describe_functions():
+    train, validation = load_chats(resolve(None))
+    assert len(train) > 1000
+    assert validation
+    assert all(row["prompt"].startswith("def ") for row in train)
