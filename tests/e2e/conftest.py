@@ -44,6 +44,17 @@ TINY_BERT = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+TINY_LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+TINY = {"gpt": TINY_GPT, "bert": TINY_BERT, "llama": TINY_LLAMA}
 SMALL = {"sequence_length": 32, "vocab_size": 300, "eval_samples": 16, "log_interval": 1}
 
 
@@ -178,7 +189,7 @@ def small_options(text_folder, tmp_path_factory):
 
     def options(family, output, **changes):
         config = folder / f"{family}.json"
-        config.write_text(json.dumps(TINY_GPT if family == "gpt" else TINY_BERT))
+        config.write_text(json.dumps(TINY[family]))
         values = {
             **SMALL,
             "data": text_folder,

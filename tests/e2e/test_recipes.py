@@ -108,6 +108,70 @@ def test_gpt_pretraining_and_finetuning(
         assert json.dumps(curve, separators=(",", ":")) in html
 
 
+def write_chats(folder):
+    """Forty chats, and a template without markers for the assistant's turns."""
+    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    with (folder / "chats.jsonl").open("w") as file:
+        for number in range(40):
+            asked = {"role": "user", "content": f"number {number}"}
+            said = " ".join(names[int(digit)] for digit in str(number))
+            row = {"messages": [asked, {"role": "assistant", "content": said}]}
+            file.write(json.dumps(row) + "\n")
+    (folder / "template.txt").write_text(
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    return {"data": folder / "chats.jsonl", "chat_template": folder / "template.txt"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "sft"),
+    [
+        ("pipeline", {}),
+        pytest.param("zero", {"no_packing": True}, marks=SLOW),
+        pytest.param("pipemare", {"lora_r": 4}, marks=SLOW),
+        pytest.param("zero", {"lora_r": 4, "merge": True}, marks=SLOW),
+    ],
+)
+def test_llama_pretraining_and_fine_tuning(
+    command, recipe, small_options, recipe_config, tmp_path, engine, sft
+):
+    pretrained, tuned = tmp_path / "pretrained", tmp_path / "tuned"
+    config, options = recipe_config("llama/pretrain", engine), small_options("llama", pretrained)
+    check_screen(command("wavemare", "train", "llama", "--config", config, *options).check().output)
+    losses, results = check_run_folder(pretrained, batch=16)
+    assert results["eval_loss"] < losses[0] - 0.3
+
+    if "lora_r" in sft:
+        pytest.importorskip("peft")
+    config = recipe_config("llama/sft", "zero" if engine == "zero" else "pipeline")
+    values = {
+        "model": pretrained / "model",
+        **write_chats(tmp_path),
+        "sequence_length": 128,
+        "lr": 5e-3,
+        "vocab_size": None,
+        "model_config": None,
+        **sft,
+    }
+    options = small_options("llama", tuned, **values)
+    ended = recipe("llama/sft", "--deepspeed_config", config, *options).check()
+    assert re.search(r"u:number \d+<\|endoftext\|>a:»[a-z ]+<\|endoftext\|>«", ended.output)
+    losses, results = check_run_folder(tuned, batch=16)
+    assert results["eval_loss"] < losses[0] - 0.3
+    evaluated = {m["step"]: m["eval_loss"] for m in read_run(tuned).metrics if "eval_loss" in m}
+    assert results["best step"] == min(evaluated, key=evaluated.get)
+    assert (tuned / "model" / "adapter_config.json").exists() == (sft == {"lora_r": 4})
+    AutoModelForCausalLM.from_pretrained(tuned / "model")
+    assert AutoTokenizer.from_pretrained(tuned / "model").chat_template
+
+    if engine == "zero":
+        words = [*small_options("llama", tuned, **{**values, "max_steps": 22}), "--resume"]
+        ended = recipe("llama/sft", "--deepspeed_config", config, *words).check()
+        assert "resumed after step 20" in ended.output
+        assert read_run(tuned).summary["results"]["best step"] in (10, 20, 22)
+
+
 @pytest.mark.parametrize("engine", BERT_ENGINES)
 def test_bert_pretraining_and_finetuning(recipe, small_options, recipe_config, tmp_path, engine):
     pretrained, finetuned = tmp_path / "pretrained", tmp_path / "finetuned"

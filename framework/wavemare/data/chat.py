@@ -132,8 +132,9 @@ def _encode_chat(
         turns = [{k: v for k, v in turn.items() if v is not None} for turn in row["messages"]]
         if not _GENERATION.search(template):
             return _mask_by_prefix(turns, tokenizer)
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        encoded: Any = tokenizer.apply_chat_template(turns, **options)
+        encoded: Any = tokenizer.apply_chat_template(
+            turns, return_dict=True, return_assistant_tokens_mask=True
+        )
         return encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
     except Exception as error:  # of any kind, which the template decides
         reason = f"the chat template does not take this row ({error})"
