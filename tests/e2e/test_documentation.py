@@ -40,6 +40,7 @@ BERT = {
     "intermediate_size": 32,
     "max_position_embeddings": 64,
 }
+LLAMA = {**BERT, "model_type": "llama", "max_position_embeddings": 512}
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def place(tmp_path, text_folder):
     (tmp_path / "docs" / "results" / "configs").symlink_to(ROOT / "docs" / "results" / "configs")
     (tmp_path / "train.py").write_text("import wavemare; wavemare.init_distributed()")
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    for name, values in (("gpt", GPT), ("bert", BERT)):
+    for name, values in (("gpt", GPT), ("bert", BERT), ("llama", LLAMA)):
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     texts = [file.read_text() for file in sorted(text_folder.iterdir())]
     (tmp_path / "book.txt").write_text("".join(texts))
@@ -135,6 +136,14 @@ def place(tmp_path, text_folder):
     rows = [f"{line}\t{'good' if n % 2 else 'bad'}\t{n % 3}" for n, line in enumerate(lines)]
     for name in ("reviews.tsv", "texts.tsv"):
         (tmp_path / name).write_text("\n".join(["text\tlabel\tstars", *rows]))
+    turns = [
+        {"role": role, "content": line}
+        for role, line in zip(["user", "assistant"] * 200, lines, strict=True)
+    ]
+    chats = [json.dumps({"messages": turns[n : n + 2]}) + "\n" for n in range(0, 400, 2)]
+    (tmp_path / "chats.jsonl").write_text("".join(chats))
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    (tmp_path / "template.txt").write_text(template)
     train_tokenizer(lines, 300, kind="gpt").save_pretrained(tmp_path / "my-tokenizer")
     return tmp_path
 
@@ -187,7 +196,7 @@ OURS = [
 def test_the_options_of_all_commands_are_accepted(launch, place):
     """Each command checks its options and their values, and those of what it starts."""
     # Files that other commands make, of which no more is looked at than that they are there.
-    for run in (place / "runs" / "gpt-pretrain", place / "runs" / "bert-pretrain"):
+    for run in (place / "runs" / f"{name}-pretrain" for name in ("gpt", "bert", "llama")):
         (run / "checkpoints" / "step-000002").mkdir(parents=True)
         (run / "checkpoints" / "latest").write_text("step-000002")
         (run / "model").mkdir()
