@@ -128,7 +128,7 @@ def write_chats(folder):
     ("engine", "sft"),
     [
         ("pipeline", {}),
-        pytest.param("zero", {"no_packing": True}, marks=SLOW),
+        pytest.param("wave", {"no_packing": True}, marks=SLOW),
         pytest.param("pipemare", {"lora_r": 4}, marks=SLOW),
         pytest.param("zero", {"lora_r": 4, "merge": True}, marks=SLOW),
     ],
