@@ -158,7 +158,7 @@ def test_llama_pretraining_and_fine_tuning(
     ended = recipe("llama/sft", "--deepspeed_config", config, *options).check()
     assert re.search(r"u:number \d+<\|endoftext\|>a:»[a-z ]+<\|endoftext\|>«", ended.output)
     losses, results = check_run_folder(tuned, batch=16)
-    assert results["eval_loss"] < losses[0] - 0.3
+    assert results["eval_loss"] < losses[0] - 0.1
     evaluated = {m["step"]: m["eval_loss"] for m in read_run(tuned).metrics if "eval_loss" in m}
     assert results["best step"] == min(evaluated, key=evaluated.get)
     assert (tuned / "model" / "adapter_config.json").exists() == (sft == {"lora_r": 4})
