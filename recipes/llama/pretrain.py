@@ -8,7 +8,8 @@ rate that warms up, stays and decays over the last fifth of the steps::
     wavemare train llama -- --model_config recipes/llama/model_135m.json --vocab_size 49152
 
 Beside it: ``pretrain_pipemare.json``, ``pretrain_pipeline.json``, ``pretrain_zero.json`` and
-``pretrain_wave.json``, all on the same batches.
+``pretrain_wave.json``, all on the same batches; and ``pretrain_experts.json``, which takes
+``--model_config recipes/llama/model_experts.json``.
 """
 
 from __future__ import annotations

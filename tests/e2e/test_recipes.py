@@ -108,6 +108,18 @@ def test_gpt_pretraining_and_finetuning(
         assert json.dumps(curve, separators=(",", ":")) in html
 
 
+@pytest.mark.nightly
+def test_experts_are_pretrained_on_two_ranks(command, small_options, recipe_config, tmp_path):
+    options = small_options("llama", tmp_path / "run")
+    config = recipe_config("llama/pretrain", "experts")
+    shape = json.loads(config.with_name("model_experts.json").read_text())
+    shape |= {"hidden_size": 32, "moe_intermediate_size": 32, "head_dim": 8}
+    Path(options[options.index("--model_config") + 1]).write_text(json.dumps(shape))
+    command("wavemare", "train", "llama", "--config", config, *options).check()
+    losses, results = check_run_folder(tmp_path / "run", batch=16)
+    assert results["eval_loss"] < losses[0] - 0.3
+
+
 def write_chats(folder):
     """Forty chats, and a template without markers for the assistant's turns."""
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
