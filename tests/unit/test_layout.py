@@ -20,8 +20,9 @@ AREAS = ("engine", "pipeline", "comm", "recipes")
 LEVELS = {"recipes": 4, "framework": 3, "engine": 2, "pipeline": 1, "comm": 1, "leaf": 0}
 # Libraries that an area is useful without.
 FORBIDDEN = {"comm": {"deepspeed", "transformers"}, "pipeline": {"deepspeed", "transformers"}}
-# Libraries that nothing needs to declare: CUDA's wheels of torch bring triton, others do without.
-BROUGHT_ALONG = {"triton"}
+# Libraries that no dependency declares: CUDA's wheels of torch bring triton, others do without;
+# peft is an extra.
+BROUGHT_ALONG = {"triton", "peft"}
 
 
 def modules():
