@@ -35,8 +35,8 @@ class PretrainArguments(TextArguments):
     """Options of Llama pretraining."""
 
     output: str = option("runs/llama-pretrain", "run folder")
-    max_steps: int = option(300, "optimizer steps")
-    save_interval: int = option(150, "steps between checkpoints")
+    max_steps: int = option(200, "optimizer steps")
+    save_interval: int = option(100, "steps between checkpoints")
     model_config: str = option(
         str(Path(__file__).with_name("model.json")), "transformers configuration of the model"
     )

@@ -122,8 +122,8 @@ def check_options(args: SftArguments) -> None:
             reason = "rows of fine-tuning are shared equally, and split by their hash"
             raise ConfigError(f"--{name}", getattr(args, name), reason, "Leave it out")
     if args.lora_r is not None and find_spec("peft") is None:
-        reason = "peft is not installed"
-        raise ConfigError("--lora-r", args.lora_r, reason, "Install it: pip install peft")
+        reason, remedy = "peft is not installed", "Install it: pip install 'wavemare[peft]'"
+        raise ConfigError("--lora-r", args.lora_r, reason, remedy)
 
 
 def complete(config: dict[str, Any], *, lora: bool, packs: bool) -> None:
