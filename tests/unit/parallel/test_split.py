@@ -2,6 +2,8 @@
 """What becomes of a model's modules and parameters, and which models are refused."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tensor_models import (
 )
 
 from wavemare.errors import ModelError
+from wavemare.parallel.tensor.load import load_split
 from wavemare.parallel.tensor.partition import merged_state_dict
 from wavemare.parallel.tensor.split import split_model
 
@@ -177,14 +180,19 @@ def adapted(model, name, layer=LowRank):
         (lambda: of_family("llama", {"intermediate_size": 33}), 2, r"mlp\.gate_proj = 33"),
         (lambda: with_style("mla_kv_a_proj"), 2, "the style 'mla_kv_a_proj', for layers.0.mlp.up"),
         (lambda: gpt2().to("meta"), 2, "meta device"),
+        (
+            lambda: transformers.BertForPreTraining(transformers.BertConfig(**BERT)),
+            2,
+            "no logits and loss.*no attribute 'logits'",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_and_left_as_it_was(make, ranks, message, as_rank):
     model = make()
-    before = {name: type(module) for name, module in model.named_modules()}
+    before = {name: (type(own), set(vars(own))) for name, own in model.named_modules()}
     with as_rank(0, ranks) as group, pytest.raises(ModelError, match=message):
         split_model(model, group)
-    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert {name: (type(own), set(vars(own))) for name, own in model.named_modules()} == before
 
 
 def test_a_model_is_split_once_and_what_is_not_split_cannot_be_merged(as_rank):
@@ -204,3 +212,30 @@ def test_a_frozen_weight_stays_frozen_and_evaluation_stays_so(alone):
     assert not model.lm_head.weight.requires_grad
     assert model.transformer.h[0].mlp.c_fc.weight.requires_grad
     assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_whole_weights_are_given_up(name, as_rank):
+    model = build(name)
+    wholes = [weakref.ref(value) for value in model.parameters() if value.ndim > 1]
+    with as_rank(0, 2) as group:
+        split_model(model, group, verify=False)
+    gc.collect()
+    own = {id(value) for value in model.parameters()}  # the routers' stay whole
+    assert not [whole for whole in wholes if whole() is not None and id(whole()) not in own]
+
+
+def test_a_folders_buffers_and_generation_settings_are_read(alone, tmp_path):
+    whole = build("glm4_moe")
+    biases = {name: value for name, value in whole.named_buffers() if "correction" in name}
+    for value in biases.values():
+        value.normal_()
+    whole.generation_config.max_new_tokens = 7
+    whole.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="save_original_format=False"):
+        load_split(tmp_path, alone)
+    whole.save_pretrained(tmp_path, save_original_format=False)
+    model = load_split(tmp_path, alone)
+    assert biases
+    assert all(torch.equal(model.get_buffer(name), value) for name, value in biases.items())
+    assert model.generation_config.max_new_tokens == 7

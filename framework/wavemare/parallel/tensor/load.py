@@ -41,6 +41,8 @@ def load_split(
     with init_empty_weights(include_buffers=False):
         model = kind(config)
     model.tie_weights()
+    if (Path(folder) / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     weights = Weights(model, Path(folder), group, dtype)
     return split_model(model, group, weights=weights, verify=False)
 
@@ -67,6 +69,10 @@ class Weights:
         else:
             with safe_open(folder / "model.safetensors", "pt") as file:
                 self._files = dict.fromkeys(file.keys(), "model.safetensors")
+        buffers = dict(model.named_buffers())
+        for name in buffers.keys() & model.state_dict().keys() & self._files.keys():
+            with safe_open(folder / self._files[name], "pt") as file:
+                buffers[name].copy_(file.get_tensor(name))
         self._names: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in self._files:
@@ -75,7 +81,8 @@ class Weights:
         if missing:
             reason = f"the folder {folder} has no weight of this name"
             remedy = (
-                "Load it with from_pretrained, save it again, or split what from_pretrained gives"
+                "Load it with from_pretrained, and save it again with save_original_format=False, "
+                "or split it"
             )
             raise ModelError("weight", missing[0], reason, remedy)
 

@@ -208,8 +208,11 @@ class _Split:
                     self.set(module, name, bias)
         split_head = VocabParallelHead(weight, bias, share, group)
         self.replace(names[head], head, split_head, model)
-        self._undo.append(functools.partial(setattr, model, "forward", model.forward))
+        forward = vars(model).get("forward")  # a wrapper's; usually there is only the class's
         _compute_loss_over_group(model, split_head, shifts_labels=_shifts_labels(model))
+        self._undo.append(functools.partial(delattr, model, "forward"))
+        if forward is not None:
+            self._undo[-1] = functools.partial(setattr, model, "forward", forward)
 
     def column(self, base: nn.Module, name: str, *, blocks: int = 1, gathers: bool = False) -> None:
         """Split the outputs of a linear layer, or the dimension -2 of a bare parameter."""
@@ -273,16 +276,17 @@ class _Split:
 
     def experts(self, base: nn.Module, name: str) -> None:
         """Let experts whose weights are split read whole tokens and give their sum."""
+        group = self._group  # the hooks stay, and must not keep the whole weights by way of self
 
         def copied(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             floats = (isinstance(v, Tensor) and v.is_floating_point() for v in inputs)
             return tuple(
-                copy_to_group(value, self._group) if real else value
+                copy_to_group(value, group) if real else value
                 for value, real in zip(inputs, floats, strict=True)
             )
 
         def total(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            return reduce_from_group(output, self._group)
+            return reduce_from_group(output, group)
 
         module = base.get_submodule(name)
         self.hook(module.register_forward_pre_hook(copied))
@@ -476,9 +480,9 @@ class _Trial:
             for name, value in model.named_parameters()
             if value.requires_grad and id(value) not in cut
         ]
-        self._expected = self._run()
+        self._expected = self._run("it")
 
-    def _run(self) -> dict[str, Tensor]:
+    def _run(self, what: str) -> dict[str, Tensor]:
         model: Any = self._model
         modes = {module: module.training for module in model.modules()}
         ids = torch.arange(16, device=next(model.parameters()).device).view(2, 8) * 7 + 3
@@ -500,6 +504,11 @@ class _Trial:
                     loss = model(**batch, labels=labels).loss
                 kept = [model.get_parameter(name) for name in self._kept]
                 given = torch.autograd.grad(loss, kept, allow_unused=True) if kept else ()
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+            message = str(error).partition("\n")[0]
+            raise _refusal(
+                model, f"{what} gives no logits and loss of a small batch ({message})"
+            ) from error
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -515,11 +524,7 @@ class _Trial:
         Raises:
             ModelError: It is something else.
         """
-        try:
-            found = self._run()
-        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
-            message = str(error).partition("\n")[0]
-            raise _refusal(self._model, f"its split layers cannot be run ({message})") from error
+        found = self._run("its split form")
         names = list(self._expected)
         differences = torch.tensor([_difference(found[n], self._expected[n]) for n in names])
         differences = differences.to(_device(group))
