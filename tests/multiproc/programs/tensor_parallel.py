@@ -216,6 +216,11 @@ def loaded(names):
     """Whether what each rank reads from files is what it gets of a whole model."""
     result = {}
     for name in names:
+        # The proof is as exact in 16 bits, and changes none of them.
+        half = build(name).bfloat16()
+        before = {key: value.clone() for key, value in half.state_dict().items()}
+        merged = merged_state_dict(split_model(half, dist.group.WORLD))
+        assert merged is None or all(torch.equal(merged[key], before[key]) for key in before)
         whole = build(name)
         folder = f"{sys.argv[1]}/{name}"
         if dist.get_rank() == 0:
