@@ -22,7 +22,7 @@ from wavemare.engine.checkpoint.manifest import (
     resolve_tag,
     verify_contents,
 )
-from wavemare.engine.config.resolve import check_config
+from wavemare.engine.config.resolve import WavemareConfig, check_config
 from wavemare.engine.config.sections import CheckpointConfig
 from wavemare.errors import CheckpointError, ConfigError
 
@@ -106,6 +106,7 @@ def check_topology(monkeypatch, folder, saved, current):
         mp_world_size=current["model"] * current["pipe"],
         zero_optimization_stage=lambda: current["zero_stage"],
         layout=None,
+        settings=WavemareConfig.of({}),
     )
     monkeypatch.setattr(checkpoint_checks.dist, "get_world_size", lambda: current["world_size"])
     check_checkpoint_fits(folder, {"topology": saved}, engine, whole=True)
