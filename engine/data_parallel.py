@@ -88,8 +88,11 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         rank = self._expert_grid.get_model_parallel_rank()
         return str(super()._get_ckpt_name(path, tag, mp_placeholder=f"{rank:02d}"))
 
-    def keeping_whole_states(self) -> AbstractContextManager[None]:
-        """Return the context in which DeepSpeed saves one file of a rank's experts, not of each."""
+    def without_expert_files(self) -> AbstractContextManager[None]:
+        """Return the context in which DeepSpeed saves and loads a model as one without experts.
+
+        It would look for experts of its own class, to write a file of each.
+        """
         return replaced(self, {} if self._expert_grid is None else {"has_moe_layers": False})
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:

@@ -118,7 +118,7 @@ class CheckpointMixin(DeepSpeedEngine):
         self._checkpoint_tag_validation(tag)  # of the ranks' own tags, not of a shared name
         state = {**_universal_information(self), **client_state}
         if self.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
-            with self.keeping_whole_states():
+            with self.without_expert_files():
                 return super().save_checkpoint(
                     save_dir, tag, state, save_latest, exclude_frozen_parameters
                 )
@@ -133,7 +133,7 @@ class CheckpointMixin(DeepSpeedEngine):
         owner = _owns_folder(self)
         if owner:
             files.attempt(str(folder), lambda: _tidy(folder, (folder / tag).parent))
-        with self._writes_to(files), self.keeping_whole_states():
+        with self._writes_to(files), self.without_expert_files():
             super().save_checkpoint(save_dir, partial, state, False, exclude_frozen_parameters)
         own = {**random_state(), "engine": self.extra_state(), "shapes": shapes(self)}
         files.take(own, str(folder / partial / _rank_file(self.global_rank)))
@@ -215,7 +215,7 @@ class CheckpointMixin(DeepSpeedEngine):
             folder = Path(load_dir) / tag
             agree(folder, lambda: check_optimizer(folder, self))
         reading = self._reading_states_as_saved()
-        with reading, self.keeping_whole_states(), safe_loading(load_dir):
+        with reading, self.without_expert_files(), safe_loading(load_dir):
             result = super().load_checkpoint(
                 load_dir,
                 tag,
@@ -239,8 +239,8 @@ class CheckpointMixin(DeepSpeedEngine):
                 del result[1][key]
         return result
 
-    def keeping_whole_states(self) -> AbstractContextManager[None]:
-        """Return the context in which DeepSpeed saves and loads."""
+    def without_expert_files(self) -> AbstractContextManager[None]:
+        """Return the context in which DeepSpeed saves and loads a model as one without experts."""
         return nullcontext()
 
     def _reading_states_as_saved(self) -> AbstractContextManager[None]:

@@ -65,11 +65,10 @@ def initialize(
 
     With ``"wavemare": {"pipeline": {"stages": N}}`` and N > 1 a transformers model becomes a
     pipeline of N stages; optimizer and parameter groups made for the whole model are reduced to
-    the parameters of this rank's stage. With ``"tensor_parallel": {"size": N}`` it is
-    split over every N consecutive ranks, in place; with both, each stage is split so. With
-    ``"expert_parallel": {"size": N}`` every N consecutive ranks share the experts. A model with
-    annotations (`wavemare.annotate`, `wavemare.stage`, ...) is laid out by these in their place.
-    The engines of a process share the watchdog of the first one.
+    the parameters of this rank's stage. With ``"tensor_parallel": {"size": N}`` it, or each stage,
+    is split over every N consecutive ranks, in place; with ``"expert_parallel": {"size": N}`` these
+    share the experts. A model with annotations (`wavemare.annotate`, `wavemare.stage`, ...) is laid
+    out by these in their place. The engines of a process share the watchdog of the first one.
 
     Args:
         args: Namespace with ``deepspeed_config`` (and ``local_rank``), or None with ``config``.

@@ -47,11 +47,10 @@ def test_two_ranks_compute_loss_and_gradients_of_the_whole_model(launch_once):
 
 
 @pytest.mark.world_size(2)
-def test_families_split_by_the_plan_of_their_class(launch_once):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_split_by_the_plan_of_their_class(launch_once, name):
     results = launch_once("tensor_parallel.py", json.dumps({"equal": FAMILIES}))
-    for name in FAMILIES:
-        print(name)
-        check_equality([result["equal"][name] for result in results])
+    check_equality([result["equal"][name] for result in results])
 
 
 @pytest.mark.world_size(2)

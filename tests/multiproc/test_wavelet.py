@@ -41,10 +41,6 @@ MORE = {
     "untied bert, ZeRO 3": {"model": "bert", "zero": 3, "untied": True},
     "bf16, ZeRO 0": {"model": "bert", "zero": 0, "config": BF16},
     "split bert, ZeRO 2": {"model": "bert", "zero": 2, "wavemare": SPLIT},
-    **{
-        f"split {name}, ZeRO 0": {"model": name, "zero": 0, "wavemare": SPLIT}
-        for name in ("qwen2", "qwen3", "mistral", "phi3", "olmo2", "gpt_neox", "mixtral", "opt")
-    },
     "split, auto": {
         "model": "gpt",
         "zero": 0,
@@ -53,6 +49,13 @@ MORE = {
         "steps": 6,
     },
 }
+
+
+FAMILIES = [
+    *("smollm3", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "olmo3", "gpt_neox", "starcoder2"),
+    *("phi", "glm4", "mixtral", "qwen2_moe", "glm4_moe", "olmoe", "gemma", "gemma2"),
+    *("gemma3_text", "granite", "cohere", "roberta", "opt"),
+]
 
 
 @pytest.fixture
@@ -104,6 +107,15 @@ def test_more_settings_equal_accumulation_bitwise(launch_once):
     for each in launch_once("wavelet.py", json.dumps(MORE)):
         for result in each.values():
             check(result)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FAMILIES)
+def test_waves_of_split_families_equal_accumulation_bitwise(launch_once, name):
+    cases = {each: {"model": each, "zero": 0, "wavemare": SPLIT, "steps": 2} for each in FAMILIES}
+    for result in launch_once("wavelet.py", json.dumps(cases)):
+        check(result[name])
+        assert result[name]["paired"]
 
 
 @pytest.mark.nightly

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -23,6 +22,7 @@ from wavemare.parallel.tensor.partition import (
     gather_weights,
     is_split,
     merged_state_dict,
+    without_zero3,
 )
 
 
@@ -192,10 +192,8 @@ def _gathered(model: Any, names: set[str] | None) -> dict[str, Tensor] | None:
 def _gathered_tensor(tensor: Tensor, main: bool) -> Tensor:
     if "expert_group" in vars(tensor):
         return whole_experts(tensor)
-    if not hasattr(tensor, "ds_id"):
-        return tensor.detach()
-    with deepspeed.zero.GatheredParameters([tensor]):
-        return tensor.detach().cpu().clone() if main else tensor.new_empty(0)
+    whole = without_zero3(tensor)
+    return whole.cpu() if main else tensor.new_empty(0)
 
 
 def _write(saver: Any, state: dict[str, Tensor], target: Path, tokenizer: Any) -> None:

@@ -239,3 +239,10 @@ def test_a_folders_buffers_and_generation_settings_are_read(alone, tmp_path):
     assert biases
     assert all(torch.equal(model.get_buffer(name), value) for name, value in biases.items())
     assert model.generation_config.max_new_tokens == 7
+
+
+def test_a_folder_without_weights_is_refused(alone, tmp_path):
+    whole = gpt2()
+    whole.config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
+        load_split(tmp_path, alone)

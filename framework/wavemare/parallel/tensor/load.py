@@ -20,6 +20,8 @@ from wavemare.parallel.tensor.partition import Partition
 from wavemare.parallel.tensor.split import split_model
 from wavemare.parallel.tensor.vocabulary import VocabularyShare
 
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
 
 def load_split(
     folder: str | os.PathLike[str], group: Any, *, dtype: torch.dtype | None = None
@@ -34,8 +36,12 @@ def load_split(
         dtype: Of the weights; the folder's if omitted.
 
     Raises:
-        ModelError: The class cannot be split, or the folder lacks a weight.
+        ModelError: The class cannot be split, or the folder lacks files or a weight.
     """
+    files = {path.name for path in Path(folder).glob("*") if path.is_file()}
+    if "config.json" not in files or not files & {_WEIGHTS, _INDEX}:
+        reason = f"it has no config.json, or neither {_WEIGHTS} nor {_INDEX}"
+        raise ModelError("folder", str(folder), reason, "Give one that save_pretrained has written")
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = getattr(transformers, config.architectures[0])
     with init_empty_weights(include_buffers=False):
@@ -63,12 +69,12 @@ class Weights:
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._folder = folder
         self._dtype = dtype
-        index = folder / "model.safetensors.index.json"
+        index = folder / _INDEX
         if index.exists():
             self._files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         else:
-            with safe_open(folder / "model.safetensors", "pt") as file:
-                self._files = dict.fromkeys(file.keys(), "model.safetensors")
+            with safe_open(folder / _WEIGHTS, "pt") as file:
+                self._files = dict.fromkeys(file.keys(), _WEIGHTS)
         buffers = dict(model.named_buffers())
         for name in buffers.keys() & model.state_dict().keys() & self._files.keys():
             with safe_open(folder / self._files[name], "pt") as file:

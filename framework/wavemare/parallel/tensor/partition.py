@@ -129,7 +129,7 @@ def gather_weights(state: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]
         if id(part) in merged:
             continue
         partition = partition_of(part)
-        own = _without_zero3(part)
+        own = without_zero3(part)
         parts = [own] if partition is None else _gather(own, group)
         if dist.get_rank(group):
             merged[id(part)] = part
@@ -159,7 +159,7 @@ def split_embedding(model: nn.Module) -> VocabParallelEmbedding:
     )
 
 
-def _without_zero3(part: Tensor) -> Tensor:
+def without_zero3(part: Tensor) -> Tensor:
     """Return a tensor as it is without ZeRO-3, which spreads it over the data ranks."""
     if not hasattr(part, "ds_id"):
         return part.detach()

@@ -65,7 +65,7 @@ def split_model(
             in a ``PeftModel`` of LoRA.
         group: The ranks, all of which call this.
         verify: Whether logits, loss and gradients of whole weights are compared with the model's
-            own, on a small batch.
+            own, on a small batch. A 16-bit model is in fp32 meanwhile.
         weights: Where the weights of a model on the meta device come from; see `load_split`.
 
     Returns:
@@ -119,7 +119,9 @@ class _Split:
     def _known(self, name: str, style: str) -> tuple[str, Callable[[_Split, nn.Module, str], None]]:
         """Return a layer's name and what its style does; refuse what is not known."""
         if style not in _STYLES:
-            raise _refusal(self._model, f"its plan has the style {style!r}, for {name}")
+            raise _refusal(
+                self._model, f"the style {style!r} of its plan, for {name}, is not known"
+            )
         layer = _found(self._model.base_model, name)
         if style in _LINEAR and is_lora(layer):
             if "colwise" in style and any(
@@ -224,6 +226,7 @@ class _Split:
         if parent not in self._copies:
             self._copies[parent] = InputCopies(parent, self._group)
             self.hook(self._copies[parent].handle)
+            # Feed-forward modules have neither heads nor dropout before their sum.
             if "att" in name.rpartition(".")[0] and not gathers:
                 self._split_attention(parent)
         copies: InputCopies | None = self._copies[parent]
@@ -417,7 +420,7 @@ def _refusal(model: Any, reason: str) -> ModelError:
     return ModelError(
         "model",
         type(model).__name__,
-        f"{reason}, which wavemare.tensor_parallel does not know to split",
+        f"wavemare.tensor_parallel cannot split it: {reason}",
         "Use ZeRO, or pipeline stages",
     )
 
@@ -480,7 +483,7 @@ class _Trial:
             for name, value in model.named_parameters()
             if value.requires_grad and id(value) not in cut
         ]
-        self._expected = self._run("it")
+        self._expected = self._run("the model")
 
     def _run(self, what: str) -> dict[str, Tensor]:
         model: Any = self._model
@@ -515,7 +518,7 @@ class _Trial:
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
             message = str(error).partition("\n")[0]
             raise _refusal(
-                model, f"{what} gives no logits and loss of a small batch ({message})"
+                model, f"{what} gave no logits and loss for a small batch ({message})"
             ) from error
         finally:
             for tensor, dtype in half.items():
@@ -534,7 +537,7 @@ class _Trial:
         Raises:
             ModelError: It is something else.
         """
-        found = self._run("its split form")
+        found = self._run("the split model")
         names = list(self._expected)
         # A gradient that is zero but for rounding is measured by the others.
         sizes = [float(self._expected[name].abs().max()) for name in names]
@@ -552,7 +555,7 @@ class _Trial:
             raise _refusal(
                 self._model,
                 f"{names[worst]} of the split model differs by {differences[worst]:.1e} of the "
-                "largest element: it does more than the plan of its class says",
+                "largest element, so the plan of its class leaves something out",
             )
 
 
