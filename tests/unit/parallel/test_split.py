@@ -178,7 +178,7 @@ def adapted(model, name, layer=LowRank):
         (lambda: of_family("qwen3_next", {}), 2, "layers of kind 'linear_attention'"),
         (lambda: of_family("llama", {"num_key_value_heads": 1}), 2, "num_key_value_heads = 1.*: 1"),
         (lambda: of_family("llama", {"intermediate_size": 33}), 2, r"mlp\.gate_proj = 33"),
-        (lambda: with_style("mla_kv_a_proj"), 2, "'mla_kv_a_proj' of its plan, for layers.0.mlp.up"),
+        (lambda: with_style("mla_kv_a_proj"), 2, "'mla_kv_a_proj' of its plan, for layers.0"),
         (lambda: gpt2().to("meta"), 2, "meta device"),
         (
             lambda: transformers.BertForPreTraining(transformers.BertConfig(**BERT)),
