@@ -180,7 +180,7 @@ class SplitBackward:
                 "a backward pass of a split step runs outside of I",
                 "Run it in input_pass, or do not differentiate inside the model",
             )
-        products = self._queues[self._micro_batch].setdefault(layer, [])
+        products = self._queues.setdefault(self._micro_batch, {}).setdefault(layer, [])
         products.append((inputs, grads, (inputs._version, grads._version)))
 
 

@@ -75,6 +75,7 @@ class PassRunner:
     Attributes:
         recorder: None if nobody wants to know.
         collectives: How many passes have waited for.
+        while_waiting: Called in a pass that has started a collective, before the other one runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,6 +84,7 @@ class PassRunner:
         self._thread = ThreadPoolExecutor(1, "wavemare-backward")
         self.recorder: Recorder | None = None
         self.collectives = 0
+        self.while_waiting: Callable[[], None] | None = None
 
     def alone(self, only: Pass) -> Any:
         """Run a pass; return what its work returns."""
@@ -172,6 +174,8 @@ class _Turns:
                 self.other.turn.release()
 
     def wait(self, work: Work) -> None:
+        if self._runner.while_waiting is not None:
+            self._runner.while_waiting()
         self._end(self._part)
         self._runner.collectives += 1
         try:

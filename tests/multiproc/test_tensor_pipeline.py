@@ -64,3 +64,19 @@ def test_pairs_of_passes_train_to_the_same_bits(launch_once):
         # Both stages have whole blocks; of 4 micro-batches at least one pair is formed.
         for name in ("gpt2-101", "bert-cls"):
             assert result[name][1]["hidden"] > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.world_size(8)
+def test_replicas_of_split_asynchronous_stages_reduce_sparse_gradients(launch_once):
+    results = launch_once("tensor_pipeline.py", "composed", "gpt2-untied", ranks=8)
+    for result in results:
+        dense, sparse, nested = result.values()
+        assert len(set(dense["losses"])) == 10
+        assert dense["grid"][0] == 2
+        for case in (sparse, nested):
+            for key in ("losses", "digest", "grid"):
+                assert case[key] == dense[key], key
+            # The first stage has the embedding; both have passes in pairs.
+            assert case["grid"][1] or 0 < case["bytes"] < dense["bytes"]
+            assert case["hidden"] > 0

@@ -221,7 +221,39 @@ def counting():
         yield found
 
 
-PARTS = {"synchronous": synchronous, "asynchronous": asynchronous, "saved": saved, "pairs": pairs}
+def composed(names):
+    """Replicas of split asynchronous stages, passes in pairs: sparse sums beside dense ones.
+
+    The last case is laid out by nested annotations in place of keys.
+    """
+    pushpull = {"mode": "pushpull", "bucket_bytes": 20_000}
+    schedule = {"schedule": "pipemare", "pipemare": {"slack": 1}, "overlap_forward_backward": True}
+    keys = {"pipeline": {"stages": 2, **schedule}, "tensor_parallel": {"size": 2}}
+    nested = {"pipeline": schedule, "parallel": {"stages": 2, "split": 2, "replica": 2}}
+    result = {}
+    for name in names:
+        for case, section in {
+            "ordered dense": {**keys, "sparse_collective": {"mode": "ordered"}},
+            "sparse": {**keys, "sparse_collective": pushpull},
+            "nested": {**nested, "sparse_collective": pushpull},
+        }.items():
+            engine = start(name, {}, wavemare=section)
+            own = itertools.islice(batches(name), engine.data_rank, None, engine.data_world_size)
+            # Few words: most rows of the embedding have no gradient.
+            data = ({k: v % 20 if k == "input_ids" else v for k, v in b.items()} for b in own)
+            with counting() as found:
+                losses = [float(engine.train_batch(data)) for _ in range(10)]
+            result[f"{name} {case}"] = {
+                "losses": losses,
+                "digest": weights_digest(engine),
+                "grid": [engine.data_world_size, engine.stage_id],
+                "bytes": engine.step_metrics()["sparse_payload_bytes"],
+                **found,
+            }
+    return result
+
+
+PARTS = {part.__name__: part for part in (synchronous, asynchronous, saved, pairs, composed)}
 
 if __name__ == "__main__":
     init_distributed()

@@ -55,6 +55,7 @@ REFUSED = {
         ({"batch": 3}, "--batch", "even"),
         ({"heads": 3, "hidden": 6}, "--heads", "multiple of --ranks"),
         ({"parallel": "expert"}, "--parallel", "'experts'"),
+        ({"parallel": "experts", "llama": True}, "--llama", "no experts"),
     ],
     PlannerRequest: [
         ({"parts": ()}, "--parts", "shares"),

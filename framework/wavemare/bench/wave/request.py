@@ -20,8 +20,8 @@ _MIB = 2**20
 class WaveRequest(GptRequest):
     """Measure gradient accumulation, two waves in phase, Domino's halves, and tick-tock.
 
-    A GPT-2 is split by tensors over the ranks, or the experts of a Mixtral are divided. Tick-tock
-    hides their collectives behind the other wave. Ratios are to accumulation.
+    A GPT-2 or a Llama is split by tensors over the ranks, or a Mixtral's experts are divided.
+    Tick-tock hides their collectives behind the other wave. Ratios are to accumulation.
 
     For example: wavemare bench wave --exposed 25 --json result.json
     """
@@ -44,6 +44,9 @@ class WaveRequest(GptRequest):
 
     parallel: Literal["tensor", "experts"] = "tensor"
     """What the ranks share: every layer, or two experts each, of which two serve a token."""
+
+    llama: bool = False
+    """Split a Llama, with a head of its own, in place of a GPT-2."""
 
     micro_batches: Annotated[int, Field(ge=2)] = 8
     """Per optimizer step."""
@@ -75,6 +78,9 @@ class WaveRequest(GptRequest):
         if self.batch % 2:
             reason = "domino halves micro-batches"
             raise ConfigError("--batch", self.batch, reason, "Give an even number")
+        if self.llama and self.parallel == "experts":
+            reason = "a Llama has no experts"
+            raise ConfigError("--llama", True, reason, "Leave it out")
         if self.parallel == "tensor" and self.heads % self.ranks:
             reason = f"{self.ranks} ranks cannot share them equally"
             raise ConfigError("--heads", self.heads, reason, "Give a multiple of --ranks")

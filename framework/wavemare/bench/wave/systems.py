@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from wavemare.bench.ranks import SEED, bench_device, build_gpt
 from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, TICK_TOCK, WaveRequest
+from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.engine.waves.passes import Pass, PassRunner
 from wavemare.errors import CommError
 from wavemare.parallel.experts import split_experts
@@ -43,18 +44,19 @@ class Systems:
     def __init__(self, request: WaveRequest) -> None:
         self.device = bench_device()
         experts = request.parallel == "experts"
-        model = _build_moe(request) if experts else build_gpt(request, ties=True)
+        model = _build(request) if experts or request.llama else build_gpt(request, ties=True)
         split = split_experts if experts else split_model
         self.model = split(model.to(self.device), dist.group.WORLD)
         self.sums_per_micro_batch = 4 * request.layers + (0 if experts else 2)
         self._runner = PassRunner(self.device)
+        self._splitter = SplitBackward(self.model)
         self._saved_tensors: Callable[[], AbstractContextManager[Any]] = nullcontext
         whole = _build_batches(request, self.device)
         halves = [_batch(part) for batch in whole for part in batch["input_ids"].chunk(2)]
         self._steps = {
             BASELINE: partial(self._accumulation, whole),
             IN_PHASE: partial(self._in_phase, whole),
-            DOMINO: partial(self._in_phase, halves),
+            DOMINO: partial(self._domino, halves),
             TICK_TOCK: partial(self._tick_tock, whole),
             HALVES: partial(self._accumulation, halves),
         }
@@ -92,6 +94,25 @@ class Systems:
             pair = number, number + 1
             losses = self._runner.pair(*(self._forward(batches, each) for each in pair))
             self._runner.pair(*map(self._backward, pair, losses))
+
+    def _domino(self, halves: list[_Batch]) -> None:
+        """Run pairs of halves; a layer sums its input's gradient, then computes its weight's."""
+
+        def compute_weight_gradients() -> None:
+            if "pair" in self._splitter.kept_bytes:
+                self._splitter.backward_weight("pair")
+
+        self._runner.while_waiting = compute_weight_gradients
+        try:
+            with self._splitter.step():
+                for number in range(0, len(halves), 2):
+                    pair = number, number + 1
+                    losses = self._runner.pair(*(self._forward(halves, each) for each in pair))
+                    with self._splitter.input_pass("pair"):
+                        self._runner.pair(*map(self._backward, pair, losses))
+                    compute_weight_gradients()
+        finally:
+            self._runner.while_waiting = None
 
     def _tick_tock(self, batches: list[_Batch]) -> None:
         loss = self._runner.alone(self._forward(batches, 0))
@@ -138,23 +159,24 @@ def check_gradients(name: str, own: list[Tensor], expected: list[Tensor]) -> boo
     return equal
 
 
-def _build_moe(request: WaveRequest) -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM, set_seed
+def _build(request: WaveRequest) -> Any:
+    """Return a Llama, or a Mixtral with two experts for each rank."""
+    import transformers
 
-    set_seed(SEED)
-    return MixtralForCausalLM(
-        MixtralConfig(
-            num_hidden_layers=request.layers,
-            hidden_size=request.hidden,
-            intermediate_size=request.hidden,
-            num_attention_heads=request.heads,
-            num_key_value_heads=request.heads,
-            num_local_experts=2 * request.ranks,
-            num_experts_per_tok=2,
-            vocab_size=request.vocabulary,
-            max_position_embeddings=request.sequence,
-        )
+    experts = {"num_local_experts": 2 * request.ranks, "num_experts_per_tok": 2}
+    transformers.set_seed(SEED)
+    config = transformers.AutoConfig.for_model(
+        "llama" if request.llama else "mixtral",
+        num_hidden_layers=request.layers,
+        hidden_size=request.hidden,
+        intermediate_size=request.hidden * (3 if request.llama else 1),
+        num_attention_heads=request.heads,
+        num_key_value_heads=request.heads,
+        vocab_size=request.vocabulary,
+        max_position_embeddings=request.sequence,
+        **({} if request.llama else experts),
     )
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def _build_batches(request: WaveRequest, device: torch.device) -> list[_Batch]:
