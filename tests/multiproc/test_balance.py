@@ -55,6 +55,15 @@ REFUSED = {
     "waves": ({"balance": {"shares": [5, 3]}, "wavelet": {"mode": "sync"}}, "alike on all ranks"),
 }
 
+
+def staged(schedule, **sections):
+    """A pipeline's replicas, of which one takes more tokens."""
+    pipeline = {"stages": 2, "schedule": schedule, **sections.pop("pipeline", {})}
+    balance = {"shares": [6, 2], "mean": "tokens"}
+    sections = {"balance": balance, "pipeline": pipeline, **sections}
+    return {"model": "masked gpt", "shares": [6, 2], "accumulation": 2, "wavemare": sections}
+
+
 PIPES = {
     "1f1b": {
         "model": "gpt",
@@ -62,11 +71,17 @@ PIPES = {
         "accumulation": 3,
         "wavemare": {"balance": {"shares": [5, 3]}, "pipeline": {"stages": 2}},
     },
-    "1f1b, tokens": {
-        "model": "masked gpt",
-        "shares": [6, 2],
-        "accumulation": 2,
-        "wavemare": {"balance": {"shares": [6, 2], "mean": "tokens"}, "pipeline": {"stages": 2}},
+    "1f1b, tokens": staged("1f1b", sparse_collective={"mode": "pushpull"}),
+    "zb-h1": staged("zb-h1"),
+    "zbv": staged("zbv"),
+    # Synchronous steps: no staleness.
+    "pipemare": {
+        **staged("pipemare", pipeline={"pipemare": {"warmup_steps": 9}}),
+        "model": "untied gpt",
+    },
+    "split": {
+        **staged("1f1b"),
+        "wavemare": {"balance": TOKENS["wavemare"]["balance"], "tensor_parallel": {"size": 2}},
     },
 }
 
