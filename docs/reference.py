@@ -3,13 +3,15 @@
 
 ``make reference`` replaces the text between ``<!-- generated: KIND of NAME -->`` and
 ``<!-- end -->``; the rest of the pages is written by hand. ``keys of`` a section, or of
-``wavemare`` for the list of sections; ``calls of``, ``duels of``, ``schedules of``, ``steps of``
-result files that match NAME. A test compares the pages with what this file would write.
+``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``calls of``,
+``duels of``, ``schedules of``, ``steps of`` result files that match NAME. A test compares the
+pages with what this file would write.
 """
 
 import inspect
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from pydantic import BaseModel
 
 from wavemare.engine.config.resolve import WavemareConfig
 
+TESTS = Path(__file__).parent.parent / "tests" / "unit" / "engine"
 RESULTS = Path(__file__).with_name("results")
 PAGES = (
     Path(__file__).with_name("configuration.md"),
@@ -38,8 +41,21 @@ _BOUNDS = {
 
 def page(text: str) -> str:
     """Return the page with its tables written anew."""
-    kinds = {"keys": table, "calls": calls, "duels": duels, "schedules": schedules, "steps": steps}
+    kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
+    kinds |= {"schedules": schedules, "steps": steps}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
+
+
+def pairs(name: str) -> str:
+    """Return a row for each feature; a cell says whether a test trains it with another one."""
+    data = tomllib.loads((TESTS / name).read_text())
+    features = list(data["features"])
+    rows = []
+    for number, first in enumerate(features):
+        known = [f"{other}, {first}" for other in features[:number]]
+        known += ["", *(f"{first}, {other}" for other in features[number + 1 :])]
+        rows.append([first, *("yes" if pair in data["works"] else "" for pair in known)])
+    return _markdown([["", *features], ["---"] * (len(features) + 1), *rows])
 
 
 def duels(pattern: str) -> str:

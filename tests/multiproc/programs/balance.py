@@ -47,6 +47,7 @@ def compare(case, samples, build):
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": case.get("clipping", 0.0),
         "steps_per_print": None,
+        "bf16": {"enabled": case.get("bf16", False)},
         "wavemare": sections,
     }
     total = micro * steps * replicas
