@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the tables that are generated: keys of the configuration, and results of bench sparse.
+"""Write the tables that are generated: keys of the configuration, results, and families.
 
 ``make reference`` replaces the text between ``<!-- generated: KIND of NAME -->`` and
 ``<!-- end -->``; the rest of the pages is written by hand. ``keys of`` a section, or of
 ``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``calls of``,
-``duels of``, ``schedules of``, ``steps of`` result files that match NAME. A test compares the
-pages with what this file would write.
+``duels of``, ``schedules of``, ``steps of`` result files that match NAME; ``families of`` a file of
+tests. A test compares the pages with what this file would write.
 """
 
 import inspect
 import json
 import re
+import runpy
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ TESTS = Path(__file__).parent.parent / "tests" / "unit" / "engine"
 RESULTS = Path(__file__).with_name("results")
 PAGES = (
     Path(__file__).with_name("configuration.md"),
+    Path(__file__).with_name("models.md"),
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
 )
@@ -42,7 +44,7 @@ _BOUNDS = {
 def page(text: str) -> str:
     """Return the page with its tables written anew."""
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
-    kinds |= {"schedules": schedules, "steps": steps}
+    kinds |= {"schedules": schedules, "steps": steps, "families": families}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -56,6 +58,12 @@ def pairs(name: str) -> str:
         known += ["", *(f"{first}, {other}" for other in features[number + 1 :])]
         rows.append([first, *("yes" if pair in data["works"] else "" for pair in known)])
     return _markdown([["", *features], ["---"] * (len(features) + 1), *rows])
+
+
+def families(name: str) -> str:
+    """Return the table of models that tests build."""
+    rows = runpy.run_path(str(TESTS / name))["ROWS"]
+    return _markdown([["model", "pipeline", "tensor parallelism, waves"], ["---"] * 3, *rows])
 
 
 def duels(pattern: str) -> str:

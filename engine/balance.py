@@ -103,13 +103,13 @@ class Balance(Feature):
         )
 
     def _weighted_by_tokens(self, loss: Tensor, labels: Tensor, shifts: bool) -> Tensor:
-        own = _count(labels, shifts)
+        own = count_labels(labels, shifts)
         total = own.clone()
         dist.all_reduce(total, group=self._group)
         return _zero_without_tokens(loss, own) * (own * self._ranks / total.clamp(min=1))
 
 
-def _count(labels: Tensor, shifts: bool) -> Tensor:
+def count_labels(labels: Tensor, shifts: bool) -> Tensor:
     """Return the number of labels that count; () float32."""
     counted = labels[..., 1:] if shifts else labels
     return (counted != _IGNORED).sum().to(torch.float32)
@@ -143,7 +143,7 @@ class WeightedLoss:
         """Return the loss without its weight, for a pass that the other ranks do not make."""
         loss: Tensor = getattr(self._loss_fn, "alone", self._loss_fn)(outputs, labels)
         if self._balance.counts_tokens:
-            return _zero_without_tokens(loss, _count(labels, self._shifts))
+            return _zero_without_tokens(loss, count_labels(labels, self._shifts))
         return loss
 
 

@@ -181,7 +181,7 @@ class EngineMixin(CheckpointMixin):
     @property
     def data_world_size(self) -> int:
         """How many processes train the same weights on other data."""
-        return int(self.dp_world_size)
+        return int(self.dp_world_size or self.seq_dp_world_size)  # ranks may share sequences
 
     @property
     def step_lead(self) -> int:

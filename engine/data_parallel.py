@@ -15,6 +15,7 @@ from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.utils import groups
 
+from wavemare.engine.balance import count_labels
 from wavemare.engine.base import EngineMixin
 from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.observe.progress import PROGRESS
@@ -207,7 +208,22 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
 
     def _run(self, batch: Any) -> Any:
         args, kwargs = _as_arguments(to_device(batch, self.device))
+        if self.mpu is not None and self.sequence_parallel_size > 1:
+            kwargs = self._part_of_sequence(kwargs)
         return self(*args, **kwargs)
+
+    def _part_of_sequence(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch whose losses, averaged over ranks, are the mean over trained tokens."""
+        labels = batch.get("shift_labels")
+        if labels is None:
+            reason = "ranks share a sequence, and the next token may be another rank's"
+            remedy = "Wrap the loader in DeepSpeed's UlyssesSPDataLoaderAdapter"
+            raise DataError("shift_labels", None, reason, remedy)
+        labels = labels.contiguous()  # on a CPU the adapter gives slices, which losses view flat
+        trained = count_labels(labels, shifts=False)
+        dist.all_reduce(trained, group=self.seq_parallel_group)
+        items = trained / self.sequence_parallel_size
+        return {"labels": labels, "num_items_in_batch": items, **batch, "shift_labels": labels}
 
     def _loss_in_waves(self, batch: Any, call: Callable[..., Any]) -> torch.Tensor:
         args, kwargs = _as_arguments(to_device(batch, self.device))
@@ -216,8 +232,8 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
 
     def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
         mean = torch.stack(losses).float().sum() / len(losses)
-        dist.all_reduce(mean, group=self.data_parallel_group)
-        return mean / self.dp_world_size
+        dist.all_reduce(mean, group=self.seq_data_parallel_group)
+        return mean / self.seq_dp_world_size
 
 
 class _ExpertGrid:

@@ -459,6 +459,32 @@ def _health(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     )
 
 
+def check_sequence_parallel(config: Mapping[str, Any], ours: WavemareConfig, stages: int) -> None:
+    """Refuse what does not go with ranks that share sequences by DeepSpeed's Ulysses.
+
+    Raises:
+        ConfigError: Naming the key.
+    """
+    zero = zero_section(config).get("stage", 0)
+    if zero != ZERO_WEIGHTS:
+        reason = (
+            "without ZeRO 3 DeepSpeed divides the gradients by too few ranks: they are as many "
+            "times too large as ranks share a sequence"
+        )
+        raise ConfigError("zero_optimization.stage", zero, reason, "Use 3, or leave out mpu")
+    for key, value, usual in (
+        ("pipeline.stages", stages, 1),
+        ("tensor_parallel.size", ours.tensor_parallel.size, 1),
+        ("expert_parallel.size", ours.expert_parallel.size, 1),
+        ("wavelet.mode", ours.wavelet.mode, "off"),
+        ("balance", ours.balance.model_dump(exclude_defaults=True), {}),
+        ("sparse_collective.mode", ours.sparse_collective.mode, "off"),
+    ):
+        if value != usual:
+            reason = "it does not go with an mpu whose ranks share sequences"
+            raise ConfigError(f"{SECTION}.{key}", value, reason, "Leave out one of the two")
+
+
 def check_shares(balance: BalanceConfig, sizes: Mapping[str, int], data_ranks: int) -> None:
     """Check the numbers against the batch sizes.
 

@@ -13,6 +13,7 @@ from deepspeed.utils import groups
 
 from wavemare import engine
 from wavemare.engine import build_engine
+from wavemare.engine.config.refusals import check_sequence_parallel
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, zero_section
 from wavemare.engine.config.shape import check_complete
 from wavemare.engine.health.watchdog import acquire
@@ -22,7 +23,7 @@ from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures
 from wavemare.parallel import ProcessGrid
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
-from wavemare.parallel.layout.grid import process_grid, same_grid
+from wavemare.parallel.layout.grid import is_sequence_parallel, process_grid, same_grid
 from wavemare.pipeline.plan.plan import Plan
 
 __all__ = ["init_distributed", "initialize"]
@@ -148,6 +149,8 @@ def _build(
     if ours.parallel.given or is_annotated(model) or hasattr(model, PLAN):
         layout, values = _planned(model, values)
         ours = WavemareConfig.of(values)
+    if mpu is not None and is_sequence_parallel(mpu):
+        check_sequence_parallel(values, ours, getattr(model, "num_stages", ours.pipeline.stages))
     if ours.tensor_parallel.size > 1:
         check_config(values, world_size=dist.get_world_size())
         _check_whole("tensor_parallel", optimizer, model_parameters, mpu)

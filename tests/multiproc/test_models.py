@@ -90,6 +90,7 @@ def test_untied_stages_train_like_the_unsplit_model_with_a_head_of_its_own(found
 def test_activation_checkpoints_and_zero1_change_nothing(found, case):
     for name in CASES[case]:
         check_training(found(case), name)
+        assert found(case)[0][name]["losses"] == found("train")[0][name]["losses"]
 
 
 def test_without_steps_the_saved_folder_is_the_models_byte_for_byte(found, folder):

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from families import SPLIT_DECODERS
+
 SPARSE = {"sparse_collective": {"mode": "pushpull", "bucket_bytes": 20_000}}
 SPLIT = {"tensor_parallel": {"size": 2}}
 BF16 = {"bf16": {"enabled": True}}
@@ -23,10 +25,23 @@ CASES = {
     # The last: DeepSpeed does not forget whom a split model's ranks were.
     "split, ZeRO 1": {"model": "gpt", "zero": 1, "wavemare": SPLIT},
     "split llama, ZeRO 1": {"model": "llama-tied", "zero": 1, "wavemare": SPLIT},
+    "split llama, checkpointing": {
+        "model": "llama-tied",
+        "zero": 1,
+        "wavemare": SPLIT,
+        "checkpointing": True,
+    },
     "split qwen3_moe, ZeRO 0": {"model": "qwen3_moe", "zero": 0, "wavemare": SPLIT},
 }
 
+KEPT = {
+    "gpt, ZeRO 2": {"model": "gpt", "zero": 2},
+    "experts, ZeRO 1": {"model": "moe", "zero": 1, "wavemare": EXPERTS},
+}
+"""Those that checkpoint activations, without it."""
+
 OTHERS = {
+    **{f"{name}, kept": case for name, case in KEPT.items()},
     "one micro-batch": {"model": "gpt", "zero": 1, "micro_batches": 1},
     "auto": {"model": "gpt", "zero": 1, "wavelet": {"mode": "auto"}},
     "gpt, ZeRO 3": {"model": "gpt", "zero": 3},
@@ -51,13 +66,6 @@ MORE = {
 }
 
 
-FAMILIES = [
-    *("smollm3", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "olmo3", "gpt_neox", "starcoder2"),
-    *("phi", "glm4", "mixtral", "qwen2_moe", "glm4_moe", "olmoe", "gemma", "gemma2"),
-    *("gemma3_text", "granite", "cohere", "roberta", "opt"),
-]
-
-
 @pytest.fixture
 def results(launch_once):
     return launch_once("wavelet.py", json.dumps(OTHERS | CASES))
@@ -76,6 +84,15 @@ def test_waves_equal_stock_accumulation_bitwise(results, name):
 def check(result):
     assert result["got"] == result["expected"]
     assert len(set(result["got"]["losses"])) > 1
+
+
+def test_activation_checkpoints_change_no_bit(results):
+    pairs = {name: f"{name}, kept" for name in KEPT}
+    pairs["split llama, checkpointing"] = "split llama, ZeRO 1"
+    for result in results:
+        for name, kept in pairs.items():
+            for run in ("expected", "got"):
+                assert result[name][run] == result[kept][run], name
 
 
 @pytest.mark.parametrize("name", ["one micro-batch", "gpt, ZeRO 3"])
@@ -110,9 +127,10 @@ def test_more_settings_equal_accumulation_bitwise(launch_once):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SPLIT_DECODERS)
 def test_waves_of_split_families_equal_accumulation_bitwise(launch_once, name):
-    cases = {each: {"model": each, "zero": 0, "wavemare": SPLIT, "steps": 2} for each in FAMILIES}
+    case = {"zero": 0, "wavemare": SPLIT, "steps": 2}
+    cases = {each: {"model": each, **case} for each in SPLIT_DECODERS}
     for result in launch_once("wavelet.py", json.dumps(cases)):
         check(result[name])
         assert result[name]["paired"]

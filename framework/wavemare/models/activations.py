@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from wavemare.errors import ModelError
 
 _BATCH_NDIM = 2
+_OF_MASKS = ("_attn_implementation", "sliding_window")  # a proof changes them for a while
 Activations = Tensor | tuple[Tensor, ...]
 """Hidden states alone, or followed by the side inputs in their declared order."""
 
@@ -113,8 +114,10 @@ class StageContext:
         return results[key]
 
     def _of_batch(self, hidden: Tensor, sides: SideInputs) -> dict[str, Any]:
-        # Tensors made under inference mode cannot be used by autograd later, hence the last entry.
-        batch = (hidden.shape[:2], hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
+        # Tensors made under inference mode cannot be used by autograd later, hence the entry.
+        inference = torch.is_inference_mode_enabled()
+        settings = (getattr(self._config, name, None) for name in _OF_MASKS)
+        batch = (hidden.shape[:2], hidden.dtype, hidden.device, inference, *settings)
         tensors = tuple(sides.values())
         if self._batch is None or not self._batch.is_of(batch, tensors):
             # Holding the tensors keeps their identities from being reused.

@@ -167,6 +167,18 @@ def _scaled(model: Any, chain: Sequence[PipelineLayer], size: float) -> Iterator
 
 
 @contextmanager
+def plain_attention(config: Any) -> Iterator[None]:
+    """Attend by torch alone inside: FlashAttention's kernels take neither fp32 nor a CPU."""
+    chosen = config._attn_implementation
+    try:
+        if chosen != "sdpa":
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        config._attn_implementation = chosen
+
+
+@contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     random = random_state()
@@ -180,7 +192,7 @@ def _undisturbed(model: Any) -> Iterator[None]:
     try:
         if kept.get("sliding_window") is not None:
             config.sliding_window = min(_WINDOW, kept["sliding_window"])
-        with torch.no_grad():
+        with torch.no_grad(), plain_attention(config):
             yield
     finally:
         restore_random_state(random)

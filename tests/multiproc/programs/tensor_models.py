@@ -106,7 +106,7 @@ def of_family(model_type, changes):
     tied = changes.pop("tie", False)
     sizes = {name: value for name, value in {**SMALL, **changes}.items() if name in known}
     config = kind(**sizes, tie_word_embeddings=tied)
-    masked = model_type == "roberta"
+    masked = model_type in ("roberta", "modernbert")
     heads = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
     return heads.from_config(config)
 

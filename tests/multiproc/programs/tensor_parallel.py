@@ -28,10 +28,17 @@ def equal(names):
     return {name: equality(name) for name in names}
 
 
-def equality(name):
+def eager(names):
+    return {name: equality(name, "eager") for name in names}
+
+
+def equality(name, attention=None):
+    """Of a split model and the whole one, which may attend by another implementation."""
     group = dist.group.WORLD
     whole = build(name)
     model = split_model(copy.deepcopy(whole), group)
+    if attention is not None:
+        whole.set_attn_implementation(attention)
     merged = merged_state_dict(model)
     for seed in (13, 14):  # two micro-batches: what has accumulated must not be summed again
         given = batch(whole, seed)
@@ -53,6 +60,37 @@ def equality(name):
         "elements": sum(value.numel() for value in model.parameters()),
         "whole_elements": sum(value.numel() for value in whole.parameters()),
     }
+
+
+def packed(names):
+    """How far logits of texts in one row are from those of the whole model for each alone."""
+    found = {}
+    for name in names:
+        whole = build(name).eval()
+        model = split_model(copy.deepcopy(whole), dist.group.WORLD)
+        ids = batch(whole)["input_ids"][1:2]
+        positions = torch.tensor([[*range(5), *range(4)]])
+        alone = torch.cat([whole(part).logits for part in (ids[:, :5], ids[:, 5:])], dim=1)
+        logits = model(ids, position_ids=positions, use_cache=False).logits
+        found[name] = float((logits - alone).abs().max())
+    return found
+
+
+def half(names):
+    """Differences in bf16 of all gradients together, relative to them."""
+    found = {}
+    for name in names:
+        whole = build(name).bfloat16()
+        model = split_model(copy.deepcopy(whole), dist.group.WORLD)
+        for each in (whole, model):
+            each(**batch(whole)).loss.backward()
+        expected = own_part(gradients(whole), model, dist.get_rank(), dist.get_world_size())
+        flat = [
+            torch.cat([each[key].float().flatten() for key in expected])
+            for each in (gradients(model), expected)
+        ]
+        found[name] = float((flat[0] - flat[1]).norm() / flat[1].norm())
+    return found
 
 
 def same_bytes(these, those):
@@ -96,7 +134,9 @@ def functions(names):
 
 
 def refused():
-    """What is said of ranks with other weights, and of a plan that leaves out norms of heads."""
+    """What is said of ranks with other weights, of a plan that leaves out norms of heads, and of
+    a model that only the first rank can split.
+    """
     unlike = build("gpt2")
     with torch.no_grad():
         unlike.transformer.h[1].ln_1.weight[0] += dist.get_rank()
@@ -105,7 +145,8 @@ def refused():
     named = {name: style for name, style in plan.items() if "q_norm" not in name}
     incomplete.config.base_model_tp_plan = named
     said = []
-    for model in (unlike, incomplete):
+    lonely = build("gpt2").to("meta" if dist.get_rank() == 0 else "cpu")
+    for model in (unlike, incomplete, lonely):
         kinds = [type(module) for module in model.modules()]
         try:
             split_model(model, dist.group.WORLD)
@@ -156,6 +197,7 @@ def drop(name):
     model = build(name, residual=0.1, attention=0.1)
     torch.manual_seed(100 + dist.get_rank())  # apart: splitting puts them into one state
     model = split_model(model, group).train()
+    model.config.use_cache = False  # as with checkpoints
     seen = watch(model)
     first = train(model, given, seed=None)
     seen = {key: list(values) for key, values in seen.items()}
@@ -244,6 +286,7 @@ def loaded(names):
 
 
 CASES = {"loaded": loaded, "equal": equal, "functions": functions, "dropout": dropout}
+CASES |= {"eager": eager, "packed": packed, "half": half}
 
 if __name__ == "__main__":
     init_distributed()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from wavemare.engine.config.refusals import check_sequence_parallel
 from wavemare.engine.config.resolve import WavemareConfig, check_config
 from wavemare.engine.pipe.stage_passes import StagePasses, check_overlap
 from wavemare.errors import ConfigError
@@ -242,6 +243,26 @@ SPARSE = {"sparse_collective": {"mode": "pushpull"}}
 )
 def test_what_goes_together_passes(section, config):
     check(section, config)
+
+
+@pytest.mark.parametrize(
+    ("section", "stage", "stages", "key"),
+    [
+        *(({}, stage, 1, "zero_optimization.stage") for stage in (0, 1, 2)),
+        ({}, 3, 2, "wavemare.pipeline.stages"),
+        ({"tensor_parallel": {"size": 2}}, 3, 1, "wavemare.tensor_parallel.size"),
+        ({"expert_parallel": {"size": 2}}, 3, 1, "wavemare.expert_parallel.size"),
+        ({"wavelet": {"mode": "sync"}}, 3, 1, "wavemare.wavelet.mode"),
+        ({"balance": {"mean": "tokens"}}, 3, 1, "wavemare.balance"),
+        ({"sparse_collective": {"mode": "auto"}}, 3, 1, "wavemare.sparse_collective.mode"),
+    ],
+)
+def test_what_ranks_that_share_sequences_do_not_go_with(section, stage, stages, key):
+    ours = WavemareConfig.of({"wavemare": section})
+    with pytest.raises(ConfigError) as caught:
+        check_sequence_parallel(zero(stage), ours, stages)
+    assert caught.value.key == key
+    check_sequence_parallel(zero(3), WavemareConfig.of({}), 1)
 
 
 def test_ranks_of_a_model_are_its_stages_times_their_parts():

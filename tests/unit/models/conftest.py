@@ -2,6 +2,8 @@
 """Tiny models of each family, their batches, and a group of one process."""
 
 import os
+import sys
+from pathlib import Path
 from unittest import mock
 
 import deepspeed
@@ -10,6 +12,7 @@ import torch
 import transformers
 from deepspeed.comm import comm as deepspeed_comm
 
+sys.path.append(str(Path(__file__).parents[2] / "multiproc" / "programs"))
 VOCABULARY = 96
 
 _SIZES = {

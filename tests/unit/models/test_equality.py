@@ -6,8 +6,12 @@ import copy
 import deepspeed
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from wavemare.models import to_pipeline
+from wavemare.parallel.tensor.split import split_model
 
 
 def gradients_of(loss, parameters):
@@ -52,6 +56,43 @@ def test_equal_with_eager_attention(model_name, make_model, make_batch):
     compare(model, to_pipeline(model, num_stages=1), make_batch(model), training=False)
 
 
+def test_torchs_attention_is_near_eager_attention(model_name, make_model, make_batch):
+    logits = []
+    for kind in ("sdpa", "eager"):
+        module = to_pipeline(make_model(model_name, attn_implementation=kind).eval(), num_stages=1)
+        batch = make_batch(module)
+        logits.append(module(module.split_batch(batch)[0]).detach())
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5 * logits[0].abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_kernel_gets_no_mask_and_is_not_run_by_proofs(name, splits, make_model, make_batch):
+    calls = []
+
+    def kernel(*arguments, **options):  # of FlashAttention: rows without padding need no mask
+        calls.append(arguments[4])
+        return sdpa_attention_forward(*arguments, **options)
+
+    AttentionInterface.register("kernel", kernel)
+    AttentionMaskInterface.register("kernel", flash_attention_mask)
+    model = make_model(name, attn_implementation="kernel").eval()
+    batch = make_batch(model, padded=False)
+    expected = make_model(name).eval()(**batch).logits
+    if splits:
+        split_model(model, torch.distributed.group.WORLD)
+    else:
+        model = to_pipeline(model, num_stages=1)
+    assert calls == []
+    if splits:
+        del batch["labels"]
+        logits = model(**batch).logits
+    else:
+        logits = model(model.split_batch(batch)[0])
+    assert calls == [None] * 3
+    assert torch.equal(logits, expected)
+
+
 def test_equal_with_position_ids(model_name, make_model, make_batch):
     model = make_model(model_name)
     batch = make_batch(model, "position_ids")
@@ -73,6 +114,8 @@ def test_positions_that_restart_separate_packed_texts(name, make_model, make_bat
     expected = module(module.split_batch(batch)[0])
     assert torch.equal(logits[0, 6:], expected[0, 6:])
     assert not torch.equal(logits[0, :6], expected[0, :6])
+    alone = model(batch["input_ids"][1:, :3]).logits[0]
+    torch.testing.assert_close(expected[1, :3], alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
@@ -87,6 +130,13 @@ def test_a_bare_tensor_travels_where_only_ids_are_declared(name, make_model, mak
         activations = layer(activations)
         assert isinstance(activations, torch.Tensor)
     compare(model, module, batch, training=True)
+
+
+def test_a_proof_leaves_no_mask_behind(make_model, make_batch):
+    model = make_model("olmo3")
+    module = to_pipeline(model, num_stages=1, inputs=["input_ids"])
+    # Of the shape of its last batch, with a narrowed window.
+    compare(model, module, make_batch(model, padded=False, tokens=5), training=False)
 
 
 def test_a_mask_of_ones_changes_no_bit(model_name, make_model, make_batch):

@@ -214,6 +214,23 @@ def test_a_frozen_weight_stays_frozen_and_evaluation_stays_so(alone):
     assert not any(module.training for module in model.modules())
 
 
+def test_hooks_of_layers_stay_and_can_be_removed(as_rank):
+    model, shapes = gpt2(), []
+    for part in (model.transformer.h[0].mlp.c_fc, model.transformer.wte, model.lm_head):
+        handle = part.register_forward_hook(lambda *a: shapes.append(a[-1].shape[-1]))
+    with as_rank(0, 2) as group:
+        split_model(model, group, verify=False)
+        model(torch.tensor([[1, 2, 3]]))
+        handle.remove()
+        model(torch.tensor([[1, 2, 3]]))
+    assert shapes == [32, 64, 32, 32, 64]  # of the feed-forward layer and the head a rank's half
+
+
+def test_a_copy_is_refused(alone):
+    with pytest.raises(ModelError, match="Copy the model before it is split"):
+        copy.deepcopy(split_model(gpt2(), alone))
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_the_whole_weights_are_given_up(name, as_rank):
     model = build(name)

@@ -215,7 +215,7 @@ def process_grid(mpu: Any) -> Any:
     Raises:
         ConfigError: It has no groups, cuts sequences or experts, or does not cover all processes.
     """
-    if isinstance(mpu, ProcessGrid) or _is_sequence_parallel(mpu):
+    if isinstance(mpu, ProcessGrid) or is_sequence_parallel(mpu):
         return mpu
     for name in ("context_parallel", "expert_model_parallel"):
         size = _ask(mpu, f"get_{name}_world_size")
@@ -263,7 +263,8 @@ def same_grid(mpu: Any, grid: Any) -> None:
             raise ConfigError("mpu", _name(mpu), reason, "Leave it out, or build both alike")
 
 
-def _is_sequence_parallel(mpu: Any) -> bool:
+def is_sequence_parallel(mpu: Any) -> bool:
+    """Whether an ``mpu`` is that of DeepSpeed's sequence parallelism (Ulysses)."""
     return hasattr(mpu, "initialize_sequence_parallel") or (
         hasattr(mpu, "get_sequence_parallel_world_size")
         and not hasattr(mpu, "get_data_parallel_group")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from wavemare.errors import ModelError
 from wavemare.models.adapters import base_of, is_lora
+from wavemare.models.proof import plain_attention
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     InputCopies,
@@ -75,11 +77,15 @@ def split_model(
         ModelError: It cannot be split so, or the ranks' weights differ. It is left as it was.
     """
     inner = base_of(model)
-    plan = _check(inner, group, loads=weights is not None)
-    split = _Split(inner, plan, group, weights)
-    trial = _Trial(inner, plan) if verify else None
+    with _together(inner, group):
+        plan = _check(inner, group, loads=weights is not None)
+        split = _Split(inner, plan, group, weights)
+        trial = _Trial(inner, plan) if verify else None
+    if weights is None:
+        _check_equal(inner, group)
     try:
-        split.apply()
+        with _together(inner, group):
+            split.apply()
         if trial is not None:
             trial.check(group)
     except BaseException:
@@ -183,7 +189,8 @@ class _Split:
         setattr(owner, name, value)
 
     def replace(self, name: str, old: nn.Module, new: nn.Module, base: nn.Module) -> None:
-        """Put a module in another's place."""
+        """Put a module in another's place, with its hooks."""
+        vars(new).update({key: value for key, value in vars(old).items() if "_hook" in key})
         parent = base.get_submodule(name.rpartition(".")[0])
         self.set(parent, name.rpartition(".")[2], new.train(old.training))
 
@@ -394,8 +401,6 @@ def _check(model: Any, group: Any, *, loads: bool) -> TensorPlan:
             "Load the weights, outside deepspeed.zero.Init, or by wavemare.parallel.tensor.load",
         )
     _check_heads(model, plan, dist.get_world_size(group))
-    if not loads:
-        _check_equal(model, group)
     return plan
 
 
@@ -423,6 +428,22 @@ def _refusal(model: Any, reason: str) -> ModelError:
         f"wavemare.tensor_parallel cannot split it: {reason}",
         "Use ZeRO, or pipeline stages",
     )
+
+
+@contextmanager
+def _together(model: Any, group: Any) -> Iterator[None]:
+    """Raise on all ranks if one of them fails inside, where there is no collective."""
+    error = None
+    try:
+        yield
+    except Exception as failure:
+        error = failure
+    failed = torch.tensor(float(error is not None), device=_device(group))
+    dist.all_reduce(failed, group=group)
+    if error is not None:
+        raise error
+    if failed:
+        raise _refusal(model, "another rank has failed, whose error says why")
 
 
 def _device(group: Any) -> str:
@@ -504,7 +525,7 @@ class _Trial:
         try:
             for tensor in half:
                 tensor.data = tensor.data.float()
-            with torch.enable_grad():
+            with torch.enable_grad(), plain_attention(model.config):
                 model.eval()
                 logits = model(**batch).logits
                 if model.get_output_embeddings() is None:

@@ -8,7 +8,7 @@ ones are padding: zero, never read, without probability, and so with a gradient 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from wavemare.engine.waves.passes import wait
+from wavemare.errors import ModelError
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     gather_from_group,
@@ -130,6 +131,10 @@ class VocabParallelEmbedding(nn.Module):
         rows, here = self.share.locate(tokens)
         embedded = F.embedding(rows, self.weight, self._padding_row)
         return reduce_from_group(embedded.masked_fill(~here[..., None], 0), self.group)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        reason = "its layers hold a process group, and its copy would call the model itself"
+        raise ModelError("model", "a split model", reason, "Copy the model before it is split")
 
 
 class VocabParallelHead(ColumnParallelLinear):
