@@ -21,7 +21,7 @@ NAMES = [
 FAMILIES = [*SPLIT_DECODERS, "llama-tied", "qwen3-tied", "gemma3_text-tied"]
 DROPPED = ["gpt2", "gpt2-eager", "bert-mlm", "llama"]
 LOADED = ["llama-tied", "qwen3", "phi3", "opt-tied"]
-NEAR = {"eager": ["llama", "gpt2"], "packed": ["llama", "gpt2"], "half": ["llama", "qwen3"]}
+NEAR = {"eager": ["llama", "gpt2"], "half": ["llama", "qwen3"]}
 CASES = json.dumps({"loaded": LOADED, "equal": NAMES, "functions": [], "dropout": DROPPED, **NEAR})
 
 
@@ -91,13 +91,13 @@ def test_sums_and_cross_entropy_over_the_group(launch_once):
 
 
 @pytest.mark.world_size(2)
-def test_attention_of_another_kind_packed_rows_and_bf16(launch_once):
+def test_attention_of_another_kind_and_bf16(launch_once):
     results = launch_once("tensor_parallel.py", CASES)
     for name in NEAR["eager"]:
         check_equality([result["eager"][name] for result in results])
     for result in results:
-        assert max(result["packed"].values()) < 1e-5
-        assert 0 < max(result["half"].values()) < 2e-2
+        for half in result["half"].values():
+            assert 0 < half["gradient_difference"] < 2e-2 * min(half["gradient_size"], 1)
 
 
 @pytest.mark.world_size(2)

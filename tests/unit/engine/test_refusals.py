@@ -246,22 +246,22 @@ def test_what_goes_together_passes(section, config):
 
 
 @pytest.mark.parametrize(
-    ("section", "stage", "stages", "key"),
+    ("key", "settings"),
     [
-        *(({}, stage, 1, "zero_optimization.stage") for stage in (0, 1, 2)),
-        ({}, 3, 2, "wavemare.pipeline.stages"),
-        ({"tensor_parallel": {"size": 2}}, 3, 1, "wavemare.tensor_parallel.size"),
-        ({"expert_parallel": {"size": 2}}, 3, 1, "wavemare.expert_parallel.size"),
-        ({"wavelet": {"mode": "sync"}}, 3, 1, "wavemare.wavelet.mode"),
-        ({"balance": {"mean": "tokens"}}, 3, 1, "wavemare.balance"),
-        ({"sparse_collective": {"mode": "auto"}}, 3, 1, "wavemare.sparse_collective.mode"),
+        ("pipeline.stages", {"stages": 2}),
+        ("tensor_parallel.size", {"size": 2}),
+        ("expert_parallel.size", {"size": 2}),
+        ("wavelet.mode", {"mode": "sync"}),
+        ("balance", {"mean": "tokens"}),
+        ("sparse_collective.mode", {"mode": "auto"}),
     ],
 )
-def test_what_ranks_that_share_sequences_do_not_go_with(section, stage, stages, key):
-    ours = WavemareConfig.of({"wavemare": section})
-    with pytest.raises(ConfigError) as caught:
-        check_sequence_parallel(zero(stage), ours, stages)
-    assert caught.value.key == key
+def test_what_ranks_that_share_sequences_do_not_go_with(key, settings):
+    ours = WavemareConfig.of({"wavemare": {key.partition(".")[0]: settings}})
+    for stage, refused in ((1, "zero_optimization.stage"), (3, f"wavemare.{key}")):
+        with pytest.raises(ConfigError) as caught:
+            check_sequence_parallel(zero(stage), ours, ours.pipeline.stages)
+        assert caught.value.key == refused
     check_sequence_parallel(zero(3), WavemareConfig.of({}), 1)
 
 

@@ -11,24 +11,16 @@ from wavemare.models import to_pipeline
 from wavemare.parallel.tensor.split import split_model
 
 
-def model_of(family):
+@pytest.mark.parametrize("family", PIPELINE)
+def test_pipelines_and_refused_splits(family):
     model = build("bert-mlm" if family == "bert" else family)
     model.config.output_router_logits = False
-    return model
-
-
-@pytest.mark.parametrize("family", PIPELINE)
-def test_pipelines(family):
-    model = model_of(family)
-    if PIPELINE[family] != "refused":
+    if PIPELINE[family] == "refused":
+        with pytest.raises(ModelError):
+            to_pipeline(model, num_stages=1)
+    else:
         to_pipeline(model, num_stages=1)  # with its proof
-        return
-    with pytest.raises(ModelError):
-        to_pipeline(model, num_stages=1)
-
-
-@pytest.mark.parametrize("family", [name for name, cell in SPLIT.items() if cell != "yes"])
-def test_refused_splits(family):
-    reason = SPLIT[family].removeprefix("refused: ").replace(" ", ".*")
-    with pytest.raises(ModelError, match=reason):
-        split_model(model_of(family), torch.distributed.group.WORLD)
+    if SPLIT[family] != "yes":
+        reason = SPLIT[family].removeprefix("refused: ").replace(" ", ".*")
+        with pytest.raises(ModelError, match=reason):
+            split_model(model, torch.distributed.group.WORLD)
