@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from wavemare.engine.config.resolve import WavemareConfig
 
-TESTS = Path(__file__).parent.parent / "tests" / "unit" / "engine"
+TESTS = Path(__file__).parents[1] / "tests"
 RESULTS = Path(__file__).with_name("results")
 PAGES = (
     Path(__file__).with_name("configuration.md"),
@@ -50,7 +50,7 @@ def page(text: str) -> str:
 
 def pairs(name: str) -> str:
     """Return a row for each feature; a cell says whether a test trains it with another one."""
-    data = tomllib.loads((TESTS / name).read_text())
+    data = tomllib.loads((TESTS / "unit" / "engine" / name).read_text())
     features = list(data["features"])
     rows = []
     for number, first in enumerate(features):
