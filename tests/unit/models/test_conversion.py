@@ -188,7 +188,6 @@ def test_what_a_configuration_does_outside_the_layers_is_refused(family, key, va
         ("Granite", {"residual_multiplier": 0.22, "attention_multiplier": 0.02}),
         ("Cohere", {"logit_scale": 1.0}),
         ("Llama", {"final_logit_softcapping": 30.0}),  # of another family: it does nothing
-        *((name, {}) for name in ("Mixtral", "GptOss", "Phi3", "Qwen2", "Mistral", "Olmo2")),
     ],
 )
 def test_families_whose_layers_do_everything_are_taken(family, changes):

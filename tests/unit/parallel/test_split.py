@@ -174,8 +174,6 @@ def adapted(model, name, layer=LowRank):
         (lambda: gpt2(add_cross_attention=True), 2, "decoder"),
         (lambda: bert(is_decoder=True), 2, "decoder"),
         (lambda: gpt2().transformer, 2, "no head"),
-        (lambda: of_family("bloom", {}), 2, "Bloom.*no tensor-parallel plan"),
-        (lambda: of_family("qwen3_next", {}), 2, "layers of kind 'linear_attention'"),
         (lambda: of_family("llama", {"num_key_value_heads": 1}), 2, "num_key_value_heads = 1.*: 1"),
         (lambda: of_family("llama", {"intermediate_size": 33}), 2, r"mlp\.gate_proj = 33"),
         (lambda: with_style("mla_kv_a_proj"), 2, "'mla_kv_a_proj' of its plan, for layers.0"),
