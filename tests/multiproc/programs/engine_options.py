@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 
 import wavemare
 
-RATE, ROWS, LENGTH = 0.1, 2, 12
+RATE, ROWS, LENGTH = 0.5, 2, 12
 SPLIT = {"tensor_parallel": {"size": 2}}
 KINDS = {"zero": {"zero": 1}, "stages": {"pipeline": {"stages": 2}}, "split": {**SPLIT, "zero": 1}}
 
