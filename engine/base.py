@@ -11,6 +11,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.engine import ROUTE_TRAIN
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
 
 from wavemare.engine.balance import Balance, attach_balance
 from wavemare.engine.checkpoint.checkpointing import CheckpointMixin
@@ -18,6 +19,7 @@ from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.context import Feature
 from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
 from wavemare.engine.health.watchdog import Watchdog
+from wavemare.engine.local_steps import LocalSteps
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.optimizers import (
     check_matrix_optimizer,
@@ -72,7 +74,11 @@ class EngineMixin(CheckpointMixin):
             )
         balance = attach_balance(self, settings.balance)
         self.guard = attach_guard(self, settings.guard)
-        self.features = tuple(filter(None, (balance, self.guard, self.sparse)))
+        replicas = None
+        if self._replicas is not None and self.basic_optimizer is not None:
+            timeout_s = settings.watchdog.collective_timeout_s
+            replicas = LocalSteps(self, settings.local_steps, timeout_s)
+        self.features = tuple(filter(None, (balance, self.guard, self.sparse, replicas)))
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Return a micro-batch's loss for its backward pass, as the features change it."""
@@ -88,6 +94,8 @@ class EngineMixin(CheckpointMixin):
             steps = all([feature.before_step() for feature in self.features])
             with nullcontext() if steps else skipping(self):
                 super()._take_model_step(*args, **kwargs)
+            for feature in self.features:
+                feature.after_step()
         except RuntimeError:
             # Another rank that is lost may have left for the save that failed here as well.
             if self._writing is not None and self._writing.fails_within(2.0):
@@ -129,13 +137,28 @@ class EngineMixin(CheckpointMixin):
             shuffles = kwargs.get("data_sampler") is None
             kwargs["data_sampler"] = balance.sampler(dataset, shuffle=shuffles)
             batch_size = balance.micro_batch
+        if self.num_replicas > 1 and kwargs.get("data_sampler") is None:
+            # DeepSpeed's mpu knows one replica, and would give all of them the same samples.
+            kwargs["data_sampler"] = DistributedSampler(
+                dataset, self.data_world_size, self.data_rank, shuffle=route == ROUTE_TRAIN
+            )
         return super().deepspeed_io(dataset, batch_size, route, **kwargs)
 
     def drain(self) -> None:
         """Bring all weights to one version: empty a pipeline that never does so by itself."""
 
-    def synchronize(self) -> None:
+    def complete_pending(self) -> None:
         """Complete pending work between two steps, so that the engine can be saved."""
+
+    def synchronize(self) -> None:
+        """Bring the weights of all ranks to the same bits; all ranks must call it.
+
+        Replicas with local steps have their mean then. Without them nothing but pending work is
+        completed.
+        """
+        self.complete_pending()
+        for feature in self.features:
+            feature.synchronize()
 
     def destroy(self) -> None:
         """Give back what the engine holds; all ranks should call it.
@@ -174,19 +197,43 @@ class EngineMixin(CheckpointMixin):
             feature.load_extra_state(state.get(feature.key))
 
     @property
+    def _replicas(self) -> Any:
+        """The ranks at this one's place in all replicas with local steps; None without."""
+        return getattr(self.mpu, "replicas", None)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas step alone; 1 without local steps."""
+        return 1 if self._replicas is None else int(self._replicas.size)
+
+    @property
+    def replica(self) -> int:
+        """The number of this process's replica."""
+        return 0 if self._replicas is None else int(self._replicas.rank)
+
+    @property
     def data_rank(self) -> int:
-        """This process's place among those that train the same weights on other data."""
-        return int(dist.get_rank(group=self.data_parallel_group))
+        """This process's place among those that train the same model on other data."""
+        own = int(dist.get_rank(group=self.data_parallel_group))
+        return self.replica * int(self.dp_world_size) + own
 
     @property
     def data_world_size(self) -> int:
-        """How many processes train the same weights on other data."""
-        return int(self.dp_world_size or self.seq_dp_world_size)  # ranks may share sequences
+        """How many processes train the same model on other data."""
+        ranks = self.dp_world_size or self.seq_dp_world_size  # ranks may share sequences
+        return self.num_replicas * int(ranks)
+
+    def train_batch_size(self) -> int:
+        """Samples of an optimizer step of all replicas."""
+        return self.num_replicas * int(super().train_batch_size())
 
     @property
     def step_lead(self) -> int:
-        """How many optimizer steps more than rank 0 another rank may have done: here none."""
-        return 0
+        """How many optimizer steps more than rank 0 another rank may have done."""
+        local = self.settings.local_steps
+        if self.num_replicas == 1:
+            return 0
+        return local.every // local.fragments + local.overlap - 1  # then it waits for a message
 
     def step_metrics(self) -> dict[str, float]:
         """Return what the features have measured of the last step on this rank, by name."""

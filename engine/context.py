@@ -41,6 +41,12 @@ class Feature:
         """Return whether the optimizer may step; all ranks get the same answer."""
         return True
 
+    def after_step(self) -> None:
+        """See the weights that an optimizer step has left; ``global_steps`` counts it."""
+
+    def synchronize(self) -> None:
+        """Bring the weights of all ranks to the same bits; all ranks call it."""
+
     def metrics(self) -> Mapping[str, float]:
         """Return what was measured of the last optimizer step, by name."""
         return {}
@@ -67,7 +73,9 @@ class EngineContext(Protocol):
         config: The whole configuration.
         optimizer: A torch optimizer, or DeepSpeed's wrapper of one; None if nothing is trained.
         basic_optimizer: The torch optimizer itself.
-        data_parallel_group: Process group of the ranks that train the same weights.
+        data_parallel_group: Process group of the ranks that train the same weights: with
+            ``local_steps`` those of one replica.
+        mpu: The process grid that DeepSpeed was given; None without one.
         layout: The layout of the model; None if the configuration alone determines it.
         guard: Stops or skips steps with numbers that are not finite; None if it is off.
         sparse: Reduces the gradients in place of DeepSpeed; None if it is off.
@@ -82,6 +90,7 @@ class EngineContext(Protocol):
     basic_optimizer: Any
     device: torch.device
     data_parallel_group: Any
+    mpu: Any
     dp_world_size: int
     mp_world_size: int
     global_rank: int

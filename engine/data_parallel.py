@@ -22,7 +22,7 @@ from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.micro_batch import naming_ids, to_device
 from wavemare.engine.seams import replaced
 from wavemare.engine.waves.wavelet import Wavelet, attach_wavelet
-from wavemare.errors import DataError
+from wavemare.errors import ConfigError, DataError
 
 
 class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
@@ -79,15 +79,34 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         if self._expert_grid is not None:
             self.save_non_zero_checkpoint = self._expert_grid.is_first_replica
 
+    def _broadcast_model(self) -> None:
+        """Give all ranks the weights of the first, where DeepSpeed's method reaches one replica."""
+        super()._broadcast_model()
+        if self._replicas is not None:
+            for parameter in self.module.parameters():
+                dist.broadcast(parameter.data.view(torch.uint8), 0)
+
     def _get_ckpt_name(self, path: str, tag: str, *args: Any, **kwargs: Any) -> str:
         """Return a file of weights as DeepSpeed's method of that name: a rank's experts have one.
 
         Without placeholders: of all files a rank reads its own.
         """
         if self._expert_grid is None:
-            return str(super()._get_ckpt_name(path, tag, *args, **kwargs))
+            return str(super()._get_ckpt_name(path, self._of_replica(tag), *args, **kwargs))
         rank = self._expert_grid.get_model_parallel_rank()
         return str(super()._get_ckpt_name(path, tag, mp_placeholder=f"{rank:02d}"))
+
+    def _get_rank_zero_ckpt_name(
+        self, checkpoints_path: str, tag: str, *args: Any, **kwargs: Any
+    ) -> str:
+        """Return a file of the optimizer as DeepSpeed's method of that name, of this replica."""
+        name = super()._get_rank_zero_ckpt_name
+        return str(name(checkpoints_path, self._of_replica(tag), *args, **kwargs))
+
+    def _of_replica(self, tag: str) -> str:
+        """Return the folder of this replica's files; those of the first lie where all look."""
+        own = self.replica and self.reads_own_replica
+        return f"{tag}/replicas/{self.replica}" if own else str(tag)
 
     def without_expert_files(self) -> AbstractContextManager[None]:
         """Return the context in which DeepSpeed saves and loads a model as one without experts.
@@ -106,7 +125,8 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
                 loss, an output with ``.loss``, or a tuple with the loss first.
 
         Returns:
-            The mean loss over all micro-batches and data ranks, on every rank; scalar.
+            The mean loss over all micro-batches and data ranks, on every rank; scalar. With local
+            steps that of this replica: the others' is ``replica_loss`` among `step_metrics`.
         """
         data_iter = data_iter if data_iter is not None else self._training_batches()
         self.train()
@@ -169,6 +189,9 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
     ) -> Any:
         """Evaluate micro-batches without changing the model.
 
+        With local steps each replica evaluates its own weights: call `synchronize` first to measure
+        the common ones.
+
         Args:
             data_iter: Gives the micro-batches, as for ``train_batch``.
             return_logits: Also return the logits of the last micro-batch on this rank.
@@ -189,14 +212,21 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
                     output = self._run(next(data_iter))
                     losses.append(_loss_of(output))
                 mean = self._mean_loss(losses)
+                if self.num_replicas > 1:  # a step must not wait for the others; this may
+                    dist.all_reduce(mean, group=self._replicas.group)
+                    mean = mean / self.num_replicas
         finally:  # data may end too early
             self.train(training)
         return (mean, _logits_of(output)) if return_logits else mean
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step; all ranks must call it."""
-        self.synchronize()
-        super().set_train_batch_size(train_batch_size)
+        self.complete_pending()
+        own, rest = divmod(train_batch_size, self.num_replicas)
+        if rest:
+            reason = f"it is not a multiple of the {self.num_replicas} replicas"
+            raise ConfigError("train_batch_size", train_batch_size, reason, "Give a multiple")
+        super().set_train_batch_size(own)
 
     def _training_batches(self) -> Iterator[Any]:
         if self._own_batches is None:

@@ -28,7 +28,7 @@ from wavemare.engine.config.resolve import (
     misplaced_keys,
     zero_section,
 )
-from wavemare.engine.config.shape import ZERO_WEIGHTS, is_enabled, offloads
+from wavemare.engine.config.shape import BATCH_KEYS, ZERO_WEIGHTS, is_enabled, offloads
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch.group import compiled_ops_enabled
 from wavemare.engine.optim.optimizers import clipping_limit, count_all_stages, take_optimizer
@@ -229,8 +229,9 @@ def _with_sizes(
 ) -> tuple[dict[str, Any], WavemareConfig]:
     """Return the configuration with batch sizes, and with the optimizer of the policy."""
     world_size = dist.get_world_size()
+    replicas = getattr(getattr(mpu, "replicas", None), "size", 1)
     if mpu is not None:
-        data_ranks = _data_ranks_of(mpu, world_size)
+        data_ranks = _data_ranks_of(mpu, world_size) * replicas
     elif mesh_param is None and not _shards_the_batch_otherwise(config):
         data_ranks = world_size // _stages(model, ours)
     elif not ours.balance.is_active:
@@ -257,6 +258,9 @@ def _with_sizes(
             warmup_steps=settings.warmup_steps, drain_interval=settings.drain_interval
         )
     asynchronous = ours.pipeline.is_asynchronous
+    if replicas > 1:  # of which DeepSpeed's grid knows one
+        own = {BATCH_KEYS[0]: sizes[BATCH_KEYS[0]] // replicas}
+        return {**config, **sizes, **own}, ours
     # DeepSpeed would complete them itself, with one micro-batch per step.
     config = config | {k: n for k, n in sizes.items() if asynchronous or config.get(k) == "auto"}
     if asynchronous:
@@ -286,7 +290,8 @@ def _check_homes(model: Any, ours: WavemareConfig, length: int) -> None:
 
 def _check_no_grid(model: Any) -> None:
     """Refuse a data-parallel engine while DeepSpeed's only process grid is another engine's."""
-    if groups._get_model_parallel_world_size() > 1:
+    replicas = getattr(groups.mpu, "replicas", None)
+    if replicas is not None or groups._get_model_parallel_world_size() > 1:
         raise ConfigError(
             "model",
             type(model).__name__,

@@ -34,7 +34,9 @@ DEEPSPEED = "0.19.8"
 
 FUNCTIONS = {
     "runtime.engine.DeepSpeedEngine": """
-        _backward_epilogue=5d5297 _backward_prologue=373ee3 _configure_checkpointing=98e9ab
+        _backward_epilogue=5d5297 _backward_prologue=373ee3 _broadcast_model=56eea8
+        _configure_checkpointing=98e9ab _get_rank_zero_ckpt_name=ded768 train_batch_size=913c10
+        _get_zero_ckpt_name=ebf13c
         _configure_distributed_model=a9a57b _get_ckpt_name=5bef33 _get_all_ckpt_names=d3a867
         _reduce_expert_gradients=e85f52
         _configure_optimizer=dd82a7 _copy_recovery_script=4bfd76
@@ -49,7 +51,8 @@ FUNCTIONS = {
         eval_batch=5a4f7c reset_activation_shape=eeeba4""",
     "runtime.bf16_optimizer.BF16_Optimizer": """
         _setup_for_real_optimizer=d5c428 clear_lp_grads=455d9b get_grads_for_norm=81ed7f
-        get_grads_for_reduction=2ed8bb step=9b21d4 update_hp_grads=e36698""",
+        get_grads_for_reduction=2ed8bb step=9b21d4 update_hp_grads=e36698
+        update_lp_params=128911""",
     "runtime.pipe.engine.PipelineEngine": """
         _aggregate_total_loss=562a55 _bf16_reduce_grads=9b1ca8
         _exec_backward_pass=ae2eef _exec_forward_pass=cf4dfb _exec_load_micro_batch=2243e2
@@ -73,7 +76,7 @@ FUNCTIONS = {
         buffered_reduce_fallback=1cb18c get_grad_norm_direct=72af09 has_overflow=cadc27
         get_gradient_for_reduction=740064 get_param_comm_dtype=fa98ff get_param_id=960db3
         reduce_independent_p_g_buckets_and_remove_grads=500839 scaled_global_norm=63c6a6
-        unscale_and_clip_grads=6bf2ce""",
+        unscale_and_clip_grads=6bf2ce update_lp_params=3cdce0""",
     "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": """
         _get_norm_groups=6a068f has_overflow=1008a8""",
     "moe.utils": """configure_moe_param_groups=c2eb33

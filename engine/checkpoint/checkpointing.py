@@ -44,6 +44,7 @@ from wavemare.engine.checkpoint.compatibility import (
     shapes,
     topology,
     untied_weights,
+    without_replicas,
 )
 from wavemare.engine.checkpoint.files import (
     CheckpointFiles,
@@ -79,6 +80,7 @@ class CheckpointMixin(DeepSpeedEngine):
 
     checkpoint_settings = CheckpointConfig()
     checkpoint_engine: Any
+    reads_own_replica = True  # of replicas with local steps; else all read the first one's files
     _writing: BackgroundSave | None = None
     _writers: Any = None
     _earlier_runs: tuple[str, ...] = ()
@@ -111,7 +113,7 @@ class CheckpointMixin(DeepSpeedEngine):
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        self.synchronize()
+        self.complete_pending()
         self.finish_saving()
         agree(Path(save_dir), lambda: _check_client_state(self, client_state))
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
@@ -211,11 +213,13 @@ class CheckpointMixin(DeepSpeedEngine):
         if manifest is not None:
             folder, strict = Path(load_dir) / str(tag), load_module_strict and whole
             own = agree(folder, lambda: _read_own(folder, manifest, self, strict=strict))
+        same = whole and manifest is not None and manifest["topology"] == topology(self)
         if whole and tag is not None:
             folder = Path(load_dir) / tag
             agree(folder, lambda: check_optimizer(folder, self))
         reading = self._reading_states_as_saved()
-        with reading, self.without_expert_files(), safe_loading(load_dir):
+        replica = replaced(self, {"reads_own_replica": same})
+        with reading, replica, self.without_expert_files(), safe_loading(load_dir):
             result = super().load_checkpoint(
                 load_dir,
                 tag,
@@ -229,7 +233,7 @@ class CheckpointMixin(DeepSpeedEngine):
             return result
         # A run that takes only weights does not own the other run's checkpoints.
         self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
-        if own and whole:
+        if own and whole and same:
             restore_random_state(own)
         self.reset_state()
         if whole:
@@ -342,10 +346,16 @@ def _find(
 def _read_own(
     folder: Path, manifest: Mapping[str, Any], engine: EngineContext, *, strict: bool
 ) -> dict[str, Any]:
-    """Return this rank's state, if the topology is the same, after a look at the weights' sizes."""
-    if manifest["topology"] != topology(engine):
-        return {}
-    own = read_file(folder / _rank_file(engine.global_rank))
+    """Return this rank's state, if the topology is the same, after a look at the weights' sizes.
+
+    Other numbers of replicas take the state of the first one.
+    """
+    saved, rank = manifest["topology"], engine.global_rank
+    if saved != topology(engine):
+        if "replicas" not in saved or without_replicas(saved) != without_replicas(topology(engine)):
+            return {}
+        rank %= saved["data"]
+    own = read_file(folder / _rank_file(rank))
     check_shapes(folder, own.get("shapes"), engine, strict=strict)
     return own
 

@@ -18,6 +18,7 @@ from wavemare.engine.optim.optimizers import is_added
 from wavemare.errors import CheckpointError
 
 _EXPORTED = "a model that save_pretrained exported"
+_OF_REPLICAS = {"world_size", "replicas"}
 _WRAPPERS = ("optimizer", "optimizer_state_dict", "base_optimizer_state")
 _COMPILED = "bias_correction"
 _TELLING = ("betas", "eps", "momentum", _COMPILED)
@@ -34,10 +35,12 @@ def topology(engine: EngineContext) -> dict[str, Any]:
     Keys: ``world_size``, ``data``, ``pipe``, ``model`` (ranks), ``zero_stage``, and for a pipeline
     ``cuts`` (the first layer of each stage and the number of layers); ``homes`` (the rank of
     each stage) where this is not its number; ``experts`` (ranks that share them) where these are
-    divided.
+    divided; ``replicas`` and ``fragments`` with local steps, where ``data`` counts a replica's.
     """
     parts, homes = getattr(engine.module, "parts", None), getattr(engine.module, "homes", ())
     pipe, experts = getattr(engine, "num_stages", 1), engine.settings.expert_parallel.size
+    local = engine.settings.local_steps
+    replicas = getattr(getattr(engine, "mpu", None), "replicas", None)
     return {
         "world_size": dist.get_world_size(),
         "data": engine.dp_world_size,
@@ -47,7 +50,13 @@ def topology(engine: EngineContext) -> dict[str, Any]:
         "cuts": [int(part) for part in parts] if parts is not None else None,
         **({"homes": list(homes)} if list(homes) not in ([], list(range(pipe))) else {}),
         **({"experts": experts} if experts > 1 else {}),
+        **({"replicas": replicas.size, "fragments": local.fragments} if replicas else {}),
     }
+
+
+def without_replicas(topology: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a topology that another number of replicas must share."""
+    return {key: value for key, value in topology.items() if key not in _OF_REPLICAS}
 
 
 def untied_weights(engine: EngineContext) -> list[str]:
@@ -105,12 +114,15 @@ def check_checkpoint_fits(
     for refused, reason, remedy in rows:
         if refused:
             raise CheckpointError("checkpoint", str(folder), reason, remedy)
+    free: set[str] = set()
     if saved["zero_stage"] == current["zero_stage"] == 0:
         # Each replica holds everything, so their number does not matter.
-        saved, current = (
-            {key: value for key, value in each.items() if key not in ("world_size", "data")}
-            for each in (saved, current)
-        )
+        free = {"world_size", "data"}
+    if "replicas" in current:  # synchronous training is that of one replica
+        free = _OF_REPLICAS if "replicas" in saved else free | _OF_REPLICAS | {"fragments"}
+    saved, current = (
+        {key: value for key, value in each.items() if key not in free} for each in (saved, current)
+    )
     if whole and saved != current:
         reason = f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}"
         remedy = f"Resume with the same topology, or {convert}"

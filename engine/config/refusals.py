@@ -27,6 +27,19 @@ _Rows = Iterator[tuple[object, str, object, str, str]]
 """Condition under which a row refuses, key, value, reason and remedy."""
 
 _SHARES = f"{SECTION}.balance.shares"
+_UNTESTED = "it is not tested"
+_ONE_BIT = {"onebitadam", "onebitlamb", "zerooneadam"}
+_STOCK_BESIDE_REPLICAS: tuple[tuple[str, str, object], ...] = (
+    ("tensor_parallel", "autotp_size", 1),
+    ("expert_parallel", "enabled", False),
+    ("compile", "deepcompile", False),
+    ("hybrid_engine", "enabled", False),
+    ("curriculum_learning", "enabled", False),
+    ("data_efficiency", "enabled", False),
+    ("elasticity", "enabled", False),
+    ("checkpoint", "use_node_local_storage", False),
+    ("checkpoint", "load_universal", False),
+)
 _LEAVE = 'set wavemare.sparse_collective.mode to "off"'
 _16_BIT_OR_FP32 = 'Use "bf16": {"enabled": true} or fp32, or schedule 1f1b'
 
@@ -41,7 +54,9 @@ def refuse(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> 
         refuse_idle(ours.sparse_collective, f"{SECTION}.sparse_collective", "auto")
     if ours.wavelet.mode == "off":
         refuse_idle(ours.wavelet, f"{SECTION}.wavelet", "sync")
-    for rows in (_layout, _experts, _schedule, _sparse, _waves, _health):
+    if ours.local_steps.mode == "off":
+        refuse_idle(ours.local_steps, f"{SECTION}.local_steps", "diloco")
+    for rows in (_layout, _experts, _schedule, _sparse, _waves, _replicas, _health):
         for refused, key, value, reason, remedy in rows(config, ours, world_size):
             if refused:
                 raise ConfigError(key, value, reason, remedy)
@@ -427,6 +442,129 @@ def _waves(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         "waves scale the losses of micro-batches that are alike on all ranks",
         'Set it "off", or leave out wavemare.balance',
     )
+
+
+def _replicas(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
+    """Refuse what replicas with local steps cannot go with, and keys without effect."""
+    local, key = ours.local_steps, f"{SECTION}.local_steps"
+    if local.mode == "off":
+        return
+    zero = zero_section(config)
+    every, count, overlap = local.every, local.fragments, local.overlap
+    yield (
+        every % count,
+        f"{key}.fragments",
+        count,
+        f"every = {every} is not a multiple of it",
+        f"Give a divisor of {every}",
+    )
+    yield (
+        overlap * count > every,
+        f"{key}.overlap",
+        overlap,
+        f"a message may travel for every / fragments = {every // count} steps at most",
+        "Give less, or fewer fragments",
+    )
+    yield (
+        not overlap and "mixing" in local.model_fields_set,
+        f"{key}.mixing",
+        local.mixing,
+        "it has no effect without overlap",
+        f"Set {key}.overlap, or remove the key",
+    )
+    yield (
+        local.mode == "average" and "outer" in local.model_fields_set,
+        f"{key}.outer",
+        local.outer.model_dump(),
+        "it has no effect on an average",
+        f'Set {key}.mode to "diloco", or remove the key',
+    )
+    offloads_optimizer = offloads(zero)
+    yield (
+        local.warmup_steps and offloads_optimizer,
+        f"{key}.warmup_steps",
+        local.warmup_steps,
+        "the gradients of a warm-up leave for the host before they are averaged",
+        "Leave it out, or offload_optimizer",
+    )
+    stage, mode = zero.get("stage", 0), ours.wavelet.mode
+    bf16, name = is_enabled(config, "bf16"), section_of(config, "optimizer").get("type", "")
+    device = section_of(zero, "offload_optimizer").get("device")
+    for refused, other, value, reason in (
+        (stage == ZERO_WEIGHTS, "zero_optimization.stage", stage, "it parts the weights"),
+        (
+            bf16 and not stage,
+            "bf16.enabled",
+            True,
+            "without ZeRO 1 or 2 the changes of bf16 weights are mostly rounding",
+        ),
+        (is_enabled(config, "fp16"), "fp16.enabled", True, "loss scales differ by replica"),
+        (device == "nvme", "zero_optimization.offload_optimizer.device", device, _UNTESTED),
+        *(
+            (offloads(zero, part), f"zero_optimization.{part}", zero.get(part, True), _UNTESTED)
+            for part in ("offload_param", "zenflow")
+        ),
+        (
+            str(name).lower() in _ONE_BIT,
+            "optimizer.type",
+            name,
+            "it exchanges gradients or momentum itself",
+        ),
+        (
+            ours.pipeline.stages > 1 or ours.pipeline.is_asynchronous,
+            f"{SECTION}.pipeline",
+            ours.pipeline.schedule,
+            "weights may not change between the passes of a pipeline's micro-batch",
+        ),
+        (
+            ours.tensor_parallel.size > 1,
+            f"{SECTION}.tensor_parallel.size",
+            ours.tensor_parallel.size,
+            _UNTESTED,
+        ),
+        (
+            ours.expert_parallel.size > 1,
+            f"{SECTION}.expert_parallel.size",
+            ours.expert_parallel.size,
+            _UNTESTED,
+        ),
+        (ours.parallel.given, f"{SECTION}.parallel", "...", _UNTESTED),
+        (mode == "model_parallel", f"{SECTION}.wavelet.mode", mode, "it parts the weights"),
+        (
+            ours.sparse_collective.mode != "off",
+            f"{SECTION}.sparse_collective.mode",
+            ours.sparse_collective.mode,
+            "it would sum gradients of one replica alone",
+        ),
+        (
+            ours.balance.is_active,
+            f"{SECTION}.balance",
+            ours.balance.model_dump(exclude_unset=True),
+            "its shares count all ranks",
+        ),
+        (
+            ours.guard.nonfinite == "skip",
+            f"{SECTION}.guard.nonfinite",
+            "skip",
+            "replicas would skip different steps",
+        ),
+        *(
+            (
+                section_of(config, section).get(option, usual) != usual,
+                f"{section}.{option}",
+                section_of(config, section).get(option),
+                _UNTESTED,
+            )
+            for section, option, usual in _STOCK_BESIDE_REPLICAS
+        ),
+        (
+            config.get("sequence_parallel_size", 1) != 1,
+            "sequence_parallel_size",
+            config.get("sequence_parallel_size"),
+            _UNTESTED,
+        ),
+    ):
+        yield refused, other, value, f"{reason}: not with local steps", f"Leave it out, or {key}"
 
 
 def _health(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:

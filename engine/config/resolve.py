@@ -20,6 +20,7 @@ from wavemare.engine.config.sections import (
     CheckpointConfig,
     ExpertParallelConfig,
     GuardConfig,
+    LocalStepsConfig,
     ParallelConfig,
     WatchdogConfig,
 )
@@ -172,6 +173,7 @@ class WavemareConfig(Section):
     balance: BalanceConfig = BalanceConfig()
     wavelet: WaveletConfig = WaveletConfig()
     sparse_collective: SparseCollectiveConfig = SparseCollectiveConfig()
+    local_steps: LocalStepsConfig = LocalStepsConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

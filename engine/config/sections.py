@@ -63,6 +63,52 @@ class GuardConfig(Section):
     """Steps skipped one after the other at which ``skip`` stops the run, too."""
 
 
+class OuterConfig(Section):
+    """The outer optimizer: SGD with Nesterov momentum over pseudo-gradients."""
+
+    lr: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its learning rate; 0.7 from some 200 exchanges on."""
+
+    momentum: float = Field(default=0.5, ge=0, lt=1)
+    """Its momentum; 0.9 from some 200 exchanges on."""
+
+
+class LocalStepsConfig(Section):
+    """Replicas that step alone and meet every so many steps, for slow links between them."""
+
+    mode: Literal["off", "diloco", "average"] = "off"
+    """``diloco``: the mean change of the replicas' weights is a gradient of the outer optimizer;
+    ``average``: it is added as it is."""
+
+    every: int = Field(default=32, ge=1)
+    """Steps between two exchanges of a fragment."""
+
+    replica: Literal["host", "rank"] | PositiveInt = "host"
+    """The ranks that reduce gradients in each step: those of a host, each one alone, or so many
+    consecutive ones."""
+
+    fragments: int = Field(default=1, ge=1)
+    """Parts of the weights, which are exchanged in turns; they divide ``every``."""
+
+    overlap: int = Field(default=0, ge=0)
+    """Steps for which a message travels while training goes on, at most ``every / fragments``."""
+
+    mixing: Literal["carry", "replace"] = "carry"
+    """Whether weights keep the steps made while their message travelled."""
+
+    outer: OuterConfig = OuterConfig()
+    """See `OuterConfig`."""
+
+    bits: Literal[32, 8, 4] = 32
+    """Of a number in a message. What 8 and 4 round off is added to the next message."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """So many first steps average gradients over all ranks."""
+
+    copies: Literal["auto", "device", "cpu"] = "auto"
+    """Where common weights, momentum and residual are; ``auto``: beside GPUs ``cpu``."""
+
+
 class PipelineNames(Section):
     """How the stages work together."""
 

@@ -78,6 +78,9 @@ def consensus_of(engine: EngineContext) -> StepConsensus:
     These are all ranks, or the ranks of one stage of an asynchronous pipeline. Replicas have equal
     gradients, but each sees its own activations.
     """
+    if engine.settings.local_steps.mode != "off":
+        # All ranks would wait for the slow links; the others learn it from the next message.
+        return StepConsensus([engine.data_parallel_group] if engine.dp_world_size > 1 else [])
     if not engine.settings.pipeline.is_asynchronous:
         return StepConsensus([None] if dist.get_world_size() > 1 else [])
     grid, groups = engine.grid, []

@@ -91,6 +91,42 @@ class OptimizerAdapter:
         """Yield each flat parameter that the basic optimizer steps, and which tensors it holds."""
         yield from ()
 
+    def masters(self) -> list[tuple[int, Tensor]]:
+        """Return of each trained parameter its size and this rank's part of its fp32 master.
+
+        Ranks of a replica have different parts, flat and perhaps empty. Ranks at one place of
+        several replicas have the same ones.
+        """
+        weights = [parameter.detach().view(-1) for parameter in self._parameters()]
+        own = self._share(sum(weight.numel() for weight in weights))
+        starts = [0, *accumulate(weight.numel() for weight in weights)]
+        return [
+            (weight.numel(), weight[_overlap(own, start, weight.numel())])
+            for weight, start in zip(weights, starts, strict=False)
+        ]
+
+    def publish_masters(self) -> None:
+        """Give the ranks of this replica the masters that their owners have changed."""
+        engine, total = self._engine, sum(size for size, _ in self.masters())
+        if engine.dp_world_size == 1:
+            return
+        size = -(-total // engine.dp_world_size)
+        own = torch.cat([part for _, part in self.masters()])
+        whole = own.new_empty(size * engine.dp_world_size)
+        padded = torch.nn.functional.pad(own, (0, size - own.numel()))
+        dist.all_gather_into_tensor(whole, padded, group=engine.data_parallel_group)
+        start = 0
+        for parameter in self._parameters():
+            parameter.detach().view(-1).copy_(whole[start : start + parameter.numel()])
+            start += parameter.numel()
+
+    def _share(self, total: int) -> range:
+        """Return the elements that this rank owns where each rank of a replica has all."""
+        ranks = self._engine.dp_world_size
+        rank = dist.get_rank(group=self._engine.data_parallel_group)
+        size = -(-total // ranks)
+        return range(min(rank * size, total), min((rank + 1) * size, total))
+
     def detach_stage(self, group: Any, rank: int) -> None:
         """Make the optimizer's steps reduce norms and overflow flags within one stage.
 
@@ -132,7 +168,26 @@ class OptimizerAdapter:
         return (p for p in self._engine.module.parameters() if p.requires_grad)
 
 
-class ZeroAdapter(OptimizerAdapter):
+class _PartitionedMasters(OptimizerAdapter):
+    """Optimizers of which each rank steps its partition of flat fp32 masters."""
+
+    def masters(self) -> list[tuple[int, Tensor]]:
+        """Return of each trained parameter its size and this rank's part of its fp32 master."""
+        found = []
+        for flat, partition in self.partitions():
+            own = range(partition.begin, partition.begin + partition.size)
+            for shape, offset in zip(partition.shapes, partition.offsets, strict=True):
+                part, size = _overlap(own, offset, math.prod(shape)), math.prod(shape)
+                shift = offset - partition.begin
+                found.append((size, flat.detach()[part.start + shift : part.stop + shift]))
+        return found
+
+    def publish_masters(self) -> None:
+        """Give the ranks of this replica the masters that their owners have changed."""
+        self._optimizer.update_lp_params()
+
+
+class ZeroAdapter(_PartitionedMasters):
     """DeepSpeed's optimizer of ZeRO 1 and 2: each rank keeps the gradients of its partition."""
 
     _can_detach_stage = partitions_gradients = True
@@ -261,7 +316,7 @@ class _Zero3Adapter(OptimizerAdapter):
         return {"_get_norm_groups": lambda: [torch.tensor(-1.0)]}
 
 
-class _Bf16Adapter(OptimizerAdapter):
+class _Bf16Adapter(_PartitionedMasters):
     """DeepSpeed's ``BF16_Optimizer`` of pipelines: backward passes add to fp32 gradients."""
 
     accumulates_in_fp32 = True
@@ -346,6 +401,12 @@ def _partition(flat: Tensor, tensors: Any, offsets: Iterable[int], group: Any) -
         size=size,
         group=group,
     )
+
+
+def _overlap(own: range, start: int, size: int) -> slice:
+    """Return which of ``size`` elements from ``start`` on are in a range, counted from 0."""
+    first = min(max(own.start - start, 0), size)
+    return slice(first, max(first, min(max(own.stop - start, 0), size)))
 
 
 def _sum_over(group: Any, squared: float, device: Any) -> float:

@@ -373,9 +373,9 @@ class PipeMareEngine(LinkedEngine):
         if hasattr(self, "_feed"):  # DeepSpeed's constructor calls this, too
             self._feed.use(self.data_iterator)
 
-    def synchronize(self) -> None:
+    def complete_pending(self) -> None:
         """Bring all stages to one version of the weights, which can be saved."""
-        super().synchronize()
+        super().complete_pending()
         self.drain()
 
     def drain_before_load(self) -> None:

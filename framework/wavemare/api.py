@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,9 +16,11 @@ from wavemare import engine
 from wavemare.engine import build_engine
 from wavemare.engine.config.refusals import check_sequence_parallel
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, zero_section
+from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.config.shape import check_complete
 from wavemare.engine.health.watchdog import acquire
 from wavemare.engine.initialize import file_plan, read_config
+from wavemare.engine.local_steps import replica_size
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures
@@ -174,6 +177,9 @@ def _build(
         if isinstance(model, deepspeed.PipelineModule):
             same_grid(mpu, model.mpu())
             mpu = None  # DeepSpeed takes the module's own
+    if ours.local_steps.mode != "off":
+        check_config(values, world_size=dist.get_world_size())
+        mpu = _replicas(ours.local_steps, model, mpu)
     result = build_engine(
         values,
         plan=schedule_plan,
@@ -237,6 +243,22 @@ def _split(model: Any, ours: WavemareConfig) -> tuple[Any, ProcessGrid]:
 
     mesh = ProcessGrid.of(tensor=ours.tensor_parallel.size)
     return split_model(model, mesh.get_model_parallel_group()), mesh
+
+
+def _replicas(settings: LocalStepsConfig, model: Any, mpu: Any) -> ProcessGrid:
+    """Return the grid of a replica; all ranks find the same one, or fail alike."""
+    key = "wavemare.local_steps"
+    if mpu is not None or isinstance(model, deepspeed.PipelineModule):
+        reason = "replicas are made of whole models of one rank"
+        raise ConfigError(f"{key}.mode", settings.mode, reason, "Leave out mpu and pipelines")
+    own = settings.model_dump_json(), socket.gethostname()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    for rank, (other, _) in enumerate(found):
+        if other != found[0][0]:
+            reason = f"rank {rank} has {other} instead"
+            raise ConfigError(key, found[0][0], reason, "Give all ranks the same configuration")
+    return ProcessGrid.of_replicas(replica_size(settings, [host for _, host in found]))
 
 
 def _divided(model: Any, size: int) -> Any:

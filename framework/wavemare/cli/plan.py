@@ -105,6 +105,38 @@ def search(
 
 
 @app.command()
+def local_steps(
+    model: Annotated[str, typer.Option(help="As for plan search.")],
+    replicas: Annotated[int, typer.Option(help="Hosts, or ranks, that step alone.")],
+    mbit: Annotated[float, typer.Option(help="Mbit/s of a replica in each direction.")],
+    step_seconds: Annotated[
+        float, typer.Option(help="Computation of a step, with reductions inside a replica.")
+    ],
+    ranks: Annotated[int, typer.Option(help="Ranks of a replica.")] = 1,
+    micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of the gradients: fp32 or bf16.")] = "fp32",
+) -> None:
+    """Say whether replicas that meet every so many steps pay over a slow link, and how often.
+
+    For example: wavemare plan local-steps --model gpt2 --replicas 4 --mbit 200 --step-seconds 1
+    """
+    from wavemare.parallel.planner.local_steps import SlowLink, advise
+    from wavemare.parallel.planner.model import model_costs
+    from wavemare.parallel.planner.search import read_model
+
+    link = SlowLink(
+        parameters=model_costs(read_model(model), 1, dtype=dtype).parameters,
+        replicas=replicas,
+        ranks=ranks,
+        mbit=mbit,
+        step_s=step_seconds,
+        micro_batches=micro_batches,
+        bits=32 if dtype == "fp32" else 16,
+    )
+    typer.echo(str(advise(link)))
+
+
+@app.command()
 def show(
     context: typer.Context,
     schedule: Annotated[

@@ -79,7 +79,7 @@ def save_pretrained(
     Of a ``PeftModel`` it is the adapter's folder, unless ``merge`` asks for a whole model's.
 
     Works for pipelines made by :func:`to_pipeline`, for models split over ranks, and for plain
-    models under ZeRO stages 0 to 3. Gradients that an asynchronous engine holds are applied first.
+    models under ZeRO stages 0 to 3. An engine is synchronized first.
     Files are written beside the target and moved into it at the end, so that a failure leaves it as
     it was; other files in it stay.
 
@@ -93,9 +93,7 @@ def save_pretrained(
         ModelError: There is no transformers model in the engine, or rank 0 cannot write.
     """
     model = _unwrap(engine_or_module)
-    drain = getattr(engine_or_module, "drain", None)
-    if drain is not None:
-        drain()
+    getattr(engine_or_module, "synchronize", lambda: None)()
     if isinstance(model, TransformerPipeline):
         saver = model.skeleton
         state = pipeline_state_dict(model, _wanted(saver, merge))

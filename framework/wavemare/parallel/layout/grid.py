@@ -112,13 +112,23 @@ class ProcessGrid:
         pipeline: The stages of its model at its place.
         data: Those that hold the same weights.
         model: All that hold its model.
+        replicas: With ``local_steps``, the ranks at its place in all replicas; else None.
     """
 
-    def __init__(self, *, tensor: Axis, pipeline: Axis, data: Axis, model: Axis) -> None:
+    def __init__(
+        self,
+        *,
+        tensor: Axis,
+        pipeline: Axis,
+        data: Axis,
+        model: Axis,
+        replicas: Axis | None = None,
+    ) -> None:
         self.tensor = tensor
         self.pipeline = pipeline
         self.data = data
         self.model = model
+        self.replicas = replicas
 
     @classmethod
     def of(cls, *, tensor: int = 1, pipeline: int = 1) -> ProcessGrid:
@@ -135,6 +145,19 @@ class ProcessGrid:
         axes = {name: own_axis(lists[name]) for name in ("tensor", "pipeline", "data")}
         model = own_axis(lists["model"]) if pipeline > 1 else axes["tensor"]
         return cls(**axes, model=model)
+
+    @classmethod
+    def of_replicas(cls, size: int) -> ProcessGrid:
+        """Make the groups of replicas that step alone; all ranks do so together.
+
+        Args:
+            size: Consecutive ranks of a replica, at which the data axis ends.
+        """
+        world = dist.get_world_size()
+        alone = own_axis([[rank] for rank in range(world)])
+        data = own_axis([list(range(r, r + size)) for r in range(0, world, size)])
+        replicas = own_axis([list(range(r, world, size)) for r in range(size)])
+        return cls(tensor=alone, pipeline=alone, data=data, model=alone, replicas=replicas)
 
     # Megatron's names. Its flags count context-parallel ranks, of which there are none.
     get_tensor_model_parallel_group = _read("tensor", "group")

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local steps: replicas step alone and exchange the changes of their weights every so many steps.
+
+Common weights, the same bits on all replicas, are stepped by SGD with Nesterov momentum over the
+mean change of the replicas' weights. Each rank of a replica does so for the masters that it owns,
+with the ranks at its place in the other replicas. Only ``global_steps`` decides what is sent when.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from wavemare.comm.wire import Header, Message, ReplicaLink, decode, encode
+from wavemare.engine.config.sections import LocalStepsConfig
+from wavemare.engine.context import EngineContext, Feature
+from wavemare.engine.observe.progress import PROGRESS
+from wavemare.engine.optim.adapter import adapt
+from wavemare.errors import CheckpointError, ConfigError, NumericsError
+
+logger = logging.getLogger("wavemare")
+
+_FP32 = 32
+
+
+@dataclass
+class _Flight:
+    """A message and what to do with it.
+
+    Args:
+        message: Its mean is of common weights minus those of a replica.
+        due: The step after which it is applied.
+        sent: The weights at sending; None if they are not needed.
+    """
+
+    message: Message
+    due: int
+    sent: Tensor | None
+
+
+class LocalSteps(Feature):
+    """Sends, receives and applies the changes of replicas.
+
+    Args:
+        engine: Complete, with a process grid of replicas.
+        config: The section; has passed `refuse`.
+        timeout_s: Seconds after which a silent replica counts as lost.
+    """
+
+    key = "local_steps"
+
+    def __init__(self, engine: EngineContext, config: LocalStepsConfig, timeout_s: float) -> None:
+        self._engine, self._config = engine, config
+        self._adapter = adapt(engine)
+        on_device = config.copies == "device"
+        self._device = engine.device if on_device else torch.device("cpu")
+        self._replicas = engine.mpu.replicas.size
+        self._momentum_rate = 0.0 if config.mode == "average" else config.outer.momentum
+        sizes = [size for size, _ in self._adapter.masters()]
+        self._parts = fragments_of(sizes, config.fragments)
+        self._flights: list[_Flight] = []
+        self._figures: dict[str, float] = {}
+        self._link = ReplicaLink(
+            engine.mpu.replicas.group, timeout_s=timeout_s, device=self._device
+        )
+        self._bytes = 0
+        if _norms(engine):
+            logger.warning(
+                "local_steps: statistics of batch normalization are averaged only by synchronize()"
+            )
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take the present weights, the same on all replicas, as the common ones."""
+        self._common = [self._read(number) for number in range(self._config.fragments)]
+        self._momentum = [torch.zeros_like(c) for c in self._common if self._momentum_rate]
+        lossy = self._config.bits < _FP32
+        self._residual = [torch.zeros_like(c) for c in self._common if lossy]
+        self._flights.clear()
+        self._loss, self._losses = torch.zeros((), device=self._engine.device), 0
+
+    # --- called by engines ------------------------------------------------------------------------
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Count a loss for the mean over all replicas, which travels with a message."""
+        self._loss = self._loss + loss.detach().float()
+        self._losses += 1
+        return loss
+
+    def before_step(self) -> bool:
+        """Average the gradients over the replicas in a warm-up; the step is always made."""
+        self._figures = {}
+        step = self._engine.global_steps + 1
+        if step <= self._config.warmup_steps:
+            gradients = self._adapter.gradients()
+            flat = torch.cat([g.reshape(-1).to(self._device, torch.float32) for g in gradients])
+            mean = self._link.send(Header(step, -1, flat.numel(), _FP32), flat).wait()
+            for gradient, part in zip(
+                gradients, mean.split([g.numel() for g in gradients]), strict=True
+            ):
+                gradient.copy_(part.view_as(gradient))
+        return True
+
+    def after_step(self) -> None:
+        """Apply what is due, then send the fragment whose turn it is.
+
+        The other order would send the steps of a message in flight a second time.
+        """
+        every, count = self._config.every, self._config.fragments
+        step = self._engine.global_steps - self._config.warmup_steps
+        if step == 0:
+            self._begin()
+        if step <= 0:
+            return
+        self._deliver(step)
+        for number in range(count):
+            if (step - number * every // count) % every == 0:
+                self._send(number, step)
+        self._deliver(step)
+
+    def synchronize(self) -> None:
+        """Apply all messages, then let all replicas have their mean."""
+        for buffer in _norms(self._engine):
+            dist.all_reduce(buffer)
+            buffer.div_(dist.get_world_size())
+        if self._engine.global_steps <= self._config.warmup_steps:
+            return
+        self._deliver(math.inf)
+        with PROGRESS.doing("synchronize"):
+            for number, common in enumerate(self._common):
+                change = common - self._read(number)
+                if self._residual:
+                    change += self._residual[number]
+                    self._residual[number].zero_()
+                common.sub_(self._link.send(self._header(number, _FP32), change).wait())
+                self._write(number, common)
+            self._adapter.publish_masters()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return what the messages of the last step have cost, and how far replicas differ."""
+        return self._figures
+
+    def reset(self) -> None:
+        """Drop what is in flight: other weights have been loaded."""
+        for flight in self._flights:
+            flight.message.wait()
+        self._begin()
+
+    def close(self) -> None:
+        """Finish the exchanges in flight, and close the link."""
+        self._link.close()
+
+    # --- an exchange ------------------------------------------------------------------------------
+
+    def _send(self, number: int, step: int) -> None:
+        local = self._read(number)
+        change = self._common[number] - local
+        norm = float(self._common[number].norm())
+        self._figures["drift"] = float(change.norm()) / norm if norm else 0.0
+        bits = self._config.bits
+        if self._residual and change.numel():
+            waiting = self._residual[number].add_(change)
+            change = encode(waiting, bits)
+            waiting -= decode(change, waiting.numel(), bits)
+        loss = self._loss / max(self._losses, 1)
+        if self._engine.dp_world_size > 1:
+            dist.all_reduce(loss, group=self._engine.data_parallel_group)
+            loss /= self._engine.dp_world_size
+        self._loss, self._losses = torch.zeros_like(loss), 0
+        message = self._link.send(self._header(number, bits), change, note=float(loss))
+        overlap = self._config.overlap
+        carries = overlap and self._config.mixing == "carry"
+        self._flights.append(_Flight(message, step + overlap, local if carries else None))
+
+    def _header(self, number: int, bits: int) -> Header:
+        common = self._common[number]
+        digest = xxhash.xxh3_64_intdigest(common.cpu().numpy().data) - (1 << 63)
+        return Header(self._engine.global_steps, number, common.numel(), bits, digest)
+
+    def _deliver(self, step: float) -> None:
+        begun = time.perf_counter()
+        while self._flights and self._flights[0].due <= step:
+            flight = self._flights.pop(0)
+            with PROGRESS.doing("an exchange of replicas"):
+                mean = flight.message.wait()
+            waited = time.perf_counter() - begun
+            self._apply(flight, mean)
+            sent, self._bytes = self._link.bytes_sent - self._bytes, self._link.bytes_sent
+            notes = flight.message.notes
+            self._figures |= {"outer_wait_seconds": waited, "outer_bytes": float(sent)}
+            self._figures["replica_loss"] = sum(notes) / len(notes)
+
+    def _apply(self, flight: _Flight, mean: Tensor) -> None:
+        number = flight.message.header.fragment
+        self._outer_step(number, mean)
+        weights = self._common[number]
+        if flight.sent is not None:
+            weights = weights + (self._read(number) - flight.sent)
+        self._write(number, weights)
+        self._adapter.publish_masters()
+
+    def _outer_step(self, number: int, mean: Tensor) -> None:
+        """Step the common weights; each operation rounds once, so that all devices agree."""
+        if not bool(mean.isfinite().all()):
+            raise NumericsError(
+                "wavemare.local_steps",
+                number,
+                "the mean change of this fragment is not finite, on all replicas: one has diverged",
+                "Resume from the last checkpoint, with a smaller learning rate",
+            )
+        if self._momentum_rate:
+            momentum = self._momentum[number].mul_(self._momentum_rate).add_(mean)
+            mean = (momentum * self._momentum_rate).add_(mean)
+        rate = 1.0 if self._config.mode == "average" else self._config.outer.lr
+        self._common[number] -= mean * rate
+
+    # --- masters ----------------------------------------------------------------------------------
+
+    def _own(self, number: int) -> list[Tensor]:
+        masters = zip(self._adapter.masters(), self._parts, strict=True)
+        return [own for (_, own), part in masters if part == number]
+
+    def _read(self, number: int) -> Tensor:
+        """Return a copy of this rank's masters of a fragment: (E,), float32, maybe empty."""
+        empty = torch.empty(0, device=self._device)
+        return torch.cat([empty, *(own.to(self._device) for own in self._own(number))])
+
+    def _write(self, number: int, weights: Tensor) -> None:
+        own = self._own(number)
+        for master, part in zip(own, weights.split([o.numel() for o in own]), strict=True):
+            master.copy_(part)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def extra_state(self) -> dict[str, Any]:
+        """Wait for what is in flight, apply nothing, and return all that the next step needs."""
+        flights = [
+            {
+                "header": list(flight.message.header),
+                "mean": flight.message.wait(),
+                "notes": flight.message.notes,
+                "due": flight.due,
+                "sent": flight.sent,
+            }
+            for flight in self._flights
+        ]
+        return {
+            "replicas": self._replicas,
+            "common": self._common,
+            "momentum": self._momentum,
+            "residual": self._residual,
+            "flights": flights,
+            "loss": float(self._loss),
+            "losses": self._losses,
+        }
+
+    def load_extra_state(self, state: Mapping[str, Any] | None) -> None:
+        """Load a state; of another number of replicas common weights and momentum alone."""
+        if not state:
+            return  # a checkpoint without local steps: `reset` has begun with its weights
+        same = state["replicas"] == self._replicas
+        lists = {"common": self._common, "momentum": self._momentum}
+        if same:
+            lists["residual"] = self._residual
+        for name, ours in lists.items():
+            for own, saved in zip(ours, state[name], strict=False):  # of other settings it has none
+                if own.shape != saved.shape:
+                    reason = f"its {name} of a fragment is of {len(saved)} weights, not {len(own)}"
+                    remedy = "Resume with the model and parameter groups that saved it"
+                    raise CheckpointError("wavemare.local_steps", name, reason, remedy)
+                own.copy_(saved)
+        flights = [
+            _Flight(
+                Message.received(Header(*f["header"]), f["mean"].to(self._device), f["notes"]),
+                f["due"],
+                None if f["sent"] is None else f["sent"].to(self._device),
+            )
+            for f in state["flights"]
+        ]
+        if same:
+            self._flights = flights
+            self._loss.fill_(state["loss"])
+            self._losses = state["losses"]
+            return
+        for flight in flights:
+            self._outer_step(flight.message.header.fragment, flight.message.wait())
+        for number, common in enumerate(self._common):
+            self._write(number, common)
+        self._adapter.publish_masters()
+        logger.warning(
+            "local_steps: %d replicas go on from a checkpoint of %d, by its common weights and the "
+            "first replica's optimizer; not bit for bit",
+            *(self._replicas, state["replicas"]),
+        )
+
+
+def replica_size(config: LocalStepsConfig, hosts: Sequence[str]) -> int:
+    """Return how many consecutive ranks form a replica.
+
+    Args:
+        config: The section.
+        hosts: The host of each rank.
+
+    Raises:
+        ConfigError: Hosts are unequal, or there is but one replica.
+    """
+    key, ranks, size = "wavemare.local_steps.replica", len(hosts), config.replica
+    if size == "rank":
+        size = 1
+    elif size == "host":
+        size = hosts.count(hosts[0])
+        blocks = [set(hosts[first : first + size]) for first in range(0, ranks, size)]
+        if ranks % size or any(len(block) > 1 for block in blocks) or len(set(hosts)) < len(blocks):
+            each = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
+            reason = f"the hosts have unequal or mixed ranks: {each}"
+            remedy = "Start as many consecutive ranks on each host, or give a number"
+            raise ConfigError(key, config.replica, reason, remedy)
+    if ranks % size:
+        reason = f"the number of processes ({ranks}) is not a multiple of it"
+        raise ConfigError(key, config.replica, reason, f"Start a multiple of {size} processes")
+    if ranks == size:
+        reason = f"all {ranks} ranks would be one replica, which has none to meet"
+        remedy = 'Give "rank" or a number, start more, or set wavemare.local_steps.mode to "off"'
+        raise ConfigError(key, config.replica, reason, remedy)
+    return size
+
+
+def fragments_of(sizes: list[int], count: int) -> list[int]:
+    """Return the fragment of each parameter: by size, dealt in turns."""
+    parts = [0] * len(sizes)
+    by_size = sorted(range(len(sizes)), key=lambda number: (-sizes[number], number))
+    for place, number in enumerate(by_size):
+        parts[number] = place % count
+    return parts
+
+
+def _norms(engine: EngineContext) -> list[Tensor]:
+    """Return the running statistics of batch normalization."""
+    layers = [module for module in engine.module.modules() if isinstance(module, _NormBase)]
+    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+    return [buffer for buffer in buffers if buffer.is_floating_point()]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether replicas that meet every so many steps pay over a link, and how often they should."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from wavemare.errors import PlanError
+
+_FRAGMENTS = 4
+_LEAST = 8
+_MOST = 64
+"""Steps between exchanges from which on messages of 4 bits cost less loss than a longer period."""
+_PAYS = 0.25
+_SCALE_BITS = 0.25  # of a message of few bits, for each number
+# Of simulations of a small model with 20 exchanges: loss in percent, and steps to the same loss.
+_PRICES = {False: (5.0, 1.4), True: (1.7, 1.15)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowLink:
+    """A job and the link between its replicas.
+
+    Args:
+        parameters: Weights of the model.
+        replicas: N.
+        ranks: Of a replica.
+        mbit: Mbit/s of a replica in each direction.
+        step_s: Seconds of a step's computation, with the reduction inside a replica.
+        micro_batches: Of a step; the backward pass of the last one hides a dense reduction.
+        bits: Of a gradient that ordinary data parallelism reduces.
+    """
+
+    parameters: int
+    replicas: int
+    ranks: int = 1
+    mbit: float
+    step_s: float
+    micro_batches: int = 1
+    bits: int = 32
+
+    def __post_init__(self) -> None:
+        for name, least in (("replicas", 2), ("ranks", 1), ("micro_batches", 1)):
+            if getattr(self, name) < least:
+                reason = f"there are at least {least}"
+                raise PlanError(name, getattr(self, name), reason, f"Give {least} or more")
+        for name in ("mbit", "step_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                reason = "it is not a positive number"
+                raise PlanError(name, getattr(self, name), reason, "Give one")
+
+    def messages(self, bits: int = 32) -> float:
+        """Return how many steps' computation one exchange of all weights takes."""
+        volume = 2 * (self.replicas - 1) / self.replicas
+        if bits < 32:  # noqa: PLR2004
+            volume = (self.replicas - 1) * (bits + _SCALE_BITS) / 32
+        return volume * 4 * self.parameters / (self.mbit * 125_000 * self.step_s)
+
+    @property
+    def dense(self) -> float:
+        """Steps' computation that an ordinary step takes: 1, and what the link adds."""
+        hidden = 2 / (3 * self.micro_batches)
+        return 1 + max(0.0, self.messages() * self.bits / 32 - hidden)
+
+    def local(self, every: int, fragments: int = 1, overlap: int = 0, bits: int = 32) -> float:
+        """Return the same of a step with local steps."""
+        message = self.messages(bits) / fragments
+        rate = fragments / every
+        return max(1 + rate * max(0.0, message - overlap), rate * message)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What local steps bring; ``str`` of it is for people.
+
+    Args:
+        link: The job.
+        every: H.
+        bits: Of a message's numbers.
+        gains: Speed beside ordinary data parallelism, of blocking exchanges and of fragments.
+    """
+
+    link: SlowLink
+    every: int
+    bits: int
+    gains: tuple[float, float]
+
+    @property
+    def pays(self) -> bool:
+        """Whether the speed outweighs the steps that the loss costs."""
+        return self.link.dense > 1 + _PAYS and self.gains[1] > self.price[1]
+
+    @property
+    def price(self) -> tuple[float, float]:
+        """The loss in percent above ordinary training's, and the steps to the same loss."""
+        return _PRICES[self.link.ranks > 1]
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of a rank for common weights, momentum, residual and what is in flight."""
+        own = 4 * self.link.parameters / self.link.ranks
+        return own * (2 + (self.bits < 32) + 2 / _FRAGMENTS)  # noqa: PLR2004
+
+    def __str__(self) -> str:
+        overlap = self.every // _FRAGMENTS
+        lines = [
+            f"messages per computation r = {self.link.messages():.2f}; an ordinary step takes "
+            f"{self.link.dense:.2f} times its computation"
+        ]
+        if not self.pays:
+            return f"{lines[0]}\nuse ordinary data parallelism: local steps would gain too little"
+        loss, steps = self.price
+        keys = f'"every": {self.every}, "fragments": {_FRAGMENTS}, "overlap": {overlap}'
+        keys += f', "bits": {self.bits}' if self.bits < 32 else ""  # noqa: PLR2004
+        return "\n".join(
+            [
+                *lines,
+                f'"local_steps": {{"mode": "diloco", {keys}}}',
+                f"steps per second: {self.gains[0]:.1f}x with blocking exchanges, "
+                f"{self.gains[1]:.1f}x with fragments",
+                f"memory per rank: {self.memory_bytes / 2**20:.0f} MiB, on the host beside GPUs",
+                f"expected price: up to {loss:g} % of the loss, or {steps:g}x the steps to the "
+                "same loss (a small model's; larger ones lose less)",
+            ]
+        )
+
+
+def advise(link: SlowLink) -> Advice:
+    """Return how often replicas should meet: no more rarely than hides their messages."""
+    bits, period = 32, _period(link.messages())
+    if period > _MOST and link.messages(4) < link.messages():
+        bits, period = 4, _period(link.messages(4))
+    overlap = period // _FRAGMENTS
+    gains = (
+        link.dense / link.local(period, bits=bits),
+        link.dense / link.local(period, _FRAGMENTS, overlap, bits),
+    )
+    return Advice(link, period, bits, gains)
+
+
+def _period(messages: float) -> int:
+    return _FRAGMENTS * math.ceil(max(_LEAST, 2 * messages) / _FRAGMENTS)

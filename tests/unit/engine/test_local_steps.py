@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local steps: what is refused by name, who forms a replica, and how weights are dealt."""
+
+import pytest
+
+from wavemare.engine.config.resolve import check_config
+from wavemare.engine.config.sections import LocalStepsConfig
+from wavemare.engine.local_steps import fragments_of, replica_size
+from wavemare.errors import ConfigError
+
+KEY = "wavemare.local_steps"
+ON = {"mode": "diloco"}
+BF16 = {"bf16": {"enabled": True}}
+
+
+def check(local, config=None, **ours):
+    section = {**ours, "local_steps": local}
+    check_config(
+        {"train_micro_batch_size_per_gpu": 1, **(config or {}), "wavemare": section}, world_size=4
+    )
+
+
+def zero(stage, **more):
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+@pytest.mark.parametrize(
+    ("local", "key"),
+    [
+        ({"every": 8}, "every"),
+        ({**ON, "every": 8, "fragments": 3}, "fragments"),
+        ({**ON, "every": 8, "fragments": 2, "overlap": 5}, "overlap"),
+        ({**ON, "mixing": "carry"}, "mixing"),
+        ({"mode": "average", "outer": {"lr": 0.7}}, "outer"),
+        ({**ON, "outer": {"momentum": 1.0}}, "outer.momentum"),
+        ({**ON, "bits": 2}, "bits"),
+        ({**ON, "replica": 0}, "replica"),
+    ],
+)
+def test_keys_without_effect_and_values_that_cannot_be_are_refused(local, key):
+    with pytest.raises(ConfigError) as caught:
+        check(local)
+    assert caught.value.key == f"{KEY}.{key}"
+
+
+@pytest.mark.parametrize(
+    ("config", "ours", "key"),
+    [
+        (zero(3), {}, "zero_optimization.stage"),
+        (BF16, {}, "bf16.enabled"),
+        ({**zero(1), "fp16": {"enabled": True}}, {}, "fp16.enabled"),
+        (
+            zero(2, offload_optimizer={"device": "nvme"}),
+            {},
+            "zero_optimization.offload_optimizer.device",
+        ),
+        (zero(2, zenflow={"topk_ratio": 0.1}), {}, "zero_optimization.zenflow"),
+        ({"optimizer": {"type": "OneBitAdam"}}, {}, "optimizer.type"),
+        ({"sequence_parallel_size": 2}, {}, "sequence_parallel_size"),
+        ({"tensor_parallel": {"autotp_size": 2}}, {}, "tensor_parallel.autotp_size"),
+        ({"compile": {"deepcompile": True}}, {}, "compile.deepcompile"),
+        ({"hybrid_engine": {"enabled": True}}, {}, "hybrid_engine.enabled"),
+        ({"checkpoint": {"load_universal": True}}, {}, "checkpoint.load_universal"),
+        ({}, {"pipeline": {"stages": 2}}, "wavemare.pipeline"),
+        ({}, {"tensor_parallel": {"size": 2}}, "wavemare.tensor_parallel.size"),
+        ({}, {"expert_parallel": {"size": 2}}, "wavemare.expert_parallel.size"),
+        ({}, {"sparse_collective": {"mode": "auto"}}, "wavemare.sparse_collective.mode"),
+        ({}, {"balance": {"mean": "tokens"}}, "wavemare.balance"),
+        ({}, {"guard": {"nonfinite": "skip"}}, "wavemare.guard.nonfinite"),
+        ({}, {"wavelet": {"mode": "model_parallel"}}, "wavemare.wavelet.mode"),
+    ],
+)
+def test_what_replicas_cannot_go_with_is_refused_by_name(config, ours, key):
+    with pytest.raises(ConfigError) as caught:
+        check(ON, config, **ours)
+    assert caught.value.key == key
+    assert KEY in caught.value.remedy
+    assert "not with local steps" in caught.value.reason
+
+
+def test_what_replicas_go_with_passes():
+    check(ON, {**zero(2), **BF16})
+    check(ON, zero(1, offload_optimizer={"device": "cpu"}))
+    check(ON, wavelet={"mode": "sync"})
+    check({**ON, "every": 8, "fragments": 4, "overlap": 2, "mixing": "replace", "bits": 4})
+
+
+@pytest.mark.parametrize(
+    ("replica", "hosts", "size"),
+    [("host", "aabb", 2), ("host", "aaabbb", 3), ("rank", "aaaa", 1), (2, "aaaa", 2)],
+)
+def test_consecutive_ranks_form_replicas(replica, hosts, size):
+    assert replica_size(LocalStepsConfig(mode="diloco", replica=replica), list(hosts)) == size
+
+
+@pytest.mark.parametrize(
+    ("replica", "hosts", "reason"),
+    [
+        ("host", "aabbb", "2 on a, 3 on b"),
+        ("host", "abab", "2 on a, 2 on b"),
+        ("host", "aabbaa", "4 on a, 2 on b"),
+        ("host", "aaaa", "one replica"),
+        (3, "aabb", "not a multiple"),
+        (4, "aabb", "one replica"),
+    ],
+)
+def test_unequal_hosts_and_a_single_replica_are_refused(replica, hosts, reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
+        replica_size(LocalStepsConfig(mode="diloco", replica=replica), list(hosts))
+    assert caught.value.key == f"{KEY}.replica"
+
+
+def test_parameters_are_dealt_to_fragments_by_size():
+    assert fragments_of([5, 100, 7, 90, 7], 2) == [0, 0, 0, 1, 1]
+    assert fragments_of([1, 2], 4) == [1, 0]

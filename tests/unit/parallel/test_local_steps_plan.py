@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The advice for slow links: closed forms beside events, and what is printed."""
+
+from itertools import product
+
+import pytest
+from typer.testing import CliRunner
+
+from wavemare.cli import app
+from wavemare.errors import PlanError
+from wavemare.parallel.planner.local_steps import SlowLink, advise
+
+
+def by_events(link, every, fragments, overlap, bits, steps=4000):
+    """Seconds of a step per second of computation, by playing each message."""
+    length = link.messages(bits) / fragments
+    now = free = 0.0
+    due = []
+    for step in range(steps):
+        now += 1
+        for part in range(fragments):
+            if (step + part * every // fragments) % every == 0:
+                free = max(now, free) + length
+                due.append((step + overlap, free))
+        while due and due[0][0] <= step:
+            now = max(now, due.pop(0)[1])
+    return now / steps
+
+
+@pytest.mark.parametrize("mbit", [20, 200, 2000])
+def test_closed_forms_agree_with_events(mbit):
+    link = SlowLink(parameters=20_000_000, replicas=4, mbit=mbit, step_s=1.0)
+    for every, fragments, share, bits in product((8, 32), (1, 4), (0, 0.5, 1), (32, 4)):
+        overlap = int(every / fragments * share)
+        expected = by_events(link, every, fragments, overlap, bits)
+        assert link.local(every, fragments, overlap, bits) == pytest.approx(expected, rel=0.02)
+
+
+def plan(*options):
+    words = ["plan", "local-steps", "--model", "gpt2", "--replicas", "4", "--step-seconds", "1"]
+    return CliRunner().invoke(app, [*words, *options], catch_exceptions=False).stdout
+
+
+def test_a_slow_link_gets_a_period_that_hides_its_messages():
+    text = plan("--mbit", "200")
+    assert "r = 29.87" in text  # 2 * 3 / 4 * 4 bytes * 124.4 M weights / 25 MB/s
+    assert '"every": 60, "fragments": 4, "overlap": 15}' in text
+    assert "30.2x with fragments" in text
+    assert "1187 MiB" in text
+    assert "5 % of the loss" in text
+    assert "1.7 % of the loss" in plan("--mbit", "200", "--ranks", "2")
+    assert '"bits": 4' in plan("--mbit", "100")
+
+
+def test_a_fast_link_is_advised_against():
+    assert plan("--mbit", "20000").endswith(
+        "use ordinary data parallelism: local steps would gain too little\n"
+    )
+    # Half a step more is not worth a third more steps.
+    link = SlowLink(parameters=20_000_000, replicas=2, mbit=1000, step_s=0.65)
+    assert link.dense > 1.25
+    assert not advise(link).pays
+
+
+def test_numbers_that_cannot_be_are_refused():
+    with pytest.raises(PlanError, match="replicas"):
+        SlowLink(parameters=1, replicas=1, mbit=1, step_s=1)
+    with pytest.raises(PlanError, match="mbit"):
+        SlowLink(parameters=1, replicas=2, mbit=0, step_s=1)
