@@ -134,7 +134,7 @@ class ReplicaLink:
             other = Header(*numbers)
             if other != own:
                 name = self._transport.world_ranks[rank]
-                what = "message" if other[:-1] != own[:-1] else "common weights"
+                what = "message" if other[:-1] != own[:-1] else "copy of the common weights"
                 reason = f"the {what} of rank {name} differs: {other}"
                 remedy = "Give all ranks the same configuration, model and steps"
                 raise CommError("wavemare.local_steps", str(own), reason, remedy)

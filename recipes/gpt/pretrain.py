@@ -85,6 +85,7 @@ def learn(
     recording.screen.panel(title, start_up_panel(setup, model, text.describe()))
     evaluation = train(setup, recording, model, text, lr_scheduler)
     if evaluation is not None:
+        evaluation.engine.synchronize()  # what is evaluated is what is exported
         loss, exported = evaluation.loss(), setup.folder / "model"
         recording.run.log(setup.arguments.max_steps, eval_loss=loss)
         wavemare.save_pretrained(evaluation.engine, exported, tokenizer=text.tokenizer)

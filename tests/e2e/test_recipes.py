@@ -120,6 +120,21 @@ def test_experts_are_pretrained_on_two_ranks(command, small_options, recipe_conf
     assert results["eval_loss"] < losses[0] - 0.3
 
 
+@pytest.mark.nightly
+def test_replicas_with_local_steps_are_pretrained(command, small_options, recipe_config, tmp_path):
+    values = json.loads(recipe_config("gpt/pretrain", "local_steps").read_text())
+    one_host = {"replica": "rank", "every": 8, "overlap": 2, "warmup_steps": 4}
+    values["wavemare"]["local_steps"] |= one_host
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(values))
+    options = small_options("gpt", tmp_path / "run")
+    command("wavemare", "train", "gpt", "--config", config, *options).check()
+    losses, results = check_run_folder(tmp_path / "run", batch=16)
+    assert results["eval_loss"] < losses[0] - 0.5
+    lines = read_run(tmp_path / "run").metrics
+    assert sum("outer_bytes" in line for line in lines) == 7  # of 16 steps, one every 2
+
+
 def write_chats(folder):
     """Forty chats, and a template without markers for the assistant's turns."""
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

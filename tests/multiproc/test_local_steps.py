@@ -18,7 +18,8 @@ TWINS = {
     "average": {"local": AVERAGE},
     "diloco": {"local": DILOCO},
     "stream": {"local": STREAM},
-    "replace": {"local": {**STREAM, "overlap": 2, "mixing": "replace"}},
+    # The whole is sent in the step in which the message before it is due.
+    "replace": {"local": {"mode": "diloco", "every": 3, "overlap": 3, "mixing": "replace"}},
     "zero": {"local": STREAM, "zero": 1},
 }
 RESUMED = {
