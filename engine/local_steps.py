@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.context import EngineContext, Feature
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
-from wavemare.errors import CheckpointError, ConfigError, NumericsError
+from wavemare.errors import CheckpointError, NumericsError
 
 logger = logging.getLogger("wavemare")
 
@@ -35,13 +35,7 @@ _FP32 = 32
 
 @dataclass
 class _Flight:
-    """A message and what to do with it.
-
-    Args:
-        message: Its mean is of common weights minus those of a replica.
-        due: The step after which it is applied.
-        sent: The weights at sending; None if they are not needed.
-    """
+    """A message, the step after which it is applied, and the weights at sending if needed."""
 
     message: Message
     due: int
@@ -302,37 +296,6 @@ class LocalSteps(Feature):
             "first replica's optimizer; not bit for bit",
             *(self._replicas, state["replicas"]),
         )
-
-
-def replica_size(config: LocalStepsConfig, hosts: Sequence[str]) -> int:
-    """Return how many consecutive ranks form a replica.
-
-    Args:
-        config: The section.
-        hosts: The host of each rank.
-
-    Raises:
-        ConfigError: Hosts are unequal, or there is but one replica.
-    """
-    key, ranks, size = "wavemare.local_steps.replica", len(hosts), config.replica
-    if size == "rank":
-        size = 1
-    elif size == "host":
-        size = hosts.count(hosts[0])
-        blocks = [set(hosts[first : first + size]) for first in range(0, ranks, size)]
-        if ranks % size or any(len(block) > 1 for block in blocks) or len(set(hosts)) < len(blocks):
-            each = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
-            reason = f"the hosts have unequal or mixed ranks: {each}"
-            remedy = "Start as many consecutive ranks on each host, or give a number"
-            raise ConfigError(key, config.replica, reason, remedy)
-    if ranks % size:
-        reason = f"the number of processes ({ranks}) is not a multiple of it"
-        raise ConfigError(key, config.replica, reason, f"Start a multiple of {size} processes")
-    if ranks == size:
-        reason = f"all {ranks} ranks would be one replica, which has none to meet"
-        remedy = 'Give "rank" or a number, start more, or set wavemare.local_steps.mode to "off"'
-        raise ConfigError(key, config.replica, reason, remedy)
-    return size
 
 
 def fragments_of(sizes: list[int], count: int) -> list[int]:

@@ -28,18 +28,38 @@ _Rows = Iterator[tuple[object, str, object, str, str]]
 
 _SHARES = f"{SECTION}.balance.shares"
 _UNTESTED = "it is not tested"
-_ONE_BIT = {"onebitadam", "onebitlamb", "zerooneadam"}
-_STOCK_BESIDE_REPLICAS: tuple[tuple[str, str, object], ...] = (
-    ("tensor_parallel", "autotp_size", 1),
-    ("expert_parallel", "enabled", False),
-    ("compile", "deepcompile", False),
-    ("hybrid_engine", "enabled", False),
-    ("curriculum_learning", "enabled", False),
-    ("data_efficiency", "enabled", False),
-    ("elasticity", "enabled", False),
-    ("checkpoint", "use_node_local_storage", False),
-    ("checkpoint", "load_universal", False),
-)
+_ALONE = "not with local steps"
+_REMOVE = "Leave it out"
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
+_PARTS = "it parts the weights"
+_OFF = (None, False, 0)
+_BESIDE_REPLICAS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "zero_optimization.stage": ((None, 0, 1, 2), _PARTS),
+    "zero_optimization.offload_optimizer.device": ((None, "none", "cpu"), _UNTESTED),
+    "zero_optimization.offload_param.device": ((None, "none"), _UNTESTED),
+    "zero_optimization.zenflow": ((None,), _UNTESTED),
+    "fp16.enabled": (_OFF, "loss scales differ by replica"),
+    "sequence_parallel_size": ((None, 1), _UNTESTED),
+    "tensor_parallel.autotp_size": ((None, 1), _UNTESTED),
+    "expert_parallel.enabled": (_OFF, _UNTESTED),
+    "compile.deepcompile": (_OFF, _UNTESTED),
+    "hybrid_engine.enabled": (_OFF, _UNTESTED),
+    "curriculum_learning.enabled": (_OFF, _UNTESTED),
+    "data_efficiency.enabled": (_OFF, _UNTESTED),
+    "elasticity.enabled": (_OFF, _UNTESTED),
+    "checkpoint.use_node_local_storage": (_OFF, _UNTESTED),
+    "checkpoint.load_universal": (_OFF, _UNTESTED),
+    "wavemare.pipeline.stages": ((1,), "weights may not change between a micro-batch's passes"),
+    "wavemare.pipeline.schedule": (("1f1b",), "replicas are no pipelines"),
+    "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
+    "wavemare.expert_parallel.size": ((1,), _UNTESTED),
+    "wavemare.wavelet.mode": (("off", "auto", "sync"), _PARTS),
+    "wavemare.sparse_collective.mode": (("off",), "it would sum gradients of one replica alone"),
+    "wavemare.balance.shares": ((None,), "they count all ranks"),
+    "wavemare.balance.mean": (("samples",), "it counts the tokens of one replica alone"),
+    "wavemare.guard.nonfinite": (("off", "stop"), "replicas would skip different steps"),
+}
+"""Keys whose values other than these do not go with local steps, and why."""
 _LEAVE = 'set wavemare.sparse_collective.mode to "off"'
 _16_BIT_OR_FP32 = 'Use "bf16": {"enabled": true} or fp32, or schedule 1f1b'
 
@@ -447,124 +467,36 @@ def _waves(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
 def _replicas(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     """Refuse what replicas with local steps cannot go with, and keys without effect."""
     local, key = ours.local_steps, f"{SECTION}.local_steps"
+    every, count, overlap, given = local.every, local.fragments, local.overlap, local.outer
     if local.mode == "off":
         return
-    zero = zero_section(config)
-    every, count, overlap = local.every, local.fragments, local.overlap
-    yield (
-        every % count,
-        f"{key}.fragments",
-        count,
-        f"every = {every} is not a multiple of it",
-        f"Give a divisor of {every}",
-    )
-    yield (
-        overlap * count > every,
-        f"{key}.overlap",
-        overlap,
-        f"a message may travel for every / fragments = {every // count} steps at most",
-        "Give less, or fewer fragments",
-    )
-    yield (
-        not overlap and "mixing" in local.model_fields_set,
-        f"{key}.mixing",
-        local.mixing,
-        "it has no effect without overlap",
-        f"Set {key}.overlap, or remove the key",
-    )
-    yield (
-        local.mode == "average" and "outer" in local.model_fields_set,
-        f"{key}.outer",
-        local.outer.model_dump(),
-        "it has no effect on an average",
-        f'Set {key}.mode to "diloco", or remove the key',
-    )
-    offloads_optimizer = offloads(zero)
-    yield (
-        local.warmup_steps and offloads_optimizer,
-        f"{key}.warmup_steps",
-        local.warmup_steps,
-        "the gradients of a warm-up leave for the host before they are averaged",
-        "Leave it out, or offload_optimizer",
-    )
-    stage, mode = zero.get("stage", 0), ours.wavelet.mode
-    bf16, name = is_enabled(config, "bf16"), section_of(config, "optimizer").get("type", "")
-    device = section_of(zero, "offload_optimizer").get("device")
-    for refused, other, value, reason in (
-        (stage == ZERO_WEIGHTS, "zero_optimization.stage", stage, "it parts the weights"),
-        (
-            bf16 and not stage,
-            "bf16.enabled",
-            True,
-            "without ZeRO 1 or 2 the changes of bf16 weights are mostly rounding",
-        ),
-        (is_enabled(config, "fp16"), "fp16.enabled", True, "loss scales differ by replica"),
-        (device == "nvme", "zero_optimization.offload_optimizer.device", device, _UNTESTED),
-        *(
-            (offloads(zero, part), f"zero_optimization.{part}", zero.get(part, True), _UNTESTED)
-            for part in ("offload_param", "zenflow")
-        ),
-        (
-            str(name).lower() in _ONE_BIT,
-            "optimizer.type",
-            name,
-            "it exchanges gradients or momentum itself",
-        ),
-        (
-            ours.pipeline.stages > 1 or ours.pipeline.is_asynchronous,
-            f"{SECTION}.pipeline",
-            ours.pipeline.schedule,
-            "weights may not change between the passes of a pipeline's micro-batch",
-        ),
-        (
-            ours.tensor_parallel.size > 1,
-            f"{SECTION}.tensor_parallel.size",
-            ours.tensor_parallel.size,
-            _UNTESTED,
-        ),
-        (
-            ours.expert_parallel.size > 1,
-            f"{SECTION}.expert_parallel.size",
-            ours.expert_parallel.size,
-            _UNTESTED,
-        ),
-        (ours.parallel.given, f"{SECTION}.parallel", "...", _UNTESTED),
-        (mode == "model_parallel", f"{SECTION}.wavelet.mode", mode, "it parts the weights"),
-        (
-            ours.sparse_collective.mode != "off",
-            f"{SECTION}.sparse_collective.mode",
-            ours.sparse_collective.mode,
-            "it would sum gradients of one replica alone",
-        ),
-        (
-            ours.balance.is_active,
-            f"{SECTION}.balance",
-            ours.balance.model_dump(exclude_unset=True),
-            "its shares count all ranks",
-        ),
-        (
-            ours.guard.nonfinite == "skip",
-            f"{SECTION}.guard.nonfinite",
-            "skip",
-            "replicas would skip different steps",
-        ),
-        *(
-            (
-                section_of(config, section).get(option, usual) != usual,
-                f"{section}.{option}",
-                section_of(config, section).get(option),
-                _UNTESTED,
-            )
-            for section, option, usual in _STOCK_BESIDE_REPLICAS
-        ),
-        (
-            config.get("sequence_parallel_size", 1) != 1,
-            "sequence_parallel_size",
-            config.get("sequence_parallel_size"),
-            _UNTESTED,
-        ),
+    idle, average = "it has no effect without overlap", "it has no effect on an average"
+    late = f"a message may travel for every / fragments = {every // count} steps at most"
+    hosted = "the gradients of a warm-up leave for the host before they are averaged"
+    warm = local.warmup_steps
+    for refused, name, value, reason, remedy in (
+        (every % count, "fragments", count, "every is not a multiple of it", "Give a divisor"),
+        (overlap * count > every, "overlap", overlap, late, "Give less"),
+        (not overlap and "mixing" in local.model_fields_set, "mixing", local.mixing, idle, _REMOVE),
+        (local.mode == "average" and given.model_fields_set, "outer", given, average, _REMOVE),
+        (warm and offloads(zero_section(config)), "warmup_steps", warm, hosted, _REMOVE),
     ):
-        yield refused, other, value, f"{reason}: not with local steps", f"Leave it out, or {key}"
+        yield refused, f"{key}.{name}", value, reason, remedy
+    values = {**config, SECTION: ours.model_dump()}
+    for name, (allowed, reason) in _BESIDE_REPLICAS.items():
+        found: Any = values
+        for word in name.split("."):
+            found = found.get(word) if isinstance(found, Mapping) else None
+        yield found not in allowed, name, found, f"{reason}: {_ALONE}", f"{_REMOVE}, or {key}"
+    optimizer, plan = section_of(config, "optimizer").get("type"), f"{SECTION}.parallel"
+    half = is_enabled(config, "bf16") and not zero_section(config).get("stage", 0)
+    rounding = "without ZeRO 1 or 2 the changes of bf16 weights are mostly rounding"
+    for refused, name, found, reason in (
+        (half, "bf16.enabled", True, rounding),
+        (str(optimizer).lower() in _ONE_BIT, "optimizer.type", optimizer, "it exchanges by itself"),
+        (ours.parallel.given, plan, "...", _UNTESTED),
+    ):
+        yield refused, name, found, f"{reason}: {_ALONE}", f"{_REMOVE}, or {key}"
 
 
 def _health(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:

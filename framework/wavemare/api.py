@@ -20,13 +20,17 @@ from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.config.shape import check_complete
 from wavemare.engine.health.watchdog import acquire
 from wavemare.engine.initialize import file_plan, read_config
-from wavemare.engine.local_steps import replica_size
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures
 from wavemare.parallel import ProcessGrid
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
-from wavemare.parallel.layout.grid import is_sequence_parallel, process_grid, same_grid
+from wavemare.parallel.layout.grid import (
+    is_sequence_parallel,
+    process_grid,
+    replica_size,
+    same_grid,
+)
 from wavemare.pipeline.plan.plan import Plan
 
 __all__ = ["init_distributed", "initialize"]

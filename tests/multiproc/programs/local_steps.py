@@ -22,6 +22,7 @@ from common import (
 )
 from hf_common import Rows, arguments, json_file, losses, plain_model
 from torch import distributed
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import GPT2LMHeadModel
 
 import wavemare
@@ -59,8 +60,7 @@ def batches(rank):
 
 
 def flat(model):
-    weights = [p.detach().float().reshape(-1) for p in model.parameters()]
-    return torch.cat(weights).numpy().copy()
+    return parameters_to_vector(model.parameters()).detach().float().numpy().copy()
 
 
 class Twin:
@@ -89,11 +89,7 @@ class Twin:
     def write(self, model, index, values):
         weights = flat(model)
         weights[index] = values
-        start = 0
-        for p in model.parameters():
-            piece = torch.from_numpy(weights[start : start + p.numel()]).view_as(p)
-            p.data.copy_(piece)
-            start += p.numel()
+        vector_to_parameters(torch.from_numpy(weights), model.parameters())
 
     def step(self, number):
         for model, optimizer, data in zip(self.models, self.optimizers, self.data, strict=True):

@@ -5,8 +5,9 @@ import pytest
 
 from wavemare.engine.config.resolve import check_config
 from wavemare.engine.config.sections import LocalStepsConfig
-from wavemare.engine.local_steps import fragments_of, replica_size
+from wavemare.engine.local_steps import fragments_of
 from wavemare.errors import ConfigError
+from wavemare.parallel.layout.grid import replica_size
 
 KEY = "wavemare.local_steps"
 ON = {"mode": "diloco"}
@@ -61,11 +62,11 @@ def test_keys_without_effect_and_values_that_cannot_be_are_refused(local, key):
         ({"compile": {"deepcompile": True}}, {}, "compile.deepcompile"),
         ({"hybrid_engine": {"enabled": True}}, {}, "hybrid_engine.enabled"),
         ({"checkpoint": {"load_universal": True}}, {}, "checkpoint.load_universal"),
-        ({}, {"pipeline": {"stages": 2}}, "wavemare.pipeline"),
+        ({}, {"pipeline": {"stages": 2}}, "wavemare.pipeline.stages"),
         ({}, {"tensor_parallel": {"size": 2}}, "wavemare.tensor_parallel.size"),
         ({}, {"expert_parallel": {"size": 2}}, "wavemare.expert_parallel.size"),
         ({}, {"sparse_collective": {"mode": "auto"}}, "wavemare.sparse_collective.mode"),
-        ({}, {"balance": {"mean": "tokens"}}, "wavemare.balance"),
+        ({}, {"balance": {"mean": "tokens"}}, "wavemare.balance.mean"),
         ({}, {"guard": {"nonfinite": "skip"}}, "wavemare.guard.nonfinite"),
         ({}, {"wavelet": {"mode": "model_parallel"}}, "wavemare.wavelet.mode"),
     ],

@@ -9,12 +9,13 @@ that share tensors are neighbours, then come replicas, and stages are the farthe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import distributed as dist
 
+from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.errors import ConfigError
 
 
@@ -217,6 +218,37 @@ class ProcessGrid:
     def get_global_rank(self) -> int:
         """Return this process's rank among all."""
         return dist.get_rank()
+
+
+def replica_size(config: LocalStepsConfig, hosts: Sequence[str]) -> int:
+    """Return how many consecutive ranks form a replica.
+
+    Args:
+        config: The section.
+        hosts: The host of each rank.
+
+    Raises:
+        ConfigError: Hosts are unequal, or there is but one replica.
+    """
+    key, ranks, size = "wavemare.local_steps.replica", len(hosts), config.replica
+    if size == "rank":
+        size = 1
+    elif size == "host":
+        size = hosts.count(hosts[0])
+        blocks = [set(hosts[first : first + size]) for first in range(0, ranks, size)]
+        if ranks % size or any(len(block) > 1 for block in blocks) or len(set(hosts)) < len(blocks):
+            each = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
+            reason = f"the hosts have unequal or mixed ranks: {each}"
+            remedy = "Start as many consecutive ranks on each host, or give a number"
+            raise ConfigError(key, config.replica, reason, remedy)
+    if ranks % size:
+        reason = f"the number of processes ({ranks}) is not a multiple of it"
+        raise ConfigError(key, config.replica, reason, f"Start a multiple of {size} processes")
+    if ranks == size:
+        reason = f"all {ranks} ranks would be one replica, which has none to meet"
+        remedy = 'Give "rank" or a number, start more, or set wavemare.local_steps.mode to "off"'
+        raise ConfigError(key, config.replica, reason, remedy)
+    return size
 
 
 def own_axis(groups: list[list[int]]) -> Axis:
