@@ -35,7 +35,7 @@ _PARTS = "it parts the weights"
 _OFF = (None, False, 0)
 _BESIDE_REPLICAS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "zero_optimization.stage": ((None, 0, 1, 2), _PARTS),
-    "zero_optimization.offload_optimizer.device": ((None, "none", "cpu"), _UNTESTED),
+    "zero_optimization.offload_optimizer.device": ((None, "none"), _UNTESTED),
     "zero_optimization.offload_param.device": ((None, "none"), _UNTESTED),
     "zero_optimization.zenflow": ((None,), _UNTESTED),
     "fp16.enabled": (_OFF, "loss scales differ by replica"),
@@ -472,14 +472,11 @@ def _replicas(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         return
     idle, average = "it has no effect without overlap", "it has no effect on an average"
     late = f"a message may travel for every / fragments = {every // count} steps at most"
-    hosted = "the gradients of a warm-up leave for the host before they are averaged"
-    warm = local.warmup_steps
     for refused, name, value, reason, remedy in (
         (every % count, "fragments", count, "every is not a multiple of it", "Give a divisor"),
         (overlap * count > every, "overlap", overlap, late, "Give less"),
         (not overlap and "mixing" in local.model_fields_set, "mixing", local.mixing, idle, _REMOVE),
         (local.mode == "average" and given.model_fields_set, "outer", given, average, _REMOVE),
-        (warm and offloads(zero_section(config)), "warmup_steps", warm, hosted, _REMOVE),
     ):
         yield refused, f"{key}.{name}", value, reason, remedy
     values = {**config, SECTION: ours.model_dump()}
