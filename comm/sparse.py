@@ -42,7 +42,7 @@ class SparseComm:
             else, and closed with this object), or None for all ranks.
         block: Elements per block; 64 to 4096 are useful.
         mode: ``auto`` or the name of an executor.
-        average: Whether results are means rather than sums.
+        average: Whether results are means rather than sums, or the number to divide sums by.
         deterministic: Whether to add in rank order, starting from +0.0, in float32 for 16-bit
             floats. All executors and all ranks then give the same bits.
         hierarchical: Whether `allreduce_` first sums densely within each node. The order is then
@@ -67,7 +67,7 @@ class SparseComm:
         *,
         block: int = 256,
         mode: Mode = "auto",
-        average: bool = True,
+        average: bool | int = True,
         deterministic: bool = True,
         hierarchical: bool = False,
         compressor: Compressor | CompressorConfig | None = None,
@@ -329,8 +329,8 @@ class SparseComm:
 
     def _scale(self, flat: Tensor) -> float:
         """Check a bucket, and return the factor of its sum."""
-        check_bucket(flat, averages=self.average)
-        return 1.0 / self.size if self.average else 1.0
+        check_bucket(flat, averages=bool(self.average))
+        return 1.0 / (self.size if self.average is True else self.average or 1)
 
     def _bucket(
         self, flat: Tensor, key: str, scale: float, weights: Tensor | None, blocks: Tensor | None

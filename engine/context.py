@@ -76,6 +76,7 @@ class EngineContext(Protocol):
         data_parallel_group: Process group of the ranks that train the same weights: with
             ``local_steps`` those of one replica.
         mpu: The process grid that DeepSpeed was given; None without one.
+        expert_data_parallel_group: Those of the ranks that hold the same experts, by name.
         layout: The layout of the model; None if the configuration alone determines it.
         guard: Stops or skips steps with numbers that are not finite; None if it is off.
         sparse: Reduces the gradients in place of DeepSpeed; None if it is off.
@@ -91,6 +92,7 @@ class EngineContext(Protocol):
     device: torch.device
     data_parallel_group: Any
     mpu: Any
+    expert_data_parallel_group: Mapping[str, Any]
     dp_world_size: int
     mp_world_size: int
     global_rank: int

@@ -4,28 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.dataloader import RepeatingLoader
-from deepspeed.utils import groups
 
 from wavemare.engine.balance import count_labels
 from wavemare.engine.base import EngineMixin
 from wavemare.engine.config.resolve import WavemareConfig
+from wavemare.engine.experts import ExpertsMixin
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.micro_batch import naming_ids, to_device
-from wavemare.engine.seams import replaced
 from wavemare.engine.waves.wavelet import Wavelet, attach_wavelet
 from wavemare.errors import ConfigError, DataError
 
 
-class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
+class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
     """``deepspeed.DeepSpeedEngine`` that also has ``train_batch`` and ``eval_batch``.
 
     ``forward``, ``backward`` and ``step`` are DeepSpeed's own. A loop written with
@@ -39,7 +35,6 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
 
     _own_batches: Iterator[Any] | None = None
     _wavelet: Wavelet | None = None
-    _expert_grid: _ExpertGrid | None = None
 
     def __init__(
         self,
@@ -50,35 +45,6 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         super().__init__(*args, settings=settings, **kwargs)
         self._wavelet = attach_wavelet(self, self.settings.wavelet, self._loss_in_waves)
 
-    def _configure_distributed_model(self, model: Any) -> None:
-        """Prepare a model as DeepSpeed's method of that name, and tell DeepSpeed of our experts.
-
-        It looks for modules of its own class alone.
-        """
-        super()._configure_distributed_model(model)
-        size = self.settings.expert_parallel.size
-        if size > 1:
-            self._expert_grid = _ExpertGrid(f"ep_size_{size}")
-            self.has_moe_layers = True
-
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        if self._expert_grid is not None:
-            given = list(model_parameters)
-            if given and isinstance(given[0], Mapping):
-                given = [{"name": str(number), **group} for number, group in enumerate(given)]
-            model_parameters = configure_moe_param_groups(given)
-        super()._configure_optimizer(client_optimizer, model_parameters)
-
-    def clip_fp32_gradients(self) -> None:
-        """Clip as DeepSpeed's method of that name, by the norm of all ranks' experts."""
-        with replaced(self, {} if self._expert_grid is None else {"mpu": self._expert_grid}):
-            super().clip_fp32_gradients()
-
-    def _configure_checkpointing(self) -> None:
-        super()._configure_checkpointing()
-        if self._expert_grid is not None:
-            self.save_non_zero_checkpoint = self._expert_grid.is_first_replica
-
     def _broadcast_model(self) -> None:
         """Give all ranks the weights of the first, where DeepSpeed's method reaches one replica."""
         super()._broadcast_model()
@@ -87,14 +53,8 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
                 dist.broadcast(parameter.data.view(torch.uint8), 0)
 
     def _get_ckpt_name(self, path: str, tag: str, *args: Any, **kwargs: Any) -> str:
-        """Return a file of weights as DeepSpeed's method of that name: a rank's experts have one.
-
-        Without placeholders: of all files a rank reads its own.
-        """
-        if self._expert_grid is None:
-            return str(super()._get_ckpt_name(path, self._of_replica(tag), *args, **kwargs))
-        rank = self._expert_grid.get_model_parallel_rank()
-        return str(super()._get_ckpt_name(path, tag, mp_placeholder=f"{rank:02d}"))
+        """Return a file of weights as DeepSpeed's method of that name, of this replica."""
+        return str(super()._get_ckpt_name(path, self._of_replica(tag), *args, **kwargs))
 
     def _get_rank_zero_ckpt_name(
         self, checkpoints_path: str, tag: str, *args: Any, **kwargs: Any
@@ -107,13 +67,6 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         """Return the folder of this replica's files; those of the first lie where all look."""
         own = self.replica and self.reads_own_replica
         return f"{tag}/replicas/{self.replica}" if own else str(tag)
-
-    def without_expert_files(self) -> AbstractContextManager[None]:
-        """Return the context in which DeepSpeed saves and loads a model as one without experts.
-
-        It would look for experts of its own class, to write a file of each.
-        """
-        return replaced(self, {} if self._expert_grid is None else {"has_moe_layers": False})
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train one optimizer step.
@@ -264,22 +217,6 @@ class Engine(EngineMixin, deepspeed.DeepSpeedEngine):
         mean = torch.stack(losses).float().sum() / len(losses)
         dist.all_reduce(mean, group=self.seq_data_parallel_group)
         return mean / self.seq_dp_world_size
-
-
-class _ExpertGrid:
-    """The ranks that share experts, as an ``mpu`` by which gradients are clipped.
-
-    Args:
-        name: Of DeepSpeed's groups.
-
-    Attributes:
-        is_first_replica: Whether no rank before this one has the same experts.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.get_model_parallel_group = partial(groups._get_expert_parallel_group, name)
-        self.get_model_parallel_rank = partial(groups._get_expert_parallel_rank, name)
-        self.is_first_replica = groups._get_expert_data_parallel_rank(name) == 0
 
 
 def _loss_of(output: Any) -> torch.Tensor:

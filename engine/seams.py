@@ -67,8 +67,8 @@ FUNCTIONS = {
     "runtime.pipe.module.PipelineModule": """
         _build=bbd112 _index_tied_modules=84c85c _partition_layers=728916
         _precompute_checkpointable_values=b8207b _set_bounds=fb08a3
-        _synchronize_tied_weights=324986 compile=b61b74 load_state_dir=8ff8a5
-        save_state_dict=44e467 stage_owner=28dcf9""",
+        _synchronize_tied_weights=324986 ckpt_layer_path=3977f9 ckpt_layer_path_list=63ceac
+        compile=b61b74 load_state_dir=8ff8a5 save_state_dict=44e467 stage_owner=28dcf9""",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
         _get_compact_grad_partition_slice=386a91 average_tensor=6fd000 get_flat_partition=77f7f3
         independent_gradient_partition_epilogue=26ceef reduce_ipg_grads=a41525

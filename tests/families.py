@@ -4,11 +4,11 @@
 ROWS = [
     (
         "llama, smollm3, qwen2, qwen3, mistral, phi3, olmo2, olmo3, gpt_neox, gpt2, starcoder2, "
-        "phi, glm4",
+        "phi, glm4, glm4_moe",
         "yes",
         "yes",
     ),
-    ("mixtral, qwen2_moe, qwen3_moe, glm4_moe", "without auxiliary loss", "yes"),
+    ("mixtral, qwen2_moe, qwen3_moe", "yes, with their auxiliary loss", "yes"),
     ("bert", "`BertForMaskedLM`, `BertForSequenceClassification`", "yes"),
     ("gemma, gemma3_text, granite", "if nothing acts outside the layers", "yes"),
     ("gemma2, cohere, olmoe, roberta, opt", "refused", "yes"),

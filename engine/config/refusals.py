@@ -141,13 +141,14 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
         return
     zero = zero_section(config)
     stage = zero.get("stage", 0)
+    stages, data_ranks = ours.pipeline.stages, world_size // ours.pipeline.stages
     yield (
-        world_size % size,
+        data_ranks % size,
         key,
         size,
-        f"the number of data-parallel ranks ({world_size}) is not a multiple of it"
+        f"the number of data-parallel ranks ({data_ranks}) is not a multiple of it"
         f"{launch_hint(world_size)}",
-        f"Start a multiple of {size} processes, or change the size",
+        f"Start a multiple of {size * stages} processes, or change the size",
     )
     yield (
         stage == ZERO_WEIGHTS or ours.wavelet.mode == "model_parallel",
@@ -164,13 +165,20 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
             "without ZeRO DeepSpeed's 16-bit optimizers clip by the experts of one rank alone",
             'Set "stage" to 1 or 2 in zero_optimization',
         )
-    sparse = ours.sparse_collective.mode
+        yield (
+            stages > 1 and is_enabled(config, name),
+            f"{name}.enabled",
+            True,
+            "experts on several stages are tested in fp32 alone",
+            f"Use fp32, or leave out {key} or {SECTION}.pipeline.stages",
+        )
+    sparse, pipeline = ours.sparse_collective, ours.pipeline
     for refused, name, value, reason in (
         (
-            ours.pipeline.stages > 1,
-            f"{SECTION}.pipeline.stages",
-            ours.pipeline.stages,
-            "stages do not divide experts yet",
+            stages > 1 and pipeline.schedule != "1f1b",
+            f"{SECTION}.pipeline.schedule",
+            pipeline.schedule,
+            "of the schedules only 1f1b is tested with divided experts",
         ),
         (
             ours.tensor_parallel.size > 1,
@@ -186,10 +194,16 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
             "it is not tested with divided experts",
         ),
         (
-            sparse != "off",
+            sparse.mode != "off" and stages > 1,
             f"{SECTION}.sparse_collective.mode",
-            sparse,
-            "gradients of experts belong to groups of their own",
+            sparse.mode,
+            "it is not tested with divided experts of several stages",
+        ),
+        (
+            sparse.mode != "off" and sparse.compressor,
+            f"{SECTION}.sparse_collective.compressor",
+            "...",
+            "it is not tested with divided experts",
         ),
         *_beside_experts(config, zero),
     ):

@@ -19,9 +19,11 @@ import torch
 from deepspeed.runtime.pipe import schedule
 
 from wavemare.engine.base import EngineMixin
+from wavemare.engine.experts import ExpertsMixin
 from wavemare.engine.health.stage_numbers import StageWatch
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Recorder
+from wavemare.engine.pipe.grad_norm import LayerwiseNorm
 from wavemare.engine.pipe.micro_batch import as_tuple, to_device
 from wavemare.errors import ModelError
 from wavemare.pipeline.plan.lowering import Pair, ahead, in_pairs
@@ -196,12 +198,16 @@ class _Batches(PlanInterpreter):
         self.reset_activation_shape()
         try:
             with PROGRESS.doing("evaluation"):
-                return super().eval_batch(*args, **kwargs)  # type: ignore[misc]
+                result = super().eval_batch(*args, **kwargs)  # type: ignore[misc]
+            if isinstance(result, tuple) and getattr(self.module, "sends_router_sums", False):
+                loss, outputs = result
+                result = loss, outputs and outputs[0]  # None but on the last stage
+            return result
         finally:
             self.reset_activation_shape()
 
 
-class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
+class PipelineEngine(ExpertsMixin, EngineMixin, _Batches, deepspeed.PipelineEngine):
     """``deepspeed.PipelineEngine`` (1F1B).
 
     ``train_batch`` returns, on every rank, the mean loss over micro-batches and data ranks.
@@ -209,15 +215,25 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
 
     loss: Any
     grad_layer: Any
+    _norm: LayerwiseNorm | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recorder = Recorder()
         if getattr(self.module, "sends_whole", False):
             self.is_pipe_partitioned = self.is_grad_partitioned = False
+        if self._expert_grid is not None:
+            self._norm = LayerwiseNorm(self)
         # The watch knows one pass at a time.
         guard, overlap = self.guard, self.settings.pipeline.overlap_forward_backward
         self._stage_watch = None if guard is None or overlap else StageWatch(self, guard)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip as DeepSpeed's method of that name, or by a norm of our own."""
+        if self._norm is None:
+            super().clip_fp32_gradients()
+        else:
+            self._norm.clip(self.gradient_clipping())
 
     @property
     def loss_rank(self) -> int:
@@ -287,7 +303,15 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
     def _do_backward(self, action: Action) -> None:
         if self.is_last_stage() and isinstance(self.loss, torch.Tensor):
             self.loss = self.before_backward(self.loss)
-        self._exec_backward_pass(self._buffer(action))
+        buffer, outputs = self._buffer(action), self.pipe_buffers["outputs"]
+        grads = self.grad_layer
+        if not self.is_last_stage() and getattr(self.module, "sends_router_sums", False):
+            # DeepSpeed would run a backward pass for each of them.
+            floating = [t for t in as_tuple(outputs[buffer]) if t.is_floating_point()]
+            outputs[buffer] = _Joined.apply(grads, *floating)
+            self.grad_layer = torch.ones_like(outputs[buffer])
+        self._exec_backward_pass(buffer)
+        self.grad_layer = grads
         if self._stage_watch is not None:
             grads = () if self.is_last_stage() else as_tuple(self.grad_layer)
             self._stage_watch.end_backward(action.micro_batch, grads)
@@ -307,6 +331,19 @@ class PipelineEngine(EngineMixin, _Batches, deepspeed.PipelineEngine):
 def _step_schedule(num_stages: int, micro_batches: int, stage: int, buffers: int) -> StepSchedule:
     actions = RunPlan(num_stages, micro_batches).step(stage, 0, 1)
     return StepSchedule(actions, buffers=buffers)
+
+
+class _Joined(torch.autograd.Function):
+    """One scalar for several outputs, which in its backward pass get their gradients together."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.grads
 
 
 class DualPipeVEngine(EngineMixin, _Batches, deepspeed.DualPipeVEngine):

@@ -9,6 +9,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
 from wavemare.engine.context import StageContext
+from wavemare.engine.experts import expert_group, is_divided
 from wavemare.engine.optim.adapter import adapt
 
 _BLOCK = 1 << 20
@@ -19,8 +20,9 @@ _EPSILON = 1e-6  # DeepSpeed's own, in the denominator of the clipping coefficie
 class LayerwiseNorm:
     """Adds squares in fp64: of each layer on its rank, then of all layers in their order.
 
-    Tied copies count once. Where ZeRO cuts a layer, the cut changes the last bits of fp64, which
-    the rounding to fp32 drops. The optimizer takes this norm in place of DeepSpeed's.
+    Tied copies count once, and so do the weights beside experts that data ranks share. Where ZeRO
+    cuts a layer, the cut changes the last bits of fp64, which the rounding to fp32 drops. The
+    optimizer takes this norm in place of DeepSpeed's.
 
     Args:
         engine: Complete, but for what follows the optimizer. Its ranks do not split layers.
@@ -28,15 +30,22 @@ class LayerwiseNorm:
 
     def __init__(self, engine: StageContext) -> None:
         self._adapter, self._device = adapt(engine), engine.device
-        self._groups = [engine.grid.get_pipe_parallel_group()]
+        experts = expert_group(engine.module.parameters())
         if self._adapter.partitions_gradients:
-            self._groups.append(engine.data_parallel_group)
+            experts = None  # the data ranks are added up, whatever they hold
+            self._groups = [engine.data_parallel_group]
+        else:
+            self._groups = [] if experts is None else [experts]
+        self._groups.append(engine.grid.get_pipe_parallel_group())
+        counts_all = experts is None or dist.get_rank(experts) == 0
         layers = list(enumerate(engine.module._layer_specs))
         self._num_layers = len(layers)
         tied = {s.key: n for n, s in reversed(layers) if isinstance(s, TiedLayerSpec)}
         self._layer_of = {}
         for name, parameter in engine.module.named_parameters():
             if getattr(parameter, "ds_pipe_replicated", False):
+                continue
+            if not (counts_all or is_divided(parameter)):
                 continue
             number, key, *_ = name.split(".")
             layer = tied[key] if number == "tied_modules" else len(layers) - 1  # that of a loss

@@ -111,7 +111,8 @@ class PlanEngine(FlushingEngine):
         self._steps_to_measure = (1 + _MEASURED_STEPS) * measures
         self.splitter = SplitBackward(self.module)
         self._check_plan(self.plan)
-        self._norm = LayerwiseNorm(self) if self.plan.has_norms else None
+        if self.plan.has_norms:
+            self._norm = LayerwiseNorm(self)
         self._link = PeerLink(self.grid, self.device, self._homes, dynamic=self.dynamic_shape)
 
     @property
@@ -361,13 +362,6 @@ class PlanEngine(FlushingEngine):
 
     def _do_norm(self, action: Action) -> None:
         """Leave the norm to the optimizer step, which asks for it."""
-
-    def clip_fp32_gradients(self) -> None:
-        """Clip as DeepSpeed's method of that name, by the norm of the plan if it has one."""
-        if self._norm is None:
-            super().clip_fp32_gradients()
-        else:
-            self._norm.clip(self.gradient_clipping())
 
 
 def _now() -> float:

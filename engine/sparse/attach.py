@@ -7,6 +7,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.engine.context import EngineContext
+from wavemare.engine.experts import is_divided
 from wavemare.engine.sparse.buckets import row_tables
 from wavemare.engine.sparse.gradients import ReplicatedGradients, SparseGradients
 from wavemare.engine.sparse.zero import PartitionedGradients
@@ -39,7 +40,7 @@ def attach_sparse_gradients(
 
 def _check_model(engine: EngineContext, config: SparseCollectiveConfig) -> None:
     reason = None
-    if engine.has_moe_layers:
+    if engine.has_moe_layers and not any(map(is_divided, engine.module.parameters())):
         reason = "the model has experts, whose gradients belong to groups of their own"
     elif engine.sequence_parallel_size > 1:
         reason = "the ranks share samples (sequence parallelism), and average otherwise"

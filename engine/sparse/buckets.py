@@ -32,12 +32,14 @@ class Member:
         numel: Elements.
         dtype: Type of its gradient on the wire.
         embedding: Whether it is the weight of an embedding.
+        experts: Whether it is of experts that data ranks share.
     """
 
     name: str
     numel: int
     dtype: torch.dtype
     embedding: bool = False
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,14 @@ class Bucket:
         dtype: Of its elements.
         numel: Elements, including the padding between parameters.
         slots: Its parameters.
+        experts: Whether they are of experts that data ranks share.
     """
 
     key: str
     dtype: torch.dtype
     numel: int
     slots: tuple[Slot, ...]
+    experts: bool = False
 
 
 def default_bucket_bytes(members: Sequence[Member]) -> int:
@@ -76,9 +80,9 @@ def make_buckets(members: Sequence[Member], block: int, bucket_bytes: int) -> li
         The buckets, in the expected order of their completion in backward passes.
     """
     closed: list[tuple[int, Bucket]] = []
-    open_: dict[tuple[torch.dtype, bool], list[tuple[int, Member]]] = {}
+    open_: dict[tuple[object, ...], list[tuple[int, Member]]] = {}
     for time, member in enumerate(reversed(members)):
-        kind = member.dtype, member.embedding
+        kind = member.dtype, member.embedding, member.experts
         group = open_.setdefault(kind, [])
         held = sum(_padded(other.numel, block) for _, other in group)
         if group and (held + member.numel) * member.dtype.itemsize > bucket_bytes:
@@ -96,7 +100,7 @@ def _bucket(group: Sequence[tuple[int, Member]], block: int) -> Bucket:
         start += _padded(member.numel, block)
     first, last = slots[0], slots[-1]
     key = first.name if len(slots) == 1 else f"{first.name} to {last.name}"
-    return Bucket(key, group[0][1].dtype, last.stop, tuple(slots))
+    return Bucket(key, group[0][1].dtype, last.stop, tuple(slots), group[0][1].experts)
 
 
 def _padded(numel: int, block: int) -> int:
@@ -133,6 +137,7 @@ class BucketReducer:
         parameters: By name, for compressors that compare gradients with weights.
         rows: Tells which blocks of embeddings are not zero.
         keep: Whether buckets stay in memory from round to round.
+        expert_comm: Reduces the buckets of experts.
     """
 
     def __init__(
@@ -146,9 +151,10 @@ class BucketReducer:
         parameters: Mapping[str, Tensor] | None = None,
         rows: GradientRows | None = None,
         keep: bool = True,
+        expert_comm: SparseComm | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
-        self._comm = comm
+        self._comm, self._expert_comm = comm, expert_comm or comm
         self._device = device
         self._write = write
         self._ranges = ranges
@@ -238,11 +244,12 @@ class BucketReducer:
                 if slot.name in self._missing[number]:
                     flat[slot.start : slot.stop].zero_()
         weights = self._weights(bucket, flat) if self._parameters else None
-        blocks = self._rows.take(bucket.slots, self._comm.block) if self._rows else None
-        reduce: Callable[..., Handle] = self._comm.allreduce_
+        comm = self._expert_comm if bucket.experts else self._comm
+        blocks = self._rows.take(bucket.slots, comm.block) if self._rows else None
+        reduce: Callable[..., Handle] = comm.allreduce_
         arguments: tuple[object, ...] = (flat,)
         if self._ranges is not None:
-            reduce, arguments = self._comm.reduce_scatter_, (flat, self._ranges[bucket.key])
+            reduce, arguments = comm.reduce_scatter_, (flat, self._ranges[bucket.key])
         keys = {"key": bucket.key, "weights": weights, "blocks": blocks}
         self._handles.append(reduce(*arguments, **keys, async_op=True))
 

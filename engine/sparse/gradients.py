@@ -19,6 +19,7 @@ from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.gradient_rows import GradientRows
 from wavemare.comm.sparse import SparseComm
 from wavemare.engine.context import EngineContext, Feature
+from wavemare.engine.experts import is_divided
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.sparse.buckets import (
     LARGEST_BUCKET,
@@ -45,6 +46,7 @@ class SparseGradients(Feature, ABC):
 
     Attributes:
         comm: The collectives.
+        expert_comm: Those of the ranks that hold the same experts; None if no ranks share any.
         reducer: Reduces the buckets.
     """
 
@@ -65,11 +67,10 @@ class SparseGradients(Feature, ABC):
             warmups = ("warmup_steps", "density_warmup_steps")
             update = {name: calls * getattr(compressor, name) for name in warmups}
             compressor = compressor.model_copy(update=update)
-        self.comm = SparseComm(
-            engine.data_parallel_group,
+        collectives = partial(
+            SparseComm,
             block=config.block,
             mode=config.mode,
-            average=engine.gradient_average,
             deterministic=config.deterministic,
             hierarchical=config.hierarchical,
             compressor=compressor,
@@ -79,6 +80,15 @@ class SparseGradients(Feature, ABC):
             check_blocks=config.known_rows == "check",
             device=engine.device,
         )
+        average = engine.gradient_average
+        self.comm: SparseComm = collectives(engine.data_parallel_group, average=average)
+        self.expert_comm: SparseComm | None = None
+        names = {p.group_name for p in engine.module.parameters() if is_divided(p)}
+        for name in names:  # one at most
+            # All-to-alls have brought the gradients of all data ranks here.
+            group = engine.expert_data_parallel_group[name]
+            self.expert_comm = collectives(group, average=average and engine.dp_world_size)
+            self.expert_comm.totals = self.comm.totals
         self._known_rows = config.known_rows != "off" and compressor is None
         self._compares_weights = (
             config.compressor is not None and config.compressor.compares_weights
@@ -97,6 +107,8 @@ class SparseGradients(Feature, ABC):
         if self._rows_of_step is not None:
             self._rows_of_step.close()
         self.comm.close()
+        if self.expert_comm is not None:
+            self.expert_comm.close()
 
     def extra_state(self) -> dict[str, Any]:
         """Return the compressor's residuals and the buckets that they belong to."""
@@ -144,8 +156,8 @@ class SparseGradients(Feature, ABC):
     ) -> list[Bucket]:
         embeddings = embedding_weights(self._engine.module.modules())
         members = [
-            Member(name, parameter.numel(), dtype_of(parameter), id(parameter) in embeddings)
-            for name, parameter in parameters.items()
+            Member(name, p.numel(), dtype_of(p), id(p) in embeddings, is_divided(p))
+            for name, p in parameters.items()
         ]
         default = LARGEST_BUCKET if config.compressor else default_bucket_bytes(members)
         self._bucket_bytes = config.bucket_bytes or default
@@ -202,6 +214,7 @@ class ReplicatedGradients(SparseGradients):
             parameters=self._parameters if self._compares_weights else None,
             # Accumulated gradients may have been reduced before.
             rows=None if self._accumulated else self._gradient_rows(self._parameters),
+            expert_comm=self.expert_comm,
         )
         self._fired: Counter[str] = Counter()
         self._usual: Counter[str] = Counter()

@@ -19,6 +19,7 @@ from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.gradient_rows import Slot
 from wavemare.engine.context import EngineContext
+from wavemare.engine.experts import is_divided
 from wavemare.engine.optim.adapter import ZeroAdapter
 from wavemare.engine.sparse.buckets import Bucket, BucketReducer
 from wavemare.engine.sparse.gradients import SparseGradients
@@ -63,6 +64,7 @@ class PartitionedGradients(SparseGradients):
             parameters=registered if self._compares_weights else None,
             rows=self._gradient_rows(registered),
             keep=False,
+            expert_comm=self.expert_comm,
         )
         # DeepSpeed gathers this much before it hands gradients over: smaller buckets start earlier.
         itemsize = max((bucket.dtype.itemsize for bucket in buckets), default=4)
@@ -129,9 +131,10 @@ class PartitionedGradients(SparseGradients):
 
     def _write(self, name: str, reduced: Tensor, here: bool) -> None:
         group, parameter = self._group_of[name], self._parameters[name]
+        comm = self.expert_comm if is_divided(parameter) else self.comm
         for owned in self._adapter.owned_ranges(group, parameter):
             owner, start, stop = owned
-            if owner == self.comm.rank:
+            if owner == (comm or self.comm).rank:
                 part = reduced[start:stop]
                 self._adapter.store_reduced(group, parameter, owned, part, here)
 

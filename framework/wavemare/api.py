@@ -166,7 +166,7 @@ def _build(
     if ours.expert_parallel.size > 1:
         check_config(values, world_size=dist.get_world_size())
         _check_whole("expert_parallel", optimizer, None, mpu)  # parameters stay the same objects
-        model = _divided(model, ours.expert_parallel.size)
+        model = _divided(model, ours.expert_parallel.size, ours.pipeline.stages)
     if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
         check_config(values, world_size=dist.get_world_size())
         schedule_plan = file_plan(ours.pipeline, ours.pipeline.stages)
@@ -265,12 +265,16 @@ def _replicas(settings: LocalStepsConfig, model: Any, mpu: Any) -> ProcessGrid:
     return ProcessGrid.of_replicas(replica_size(settings, [host for _, host in found]))
 
 
-def _divided(model: Any, size: int) -> Any:
-    """Divide the experts of a model over every so many consecutive ranks."""
+def _divided(model: Any, size: int, stages: int) -> Any:
+    """Divide the experts of a model over every so many consecutive ranks of a stage."""
     from wavemare.parallel.experts import split_experts
 
-    groups._create_expert_and_data_parallel(size)  # where DeepSpeed's engine looks for them
-    return split_experts(model, groups._get_expert_parallel_group(f"ep_size_{size}"))
+    name, ranks = f"ep_size_{size}", groups._EXPERT_DATA_PARALLEL_GROUP_RANKS
+    if len(ranks.get(name, ())) != dist.get_world_size() // (stages * size):
+        groups._EXPERT_DATA_PARALLEL_GROUP.pop(name, None)  # of an engine of other stages
+    # DeepSpeed's engine looks for them there.
+    groups._create_expert_and_data_parallel(size, pp_size=stages)
+    return split_experts(model, groups._get_expert_parallel_group(name))
 
 
 def _check_whole(section: str, optimizer: Any, model_parameters: Any, mpu: Any) -> None:

@@ -21,6 +21,9 @@ Activations = Tensor | tuple[Tensor, ...]
 SideInputs = dict[str, Tensor]
 """Declared batch entries other than ``input_ids``, int64 of shape (batch, sequence)."""
 
+SUMS = "router_sums"
+"""What travels behind the side inputs, if the model has an auxiliary loss."""
+
 MaskMaker = Callable[[Any, Tensor, Tensor | None, Tensor | None], Any]
 """From (config, hidden states, attention mask, position ids) to what the layers' attention takes;
 None where the attention needs no mask."""

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from wavemare.errors import ConfigError, LaunchError, ModelError
 from wavemare.models.adapters import PREFIX, base_of, is_adapted, whole_without_weights
+from wavemare.models.auxiliary import with_auxiliary_loss
 from wavemare.models.families import SUPPORTED, family_of, split_chain, split_loss
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights
 from wavemare.models.module import Conversion, TransformerPipeline
@@ -178,6 +179,8 @@ def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False)
         replaced |= copies
         config = copy.deepcopy(config)
         config.tie_word_embeddings = False
+    if not is_split(model):
+        loss = with_auxiliary_loss(base, chain, loss)
     return Conversion(
         family=family.name,
         inputs=declared,
@@ -200,6 +203,8 @@ def _without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
         for weight in model.parameters()
     }
     memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    # Not the process group that is bound to divided experts.
+    memo |= {id(m.__dict__.get("forward")): None for m in model.modules()}
     memo[id(model.config)] = copy.deepcopy(config)
     return copy.deepcopy(model, memo)
 

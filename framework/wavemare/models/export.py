@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
+from wavemare.engine.experts import is_divided
 from wavemare.errors import ModelError
 from wavemare.models.adapters import adapter_names, is_adapted, merged, whole_without_weights
 from wavemare.models.module import TransformerPipeline
@@ -44,7 +45,7 @@ def pipeline_state_dict(module: Any, names: set[str] | None = None) -> dict[str,
     if not isinstance(pipeline, TransformerPipeline):
         raise _not_ours(module)
     grid = pipeline.mpu()
-    if grid.get_data_parallel_rank() != 0:
+    if grid.get_data_parallel_rank() >= pipeline.expert_ranks:
         return None
     held = pipeline.weight_names()
     if names is not None:
@@ -54,6 +55,10 @@ def pipeline_state_dict(module: Any, names: set[str] | None = None) -> dict[str,
     if grid.get_slice_parallel_world_size() > 1:
         own = gather_weights(own, grid.get_slice_parallel_group())
         if grid.get_slice_parallel_rank() != 0:
+            return None
+    if pipeline.expert_ranks > 1:
+        own = {n: whole_experts(t) if is_divided(t) else t for n, t in own.items()}
+        if grid.get_data_parallel_rank() != 0:
             return None
     if pipeline.global_rank != 0:
         dist.send_object_list([[(n, t.shape, t.dtype) for n, t in own.items()]], dst=0)
@@ -188,7 +193,7 @@ def _gathered(model: Any, names: set[str] | None) -> dict[str, Tensor] | None:
 
 
 def _gathered_tensor(tensor: Tensor, main: bool) -> Tensor:
-    if "expert_group" in vars(tensor):
+    if is_divided(tensor):
         return whole_experts(tensor)
     whole = without_zero3(tensor)
     return whole.cpu() if main else tensor.new_empty(0)

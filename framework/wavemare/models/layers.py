@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,17 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from wavemare.errors import ModelError
-from wavemare.models.activations import Activations, SideInputs, StageContext, pack, unpack
+from wavemare.models.activations import (
+    SUMS,
+    Activations,
+    SideInputs,
+    StageContext,
+    pack,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from wavemare.models.auxiliary import AuxiliaryLoss
 
 
 class PipelineLayer(nn.Module):
@@ -37,6 +47,9 @@ class PipelineLayer(nn.Module):
     ends_chain = False
     """Whether the side inputs stop here."""
 
+    auxiliary: AuxiliaryLoss | None = None
+    """What sums up the routers' outputs; see `with_auxiliary_loss`."""
+
     def __init__(self, inputs: Sequence[str]) -> None:
         super().__init__()
         self.inputs = tuple(inputs)
@@ -46,8 +59,13 @@ class PipelineLayer(nn.Module):
     def forward(self, activations: Activations) -> Activations:
         """Return the activations behind this layer."""
         hidden, sides = unpack(activations, self.inputs)
-        result = self.run(hidden, sides)
-        return result if self.ends_chain else pack(result, sides)
+        if self.auxiliary is None:
+            sums, result = {}, self.run(hidden, sides)
+        else:
+            before = sides.pop(SUMS, None)
+            result, after = self.auxiliary.run(self, hidden, sides, before)
+            sums = {SUMS: after}
+        return pack(result, sums if self.ends_chain else sides | sums)
 
     def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
         """Map the hidden states, (batch, sequence, hidden), to the next ones."""

@@ -6,15 +6,19 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import Tensor, nn
+from torch import distributed as dist
 
+from wavemare.engine.experts import expert_group
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
+from wavemare.engine.seams import replaced
 from wavemare.models.activations import split_batch
+from wavemare.models.auxiliary import AuxiliaryLoss
 from wavemare.models.families import Loss
 from wavemare.models.layers import PipelineLayer, TiedHead, spec_of
 
@@ -66,6 +70,8 @@ class TransformerPipeline(ChunkedPipelineModule):
         inputs: Names of the tensors that enter the first layer, ``input_ids`` first.
         untied: For each untied weight the name of the one it was tied to, as in the model's state
             dict; empty unless something was untied.
+        sends_router_sums: Whether sums for an auxiliary loss travel, and follow the logits.
+        expert_ranks: Over how many consecutive data ranks experts are divided; 1 if they are not.
         num_parameters: Number of parameters of all stages. One that is tied, or on several ranks
             of an axis ``model``, counts once.
     """
@@ -85,6 +91,9 @@ class TransformerPipeline(ChunkedPipelineModule):
         activation_checkpoint_interval: int = 0,
         dynamic_shape: bool = False,
     ) -> None:
+        own = conversion.loss
+        if isinstance(own, AuxiliaryLoss) and loss_fn is not None:
+            loss_fn = replace(own, main=loss_fn)
         # DeepSpeed prints its topology and seeds.
         with redirect_stdout(io.StringIO()):
             super().__init__(
@@ -92,11 +101,15 @@ class TransformerPipeline(ChunkedPipelineModule):
                 homes=homes,
                 num_stages=None if topology else len(set(homes or range(len(cuts) - 1))),
                 topology=topology,
-                loss_fn=loss_fn or conversion.loss,
+                loss_fn=loss_fn or own,
                 partition_method=tuple(cuts),
                 activation_checkpoint_interval=activation_checkpoint_interval,
                 dynamic_shape=dynamic_shape,
             )
+        self.sends_router_sums = isinstance(own, AuxiliaryLoss)
+        group = expert_group(p for layer in conversion.chain for p in layer.parameters())
+        self.expert_ranks = 1 if group is None else dist.get_world_size(group)
+        self._expert_rank = 0 if group is None else dist.get_rank(group)
         self.family = conversion.family
         self.config = conversion.config
         self.inputs = conversion.inputs
@@ -163,6 +176,28 @@ class TransformerPipeline(ChunkedPipelineModule):
                 self.add_module(str(index), layer)
                 for parameter in layer.parameters():
                     parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+
+    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Save the layers of this rank; each share of divided experts has files of its own."""
+        grid, ranks = self._grid, self.expert_ranks
+        place = {
+            "data_parallel_id": grid.data_parallel_id // ranks,
+            "data_parallel_size": grid.data_parallel_size // ranks,
+        }
+        with replaced(grid, place):
+            super().save_state_dict(*args, **kwargs)
+
+    def ckpt_layer_path(self, *args: Any) -> str:
+        """Return the file of a layer as DeepSpeed's method of that name."""
+        path = str(super().ckpt_layer_path(*args))
+        share = f"-expert_{self._expert_rank:02d}-model_states" if self.expert_ranks > 1 else ""
+        return path.replace("-model_states", share or "-model_states")
+
+    def ckpt_layer_path_list(self, *args: Any) -> list[str]:
+        """Return the files of a layer as DeepSpeed's method of that name: a rank reads its own."""
+        if self.expert_ranks > 1:
+            return [self.ckpt_layer_path(*args)]
+        return list(super().ckpt_layer_path_list(*args))
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:

@@ -206,10 +206,10 @@ def _results_of_chain(
     model: Any, chain: Sequence[PipelineLayer], activations: Activations, loss: Loss, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     try:
-        logits = run_chain(chain, activations)
-        assert isinstance(logits, Tensor)
+        outputs: Any = run_chain(chain, activations)
+        logits = outputs if isinstance(outputs, Tensor) else outputs[0]
         whole = loss.gather(logits) if isinstance(loss, SplitLoss) else logits
-        return whole, loss(logits, labels)
+        return whole, loss(outputs, labels)
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
         message = str(error).partition("\n")[0]
         raise _refusal(model, f"its layers cannot be called one by one ({message})") from error

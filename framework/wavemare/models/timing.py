@@ -129,15 +129,14 @@ def _measure(
         started = device_time()
         with torch.enable_grad():
             result = layer(pack(hidden, sides))
-            output, _ = unpack(result, layer.inputs)
+            output, *others = (result,) if isinstance(result, Tensor) else result
             if leaves and output.requires_grad:
                 # Not backward(), which would leave gradients in the parameters.
                 torch.autograd.grad(end(output), leaves, allow_unused=True)
         spent.append(device_time() - started)
     for part in {layer, module}:
         part.to(home)
-    output, sides = unpack(result, layer.inputs)
-    return pack(output.detach(), sides), median(spent[1:])
+    return (output.detach(), *others) if others else output.detach(), median(spent[1:])
 
 
 def device_time() -> float:

@@ -19,11 +19,13 @@ from common import (
     refusal,
     token_batches,
     train_plainly,
+    weights_digest,
 )
 from torch import distributed as dist
 
 import wavemare
-from wavemare.models import save_pretrained
+from wavemare.models import pipeline_state_dict, save_pretrained
+from wavemare.models.module import TransformerPipeline
 from wavemare.parallel.experts import split_experts, whole_experts
 
 ACCUMULATION = 2
@@ -31,7 +33,10 @@ ACCUMULATION = 2
 
 def batches(rank):
     for tokens in token_batches(rank):
-        yield {"input_ids": tokens, "labels": tokens}
+        mask = torch.ones_like(tokens)
+        mask[1, -3:] = 0
+        labels = tokens.masked_fill(mask == 0, -100)
+        yield {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
 class AllRanks(torch.nn.Module):
@@ -47,8 +52,8 @@ class AllRanks(torch.nn.Module):
         return output
 
 
-def all_batches():
-    return zip(*(batches(rank) for rank in range(dist.get_world_size())), strict=True)
+def all_batches(stages):
+    return zip(*(batches(rank) for rank in range(dist.get_world_size() // stages)), strict=True)
 
 
 def force_one_expert(model):
@@ -58,7 +63,7 @@ def force_one_expert(model):
             module.register_forward_hook(lambda *a: (*a[-1][:2], torch.zeros_like(a[-1][2])))
 
 
-def train_whole(make, *, forced=False, steps=3, clip=float("inf"), **model_keys):
+def train_whole(make, *, forced=False, steps=3, clip=float("inf"), stages=1, **model_keys):
     model = build_moe(**model_keys)
     if forced:
         force_one_expert(model)
@@ -66,7 +71,7 @@ def train_whole(make, *, forced=False, steps=3, clip=float("inf"), **model_keys)
     losses, norms = train_plainly(
         AllRanks(model),
         optimizer,
-        ({"parts": data} for data in all_batches()),
+        ({"parts": data} for data in all_batches(stages)),
         steps=steps,
         micro_batches=ACCUMULATION,
         clip=clip,
@@ -76,23 +81,36 @@ def train_whole(make, *, forced=False, steps=3, clip=float("inf"), **model_keys)
 
 def collected(model):
     """Return the whole model's weights on rank 0."""
+    if isinstance(model, TransformerPipeline):
+        return pipeline_state_dict(model)
     named = model.named_parameters()
     return {
         n: whole_experts(p) if "expert_group" in vars(p) else p.detach().clone() for n, p in named
     }
 
 
-def engine_of(model, *, zero=0, size=2, optimizer=None, wavemare_keys=None, **changes):
+def engine_of(model, *, zero=0, size=2, stages=1, optimizer=None, wavemare_keys=None, **changes):
     config = configuration(zero, gradient_accumulation_steps=ACCUMULATION, **changes)
     config["optimizer"] = optimizer or {"type": "SGD", "params": {"lr": 0.1}}
     config["zero_allow_untested_optimizer"] = True
     del config["scheduler"]
     config["wavemare"] = {"expert_parallel": {"size": size}, **(wavemare_keys or {})}
+    if stages > 1:
+        config["wavemare"].setdefault("pipeline", {})["stages"] = stages
     return wavemare.initialize(model=model, config=config)[0]
 
 
 def equal(
-    *, forced=False, steps=3, clip=0.0, adam=False, size=2, zero=0, config=None, **model_keys
+    *,
+    forced=False,
+    steps=3,
+    clip=0.0,
+    adam=False,
+    size=2,
+    zero=0,
+    stages=1,
+    config=None,
+    **model_keys,
 ):
     """Return how far the weights and losses of an engine are from the whole model's."""
     kind = torch.optim.AdamW if adam else torch.optim.SGD
@@ -102,7 +120,13 @@ def equal(
     model = build_moe(**model_keys)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = engine_of(
-        model, zero=zero, size=size, optimizer=chosen, gradient_clipping=clip, **(config or {})
+        model,
+        zero=zero,
+        size=size,
+        stages=stages,
+        optimizer=chosen,
+        gradient_clipping=clip,
+        **(config or {}),
     )
     if forced:
         force_one_expert(engine.module)
@@ -114,7 +138,7 @@ def equal(
     held = {n: p.shape[0] for n, p in engine.module.named_parameters() if "gate_up_proj" in n}
     engine.destroy()
     twin, expected, expected_norms = train_whole(
-        make, forced=forced, steps=steps, clip=clip or float("inf"), **model_keys
+        make, forced=forced, steps=steps, clip=clip or float("inf"), stages=stages, **model_keys
     )
     whole = {name: p.detach() for name, p in twin.named_parameters()}
     first = dist.get_rank() == 0
@@ -127,9 +151,9 @@ def equal(
     }
 
 
-def resume(*, zero=0, config=None, **keys):
+def resume(*, zero=0, stages=1, config=None, **keys):
     """Save after two steps; go on, and again from the checkpoint."""
-    folder, config = f"{sys.argv[1]}/checkpoint-{zero}", config or {}
+    folder, config = f"{sys.argv[1]}/checkpoint-{zero}", {"stages": stages, **(config or {})}
     adam = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
     engine = engine_of(build_moe(**keys), zero=zero, optimizer=adam, **config)
     data = batches(engine.data_rank)
@@ -164,6 +188,24 @@ def resume(*, zero=0, config=None, **keys):
     }
 
 
+def sparse(*, zero=0, **keys):
+    """Train with each kind of reduction; return how far the weights are from DeepSpeed's own."""
+    weights, digests, metrics = {}, {}, {}
+    for mode in ("off", "ordered", "pushpull", "auto"):
+        section = {} if mode == "off" else {"sparse_collective": {"mode": mode}}
+        engine = engine_of(build_moe(**keys), zero=zero, wavemare_keys=section)
+        data = batches(engine.data_rank)
+        for _ in range(3):
+            engine.train_batch(data)
+        digests[mode], weights[mode] = weights_digest(engine), collected(engine.module)
+        metrics[mode] = sorted(engine.step_metrics())
+        engine.destroy()
+    apart = None
+    if dist.get_rank() == 0:
+        apart = difference(weights["off"], weights["auto"])
+    return {"digests": digests, "apart": apart, "metrics": metrics}
+
+
 def refused(*, size=2, model_keys=None, unlike=False, kind=None, **changes):
     """Return the error of a model or configuration that is not supported."""
     model = build_moe(**(model_keys or {}))
@@ -181,7 +223,13 @@ def split_again():
     return refusal(lambda: split_experts(model, None))
 
 
-PARTS = {"equal": equal, "resume": resume, "refused": refused, "again": split_again}
+PARTS = {
+    "equal": equal,
+    "resume": resume,
+    "sparse": sparse,
+    "refused": refused,
+    "again": split_again,
+}
 
 if __name__ == "__main__":
     wavemare.init_distributed()

@@ -39,11 +39,24 @@ def refusal(section, config, **more):
     [
         ({}, zero(3), "zero_optimization.stage"),
         ({}, BF16, "bf16.enabled"),
-        ({"pipeline": {"stages": 2}}, {}, "wavemare.pipeline.stages"),
+        *(
+            ({"pipeline": {"stages": 2, "schedule": s}}, {}, "wavemare.pipeline.schedule")
+            for s in ("zb-h1", "interleaved", "zbv", "auto", "pipemare")
+        ),
+        ({"pipeline": {"stages": 2}}, zero(1) | BF16, "bf16.enabled"),
         ({"tensor_parallel": {"size": 2}}, {}, "wavemare.tensor_parallel.size"),
         ({"parallel": {"split": 2}}, {}, "wavemare.parallel"),
         ({"balance": {"mean": "tokens"}}, {}, "wavemare.balance"),
-        ({"sparse_collective": {"mode": "auto"}}, {}, "wavemare.sparse_collective.mode"),
+        (
+            {"pipeline": {"stages": 2}, "sparse_collective": {"mode": "auto"}},
+            {},
+            "wavemare.sparse_collective.mode",
+        ),
+        (
+            {"sparse_collective": {"mode": "auto", **COMPRESSOR}},
+            {},
+            "wavemare.sparse_collective.compressor",
+        ),
         ({}, {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         ({}, {"sequence_parallel_size": 2}, "sequence_parallel_size"),
         (

@@ -172,7 +172,6 @@ def small_weights(family, **changes):
         ("Granite", "embedding_multiplier", 12.0),
         ("Granite", "logits_scaling", 8.0),
         ("Afmoe", "mup_enabled", True),
-        ("Mixtral", "output_router_logits", True),
     ],
 )
 def test_what_a_configuration_does_outside_the_layers_is_refused(family, key, value):

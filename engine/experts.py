@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What DeepSpeed's engines need to know of experts that `split_experts` has divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import deepspeed
+from deepspeed.moe.utils import configure_moe_param_groups
+from deepspeed.utils import groups
+
+from wavemare.engine.seams import replaced
+
+
+def is_divided(parameter: Any) -> bool:
+    """Whether a weight is of experts that data ranks share."""
+    return hasattr(parameter, "expert_group")
+
+
+def expert_group(parameters: Iterable[Any]) -> Any:
+    """Return the group of ranks that share experts among these weights; None if there are none."""
+    return next((p.expert_group for p in parameters if is_divided(p)), None)
+
+
+class ExpertsMixin(deepspeed.DeepSpeedEngine):
+    """Has DeepSpeed reduce, clip and save experts that its data ranks share."""
+
+    settings: Any
+    _expert_grid: _ExpertGrid | None = None
+
+    def _configure_distributed_model(self, model: Any) -> None:
+        """Prepare a model as DeepSpeed's method of that name, and tell DeepSpeed of our experts.
+
+        It looks for modules of its own class alone. A stage may have none.
+        """
+        super()._configure_distributed_model(model)
+        if self.settings.expert_parallel.size > 1:
+            self._expert_grid = _ExpertGrid(self.settings.expert_parallel.size)
+            self.has_moe_layers = any(map(is_divided, self.module.parameters()))
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if self._expert_grid is not None:
+            given = list(model_parameters)
+            if given and isinstance(given[0], Mapping):
+                given = [{"name": str(number), **group} for number, group in enumerate(given)]
+            model_parameters = configure_moe_param_groups(given)
+        super()._configure_optimizer(client_optimizer, model_parameters)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip as DeepSpeed's method of that name, by the norm of all ranks' experts."""
+        with replaced(self, {} if self._expert_grid is None else {"mpu": self._expert_grid}):
+            super().clip_fp32_gradients()
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        if self._expert_grid is not None:
+            self.save_non_zero_checkpoint = self._expert_grid.is_first_replica
+
+    def _get_ckpt_name(self, path: str, tag: str, *args: Any, **kwargs: Any) -> str:
+        """Return a file of weights as DeepSpeed's method of that name: a rank's experts have one.
+
+        Without placeholders: of all files a rank reads its own.
+        """
+        grid = self._expert_grid
+        if grid is None:
+            return str(super()._get_ckpt_name(path, tag, *args, **kwargs))
+        rank = self.checkpoint_mp_rank * grid.size + grid.get_model_parallel_rank()
+        return str(super()._get_ckpt_name(path, tag, mp_placeholder=f"{rank:02d}"))
+
+    def without_expert_files(self) -> AbstractContextManager[None]:
+        """Return the context in which DeepSpeed saves and loads a model as one without experts.
+
+        It would look for experts of its own class, to write a file of each.
+        """
+        return replaced(self, {} if self._expert_grid is None else {"has_moe_layers": False})
+
+
+class _ExpertGrid:
+    """The ranks that share experts, as an ``mpu`` by which gradients are clipped.
+
+    Args:
+        size: How many share them.
+
+    Attributes:
+        is_first_replica: Whether no rank before this one has the same experts.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, name = size, f"ep_size_{size}"
+        self.get_model_parallel_group = partial(groups._get_expert_parallel_group, name)
+        self.get_model_parallel_rank = partial(groups._get_expert_parallel_rank, name)
+        self.is_first_replica = groups._get_expert_data_parallel_rank(name) == 0
