@@ -38,7 +38,7 @@ class ExpertsMixin(deepspeed.DeepSpeedEngine):
         """
         super()._configure_distributed_model(model)
         if self.settings.expert_parallel.size > 1:
-            self._expert_grid = _ExpertGrid(self.settings.expert_parallel.size)
+            self._expert_grid = _ExpertGrid(f"ep_size_{self.settings.expert_parallel.size}")
             self.has_moe_layers = any(map(is_divided, self.module.parameters()))
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
@@ -59,16 +59,18 @@ class ExpertsMixin(deepspeed.DeepSpeedEngine):
         if self._expert_grid is not None:
             self.save_non_zero_checkpoint = self._expert_grid.is_first_replica
 
-    def _get_ckpt_name(self, path: str, tag: str, *args: Any, **kwargs: Any) -> str:
+    def _get_ckpt_name(
+        self, path: str, tag: str, mp_placeholder: str | None = None, *args: Any, **kwargs: Any
+    ) -> str:
         """Return a file of weights as DeepSpeed's method of that name: a rank's experts have one.
 
-        Without placeholders: of all files a rank reads its own.
+        Of all files a rank reads those of its share.
         """
-        grid = self._expert_grid
-        if grid is None:
-            return str(super()._get_ckpt_name(path, tag, *args, **kwargs))
-        rank = self.checkpoint_mp_rank * grid.size + grid.get_model_parallel_rank()
-        return str(super()._get_ckpt_name(path, tag, mp_placeholder=f"{rank:02d}"))
+        if self._expert_grid is not None:
+            share = self._expert_grid.get_model_parallel_rank()
+            stage = mp_placeholder or f"{self.checkpoint_mp_rank:02d}"
+            mp_placeholder = f"{stage}-expert_{share:02d}"
+        return str(super()._get_ckpt_name(path, tag, mp_placeholder, *args, **kwargs))
 
     def without_expert_files(self) -> AbstractContextManager[None]:
         """Return the context in which DeepSpeed saves and loads a model as one without experts.
@@ -82,14 +84,13 @@ class _ExpertGrid:
     """The ranks that share experts, as an ``mpu`` by which gradients are clipped.
 
     Args:
-        size: How many share them.
+        name: Of DeepSpeed's groups.
 
     Attributes:
         is_first_replica: Whether no rank before this one has the same experts.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size, name = size, f"ep_size_{size}"
+    def __init__(self, name: str) -> None:
         self.get_model_parallel_group = partial(groups._get_expert_parallel_group, name)
         self.get_model_parallel_rank = partial(groups._get_expert_parallel_rank, name)
         self.is_first_replica = groups._get_expert_data_parallel_rank(name) == 0

@@ -80,7 +80,7 @@ def test_a_run_goes_on_bit_for_bit_and_is_exported(results, zero):
     for result in results:
         found = result[f"resume {zero}"]
         assert found["got"] == found["expected"]
-        assert found["files"] == [f"mp_rank_0{rank}_model_states.pt" for rank in (0, 1)]
+        assert found["files"] == [f"mp_rank_00-expert_0{n}_model_states.pt" for n in (0, 1)]
         for refused in found["refused"]:
             assert "divided over 2 ranks in it, and over 1 in this run" in refused
     assert results[0][f"resume {zero}"]["exported"] == 0.0

@@ -82,7 +82,8 @@ def train_whole(make, *, forced=False, steps=3, clip=float("inf"), stages=1, **m
 def collected(model):
     """Return the whole model's weights on rank 0."""
     if isinstance(model, TransformerPipeline):
-        return pipeline_state_dict(model)
+        gathered = pipeline_state_dict(model) or {}
+        return {name: weight.clone() for name, weight in gathered.items()}
     named = model.named_parameters()
     return {
         n: whole_experts(p) if "expert_group" in vars(p) else p.detach().clone() for n, p in named
