@@ -39,11 +39,12 @@ class ExpertsMixin(deepspeed.DeepSpeedEngine):
         super()._configure_distributed_model(model)
         if self.settings.expert_parallel.size > 1:
             self._expert_grid = _ExpertGrid(f"ep_size_{self.settings.expert_parallel.size}")
-            self.has_moe_layers = any(map(is_divided, self.module.parameters()))
+            trained = (p for p in self.module.parameters() if p.requires_grad)
+            self.has_moe_layers = any(map(is_divided, trained))
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if self._expert_grid is not None:
-            given = list(model_parameters)
+            given = [p for p in model_parameters if getattr(p, "requires_grad", True)]
             if given and isinstance(given[0], Mapping):
                 given = [{"name": str(number), **group} for number, group in enumerate(given)]
             model_parameters = configure_moe_param_groups(given)

@@ -301,7 +301,8 @@ def _universal_information(engine: EngineContext) -> dict[str, Any]:
 
     It asks rank 0, and reads weights that are tied on other ranks from each of them.
     """
-    if hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) or engine.has_moe_layers:
+    experts = engine.has_moe_layers or engine.settings.expert_parallel.size > 1
+    if hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) or experts:
         return {}  # tensor parallelism has put its own there, and experts have no place in it
     if not keeps_adam_alone(engine):
         return {}  # without it ds_to_universal refuses states that it would drop

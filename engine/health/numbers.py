@@ -294,7 +294,7 @@ class NumericsGuard(Feature):
         yield here
         engine = self._engine
         meets = engine.zero_optimization_partition_weights() or self._slices > 1
-        meets = meets or engine.has_moe_layers
+        meets = meets or engine.has_moe_layers or engine.settings.expert_parallel.size > 1
         # Those whose loss is known to be bad are the first to look at.
         records = sorted(self._records, key=lambda r: r.loss is None or bool(r.loss.isfinite()))
         for record in records:

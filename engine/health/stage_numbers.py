@@ -134,7 +134,8 @@ class StageWatch:
         self, held: _Held, gradients: list[Tensor], what: Any, *, backward: bool
     ) -> Finding | None:
         engine = self._engine
-        if engine.grid.get_slice_parallel_world_size() > 1 or engine.has_moe_layers:
+        shared = engine.grid.get_slice_parallel_world_size(), engine.settings.expert_parallel.size
+        if max(shared) > 1:
             return Finding(what, "")  # its collectives would need the other ranks
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in as_tuple(held.inputs)]
 

@@ -10,6 +10,8 @@ CASES = {
     "mixtral, auxiliary loss, ZeRO 1": {"auxiliary": True, "zero": 1, "clip": 0.5},
     "qwen2_moe, auxiliary loss, ZeRO 0": {"kind": "qwen2_moe", "auxiliary": True, "clip": 0.5},
     "qwen3_moe, eager, ZeRO 2": {"kind": "qwen3_moe", "zero": 2, "clip": 0.5, "eager": True},
+    "mixtral, LoRA, ZeRO 0": {"lora": True, "auxiliary": True, "clip": 0.5},
+    "qwen3_moe, LoRA, ZeRO 2": {"kind": "qwen3_moe", "lora": True, "zero": 2, "clip": 0.5},
     "a rank without rows, ZeRO 0": {"forced": True},
     "a rank without rows, ZeRO 2": {"forced": True, "zero": 2, "kind": "qwen3_moe"},
 }
@@ -28,6 +30,7 @@ ADAM = {"kind": "qwen3_moe", "auxiliary": True, "zero": 2, "clip": 0.5, "adam": 
 REFUSED = {
     "unlike": ({"unlike": True}, "the ranks hold different weights, for example lm_head.weight"),
     "gpt_oss": ({"kind": "gpt_oss"}, "those of gpt_oss are not tested"),
+    "adapted": ({"adapted": True}, "adapters change its experts"),
     "experts": ({"model_keys": {"num_experts": 3}}, "the model's 3 experts cannot be divided"),
     "size": ({"size": 3}, "the number of data-parallel ranks (2) is not a multiple of it"),
 }
@@ -35,6 +38,7 @@ RUNS = {
     **{name: {"part": "equal", **case} for name, case in CASES.items()},
     "adam": {"part": "equal", **ADAM},
     "resume 0": {"part": "resume", "zero": 0},
+    "resume 1": {"part": "resume", "zero": 1, "lora": True},
     "resume 2": {"part": "resume", "zero": 2, "config": {"bf16": {"enabled": True}}},
     **{name: {"part": "refused", **case} for name, (case, _) in REFUSED.items()},
     "again": {"part": "again"},
@@ -47,6 +51,7 @@ FOUR = {
     f"{kind}, {size} ranks, ZeRO {zero}": {"kind": kind, "size": size, "zero": zero}
     for kind, size, zero in [("mixtral", 2, 0), ("qwen3_moe", 2, 2), ("qwen2_moe", 4, 1)]
 }
+FOUR["mixtral, LoRA, 2 stages, ZeRO 1"] = {"stages": 2, "size": 2, "zero": 1, "lora": True}
 
 
 @pytest.fixture
@@ -75,7 +80,7 @@ def test_adam_clips_by_the_norm_of_the_whole_model(results):
     assert results[0]["adam"]["weights"] < 1e-4
 
 
-@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_run_goes_on_bit_for_bit_and_is_exported(results, zero):
     for result in results:
         found = result[f"resume {zero}"]

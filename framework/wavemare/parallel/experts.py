@@ -35,7 +35,8 @@ def split_experts(model: Any, group: Any) -> Any:
     a rank is the one that the whole model computes for its batch, with the auxiliary loss.
 
     Args:
-        model: A transformers model of `FAMILIES`, with equal weights on all ranks.
+        model: A transformers model of `FAMILIES`, or a LoRA model of one, with equal weights on
+            all ranks.
         group: The ranks, in the order of their experts; all call this.
 
     Returns:
@@ -44,11 +45,14 @@ def split_experts(model: Any, group: Any) -> Any:
     Raises:
         ModelError: It cannot be split so; the same on all ranks, before it changes.
     """
+    from wavemare.models.adapters import base_of  # which imports this module
+
     size, rank = dist.get_world_size(group), dist.get_rank(group)
+    whole, model = model, base_of(model)
     held = {"gate_up_proj", "down_proj"}  # of all experts, in dimension 0
     layers = [m for m in model.modules() if held == dict(m.named_parameters(recurse=False)).keys()]
     _check(model, layers, size)
-    _check_equal(model)
+    _check_equal(whole)
     for layer in layers:
         count = layer.num_experts = layer.num_experts // size
         for parameter in layer.parameters():
@@ -57,7 +61,7 @@ def split_experts(model: Any, group: Any) -> Any:
             marks = {"whole_numel": whole_numel, "model_parallel": True, "expert_group": group}
             vars(parameter).update(marks, allreduce=False, group_name=f"ep_size_{size}")
         layer.forward = partial(_forward, layer, layer.forward, group)
-    return model
+    return whole
 
 
 def whole_experts(parameter: Tensor) -> Tensor:
@@ -138,8 +142,10 @@ def _check(model: Any, layers: list[Any], size: int) -> None:
     experts = [p for layer in layers for p in layer.parameters()]
     if any("expert_group" in vars(p) for p in experts):
         raise ModelError("model", name, "its experts have been divided already", "Give a new one")
-    if not all(p.requires_grad for p in experts):
-        raise ModelError("model", name, "its experts are frozen, which is not tested", others)
+    if len({p.requires_grad for p in experts}) > 1:
+        raise ModelError("model", name, "some of its experts are frozen, not all", others)
+    if any(getattr(m, "base_layer", None) in layers for m in model.modules()):
+        raise ModelError("model", name, "adapters change its experts", "Adapt other weights")
     if any(p.is_meta or hasattr(p, "ds_id") for p in model.parameters()):
         reason = "its weights are not all here: they are on the meta device, or ZeRO-3 has cut them"
         raise ModelError("model", name, reason, "Load the weights, outside deepspeed.zero.Init")

@@ -9,12 +9,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import peft
 import torch
 import transformers
 from common import (
     build_moe,
     configuration,
     difference,
+    furthest,
     leave,
     refusal,
     token_batches,
@@ -25,6 +27,7 @@ from torch import distributed as dist
 
 import wavemare
 from wavemare.models import pipeline_state_dict, save_pretrained
+from wavemare.models.adapters import PREFIX
 from wavemare.models.module import TransformerPipeline
 from wavemare.parallel.experts import split_experts, whole_experts
 
@@ -56,6 +59,14 @@ def all_batches(stages):
     return zip(*(batches(rank) for rank in range(dist.get_world_size() // stages)), strict=True)
 
 
+def build(*, lora=False, **keys):
+    model = build_moe(**keys)
+    if not lora:
+        return model
+    chosen = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, **chosen))
+
+
 def force_one_expert(model):
     """Have every router choose the first expert: all other ranks get no rows."""
     for module in model.modules():
@@ -64,7 +75,7 @@ def force_one_expert(model):
 
 
 def train_whole(make, *, forced=False, steps=3, clip=float("inf"), stages=1, **model_keys):
-    model = build_moe(**model_keys)
+    model = build(**model_keys)
     if forced:
         force_one_expert(model)
     optimizer = make(model.parameters())
@@ -118,7 +129,7 @@ def equal(
     make = partial(kind, lr=1e-2 if adam else 0.1, **({"weight_decay": 0.0} if adam else {}))
     params = {"lr": 1e-2, "torch_adam": True, "weight_decay": 0.0}
     chosen = {"type": "AdamW", "params": params} if adam else None
-    model = build_moe(**model_keys)
+    model = build(**model_keys)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = engine_of(
         model,
@@ -156,21 +167,21 @@ def resume(*, zero=0, stages=1, config=None, **keys):
     """Save after two steps; go on, and again from the checkpoint."""
     folder, config = f"{sys.argv[1]}/checkpoint-{zero}", {"stages": stages, **(config or {})}
     adam = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-    engine = engine_of(build_moe(**keys), zero=zero, optimizer=adam, **config)
+    engine = engine_of(build(**keys), zero=zero, optimizer=adam, **config)
     data = batches(engine.data_rank)
     for _ in range(2):
         engine.train_batch(data)
     engine.save_checkpoint(folder)
-    save_pretrained(engine, f"{folder}-exported")
-    saved = collected(engine.module)
+    save_pretrained(engine, f"{folder}-exported", merge=True)
+    saved = {n.removeprefix(PREFIX): p for n, p in collected(engine.module).items()}
     ahead = [next(data) for _ in range(2 * ACCUMULATION)]
     expected = [engine.train_batch(iter(ahead[i : i + ACCUMULATION])).item() for i in (0, 2)]
     engine.destroy()
-    other = engine_of(build_moe(**keys, seed=8), zero=zero, optimizer=adam, **config)
+    other = engine_of(build(**keys, seed=8), zero=zero, optimizer=adam, **config)
     other.load_checkpoint(folder)
     got = [other.train_batch(iter(ahead[i : i + ACCUMULATION])).item() for i in (0, 2)]
     other.destroy()
-    whole = engine_of(build_moe(**keys), zero=zero, size=1, optimizer=adam, **config)
+    whole = engine_of(build(**keys), zero=zero, size=1, optimizer=adam, **config)
     refused = [
         refusal(partial(whole.load_checkpoint, folder, load_module_only=alone))
         for alone in (False, True)
@@ -178,8 +189,10 @@ def resume(*, zero=0, stages=1, config=None, **keys):
     whole.destroy()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}-exported")
     exported = None
-    if dist.get_rank() == 0:
-        exported = difference(saved, dict(loaded.named_parameters()))
+    if dist.get_rank() == 0:  # adapted weights have other names before they are merged
+        names = [name for name, _ in loaded.named_parameters() if name in saved]
+        assert sum("experts" in name for name in names) == 4
+        exported = furthest([saved[n] for n in names], [loaded.get_parameter(n) for n in names])
     return {
         "expected": expected,
         "got": got,
@@ -207,9 +220,11 @@ def sparse(*, zero=0, **keys):
     return {"digests": digests, "apart": apart, "metrics": metrics}
 
 
-def refused(*, size=2, model_keys=None, unlike=False, kind=None, **changes):
+def refused(*, size=2, model_keys=None, unlike=False, adapted=False, kind=None, **changes):
     """Return the error of a model or configuration that is not supported."""
     model = build_moe(**(model_keys or {}))
+    if adapted:
+        model = peft.get_peft_model(model, peft.LoraConfig(target_parameters=["experts.down_proj"]))
     if unlike:
         with torch.no_grad():
             model.lm_head.weight[0, 0] += dist.get_rank()
