@@ -47,6 +47,16 @@ IN_STAGES = {
     "mixtral, ZeRO 0": {},
     "qwen3_moe, auxiliary loss, ZeRO 1": {"kind": "qwen3_moe", "auxiliary": True, "zero": 1},
 }
+RARE = {
+    "resume, ZeRO 0": {"part": "resume", "stages": 2},
+    "sparse, ZeRO 2": {"part": "sparse", "zero": 2},
+}
+"""Run at night."""
+DAILY = {
+    "resume, ZeRO 1": {"part": "resume", "stages": 2, "zero": 1},
+    "sparse, ZeRO 0": {"part": "sparse"},
+    **{n: {"part": "equal", "clip": 0.5, "stages": 2, **c} for n, c in IN_STAGES.items()},
+}
 FOUR = {
     f"{kind}, {size} ranks, ZeRO {zero}": {"kind": kind, "size": size, "zero": zero}
     for kind, size, zero in [("mixtral", 2, 0), ("qwen3_moe", 2, 2), ("qwen2_moe", 4, 1)]
@@ -99,40 +109,40 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(results, name):
 
 
 @pytest.fixture
-def four(launch_once):
+def four(launch_once, name):
     """Two stages of two data ranks that share their experts, or two pairs of data ranks that do."""
-    equal = {n: {"part": "equal", "clip": 0.5, "stages": 2, **c} for n, c in IN_STAGES.items()}
-    resumed = {f"resume {zero}": {"part": "resume", "stages": 2, "zero": zero} for zero in (0, 1)}
-    sparse = {f"sparse {zero}": {"part": "sparse", "zero": zero} for zero in (0, 2)}
-    return launch_once("experts.py", json.dumps(equal | resumed | sparse), ranks=4)
+    runs = RARE if name in RARE else DAILY
+    return [result[name] for result in launch_once("experts.py", json.dumps(runs), ranks=4)]
+
+
+def tiers(daily, rare):
+    return pytest.mark.parametrize("name", [daily, pytest.param(rare, marks=pytest.mark.nightly)])
 
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("name", IN_STAGES)
-def test_experts_of_stages_train_as_the_whole_model(four, name):
+def test_experts_of_stages_train_as_the_whole_model(four):
     """With clipping, by the norm of all stages and all experts."""
-    check_equality([result[name] for result in four])
+    check_equality(four)
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("zero", [0, 1])
-def test_a_run_of_stages_goes_on_bit_for_bit_and_is_exported(four, zero):
-    for result in four:
-        found = result[f"resume {zero}"]
+@tiers("resume, ZeRO 1", "resume, ZeRO 0")
+def test_a_run_of_stages_goes_on_bit_for_bit_and_is_exported(four):
+    for found in four:
         assert found["got"] == found["expected"]
         assert len(found["files"]) == 4
-    assert four[0][f"resume {zero}"]["exported"] == 0.0
+    assert four[0]["exported"] == 0.0
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("zero", [0, 2])
-def test_the_sparse_collective_sums_experts_over_the_ranks_that_hold_them(four, zero):
+@tiers("sparse, ZeRO 0", "sparse, ZeRO 2")
+def test_the_sparse_collective_sums_experts_over_the_ranks_that_hold_them(four):
     """To the bits of the dense sum in the order of the ranks."""
-    for result in four:
-        found = result[f"sparse {zero}"]
+    for found in four:
         assert len({found["digests"][mode] for mode in ("ordered", "pushpull", "auto")}) == 1
         assert "sparse_bytes_up" in found["metrics"]["auto"]
-    assert four[0][f"sparse {zero}"]["apart"] < 1e-6
+    assert four[0]["apart"] < 1e-6
 
 
 @pytest.mark.nightly
