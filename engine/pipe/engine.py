@@ -303,18 +303,20 @@ class PipelineEngine(ExpertsMixin, EngineMixin, _Batches, deepspeed.PipelineEngi
     def _do_backward(self, action: Action) -> None:
         if self.is_last_stage() and isinstance(self.loss, torch.Tensor):
             self.loss = self.before_backward(self.loss)
-        buffer, outputs = self._buffer(action), self.pipe_buffers["outputs"]
-        grads = self.grad_layer
-        if not self.is_last_stage() and getattr(self.module, "sends_router_sums", False):
-            # DeepSpeed would run a backward pass for each of them.
-            floating = [t for t in as_tuple(outputs[buffer]) if t.is_floating_point()]
-            outputs[buffer] = _Joined.apply(grads, *floating)
-            self.grad_layer = torch.ones_like(outputs[buffer])
-        self._exec_backward_pass(buffer)
-        self.grad_layer = grads
+        self._exec_backward_pass(self._buffer(action))
         if self._stage_watch is not None:
             grads = () if self.is_last_stage() else as_tuple(self.grad_layer)
             self._stage_watch.end_backward(action.micro_batch, grads)
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        outputs, grads = self.pipe_buffers["outputs"], self.grad_layer
+        if not self.is_last_stage() and getattr(self.module, "sends_router_sums", False):
+            # DeepSpeed would run a backward pass for each of them.
+            floating = [t for t in as_tuple(outputs[buffer_id]) if t.is_floating_point()]
+            outputs[buffer_id] = _Joined.apply(grads, *floating)
+            self.grad_layer = torch.ones_like(outputs[buffer_id])
+        super()._exec_backward_pass(buffer_id)
+        self.grad_layer = grads
 
     def _do_send_grad(self, action: Action) -> None:
         self._exec_send_grads(self._buffer(action))
