@@ -146,6 +146,8 @@ def equal(
     for _ in range(steps):
         losses.append(engine.train_batch(data).item())
         norms.append(float(engine.get_global_grad_norm() or 0))
+    batch = next(batches(engine.data_rank))
+    _, logits = engine.eval_batch(iter([batch]), return_logits=True, num_micro_batches=1)
     trained = collected(engine.module)
     held = {n: p.shape[0] for n, p in engine.module.named_parameters() if "gate_up_proj" in n}
     engine.destroy()
@@ -153,8 +155,12 @@ def equal(
         make, forced=forced, steps=steps, clip=clip or float("inf"), stages=stages, **model_keys
     )
     whole = {name: p.detach() for name, p in twin.named_parameters()}
-    first = dist.get_rank() == 0
+    first, apart = dist.get_rank() == 0, 0.0
+    if logits is not None and not forced:  # all but the last stage have none
+        with torch.no_grad():
+            apart = furthest([logits], [twin.eval()(**batch).logits])
     return {
+        "logits": apart,
         "weights": difference(trained, whole) if first else None,
         "changed": difference(before, whole),
         "losses": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
