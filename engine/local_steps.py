@@ -26,10 +26,11 @@ from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.context import EngineContext, Feature
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
-from wavemare.errors import CheckpointError, NumericsError
+from wavemare.errors import CheckpointError, ConfigError, NumericsError
 
 logger = logging.getLogger("wavemare")
 
+_KEY = "wavemare.local_steps"
 _FP32 = 32
 
 
@@ -68,6 +69,10 @@ class LocalSteps(Feature):
             engine.mpu.replicas.group, timeout_s=timeout_s, device=self._device
         )
         self._bytes = 0
+        if config.warmup_steps and any(getattr(m, "sparse", 0) for m in engine.module.modules()):
+            reason = "replicas have sparse gradients of different rows, which have no mean"
+            remedy = "Leave it out, or build embeddings without sparse=True"
+            raise ConfigError(f"{_KEY}.warmup_steps", config.warmup_steps, reason, remedy)
         if _norms(engine):
             logger.warning(
                 "local_steps: statistics of batch normalization are averaged only by synchronize()"
@@ -136,7 +141,7 @@ class LocalSteps(Feature):
                 if self._residual:
                     change += self._residual[number]
                     self._residual[number].zero_()
-                common.sub_(self._link.send(self._header(number, _FP32), change).wait())
+                common.sub_(_finite(self._link.send(self._header(number, _FP32), change)))
                 self._write(number, common)
             self._adapter.publish_masters()
 
@@ -171,6 +176,7 @@ class LocalSteps(Feature):
             dist.all_reduce(loss, group=self._engine.data_parallel_group)
             loss /= self._engine.dp_world_size
         self._loss, self._losses = torch.zeros_like(loss), 0
+        self._bytes = self._link.bytes_sent  # no other message is on its way
         message = self._link.send(self._header(number, bits), change, note=float(loss))
         overlap = self._config.overlap
         carries = overlap and self._config.mixing == "carry"
@@ -186,12 +192,11 @@ class LocalSteps(Feature):
         while self._flights and self._flights[0].due <= step:
             flight = self._flights.pop(0)
             with PROGRESS.doing("an exchange of replicas"):
-                mean = flight.message.wait()
+                mean = _finite(flight.message)
             waited = time.perf_counter() - begun
             self._apply(flight, mean)
-            sent, self._bytes = self._link.bytes_sent - self._bytes, self._link.bytes_sent
-            notes = flight.message.notes
-            self._figures |= {"outer_wait_seconds": waited, "outer_bytes": float(sent)}
+            sent, notes = float(self._link.bytes_sent - self._bytes), flight.message.notes
+            self._figures |= {"outer_wait_seconds": waited, "outer_bytes": sent}
             self._figures["replica_loss"] = sum(notes) / len(notes)
 
     def _apply(self, flight: _Flight, mean: Tensor) -> None:
@@ -205,13 +210,6 @@ class LocalSteps(Feature):
 
     def _outer_step(self, number: int, mean: Tensor) -> None:
         """Step the common weights; each operation rounds once, so that all devices agree."""
-        if not bool(mean.isfinite().all()):
-            raise NumericsError(
-                "wavemare.local_steps",
-                number,
-                "the mean change of this fragment is not finite, on all replicas: one has diverged",
-                "Resume from the last checkpoint, with a smaller learning rate",
-            )
         if self._momentum_rate:
             momentum = self._momentum[number].mul_(self._momentum_rate).add_(mean)
             mean = (momentum * self._momentum_rate).add_(mean)
@@ -271,7 +269,7 @@ class LocalSteps(Feature):
                 if own.shape != saved.shape:
                     reason = f"its {name} of a fragment is of {len(saved)} weights, not {len(own)}"
                     remedy = "Resume with the model and parameter groups that saved it"
-                    raise CheckpointError("wavemare.local_steps", name, reason, remedy)
+                    raise CheckpointError(_KEY, name, reason, remedy)
                 own.copy_(saved)
         flights = [
             _Flight(
@@ -287,7 +285,7 @@ class LocalSteps(Feature):
             self._losses = state["losses"]
             return
         for flight in flights:
-            self._outer_step(flight.message.header.fragment, flight.message.wait())
+            self._outer_step(flight.message.header.fragment, _finite(flight.message))
         for number, common in enumerate(self._common):
             self._write(number, common)
         self._adapter.publish_masters()
@@ -305,6 +303,19 @@ def fragments_of(sizes: list[int], count: int) -> list[int]:
     for place, number in enumerate(by_size):
         parts[number] = place % count
     return parts
+
+
+def _finite(message: Message) -> Tensor:
+    """Return the mean of a message that has come; all replicas have the same one."""
+    mean = message.wait()
+    if not bool(mean.isfinite().all()):
+        raise NumericsError(
+            _KEY,
+            message.header.fragment,
+            "the mean change of this fragment is not finite, on all replicas: one has diverged",
+            "Resume from the last checkpoint, with a smaller learning rate",
+        )
+    return mean
 
 
 def _norms(engine: EngineContext) -> list[Tensor]:

@@ -11,6 +11,7 @@ AVERAGE = {"mode": "average", "every": 3}
 DILOCO = {"mode": "diloco", "every": 4, "outer": {"lr": 0.7, "momentum": 0.9}}
 STREAM = {"mode": "diloco", "every": 4, "fragments": 2, "overlap": 1}
 FOUR = {**STREAM, "bits": 4}
+WARM = {"mode": "diloco", "every": 4, "warmup_steps": 1}  # which no message's bytes count
 EACH = {"mode": "average", "every": 1}
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
 BF16 = {"bf16": {"enabled": True}}
@@ -35,9 +36,9 @@ CASES = {
         "synchronous": ["train", {"local": None, "optimizer": SGD, "steps": 4}],
         "warm-up": ["train", {"local": {**STREAM, "warmup_steps": 4}, "steps": 4, "clip": 0.1}],
         "synchronous adam": ["train", {"local": None, "steps": 4, "clip": 0.1}],
-        "exact": ["train", {"local": {"mode": "diloco", "every": 4}, "steps": 8}],
-        "8 bits": ["train", {"local": {"mode": "diloco", "every": 4, "bits": 8}, "steps": 8}],
-        "4 bits": ["train", {"local": {"mode": "diloco", "every": 4, "bits": 4}, "steps": 8}],
+        "exact": ["train", {"local": WARM, "steps": 9}],
+        "8 bits": ["train", {"local": {**WARM, "bits": 8}, "steps": 9}],
+        "4 bits": ["train", {"local": {**WARM, "bits": 4}, "steps": 9}],
         "plain": ["train", {"local": STREAM, "steps": 6}],
         "bf16": ["train", {"local": STREAM, "steps": 6, "zero": 1, **BF16}],
         "waves": [
@@ -237,13 +238,21 @@ def test_another_number_of_replicas_goes_on_from_the_common_weights(launch, tmp_
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("guard", ["off", "stop"])
 def test_all_replicas_stop_soon_after_one_diverges(launch, tmp_path, guard):
-    cases = {"nan": ["diverged", {"local": {"mode": "average", "every": 4}, "guard": guard}]}
+    settings = {"local": {"mode": "average", "every": 4}, "guard": guard}
+    cases = {"nan": ["diverged", settings]}
+    if guard == "off":
+        cases["synchronized"] = ["diverged", {**settings, "synchronizes": True}]
+        cases["sparse"] = ["sparse", {"local": WARM}]
     finished = launch("local_steps.py", json.dumps(cases), folder=tmp_path)
     if guard == "off":
         for rank in range(2):
             step, said = finished.check().result(rank)["nan"]
             assert step == 4
             assert "NumericsError: wavemare.local_steps = 0: the mean change" in said
+            step, said = finished.result(rank)["synchronized"]
+            assert step == 3
+            assert "NumericsError: wavemare.local_steps = 0: the mean change" in said
+            assert "local_steps.warmup_steps = 1: " in finished.result(rank)["sparse"]
     else:
         assert finished.result(1)["nan"][0] == 3
         assert "NumericsError" in finished.result(1)["nan"][1]

@@ -297,17 +297,24 @@ def out_of_step(local):
     return said
 
 
-def diverged(local, guard):
+def diverged(local, guard, synchronizes=False):
     """One replica gets a number that is not finite."""
     engine = start(local, wavemare={"guard": {"nonfinite": guard}})
     data, said = batches(distributed.get_rank()), "accepted"
     for number in range(1, 9):
         if number == 3 and distributed.get_rank() == 1:
             next(engine.module.parameters()).data.fill_(float("nan"))
-        said = refusal(lambda: engine.train_batch(data))
+        alone = number < 3 or not synchronizes
+        said = refusal(lambda: engine.train_batch(data) if alone else engine.synchronize())  # noqa: B023
         if said != "accepted":
             break
     return [number, said]
+
+
+def sparse(local):
+    """Embeddings whose gradients are rows: of each replica others."""
+    layers = torch.nn.Sequential(torch.nn.Embedding(8, 2, sparse=True))
+    return refusal(lambda: start(local, model=layers, optimizer={"type": "SGD"}))
 
 
 class Normed(torch.nn.Module):
@@ -353,7 +360,7 @@ KINDS = {
     kind.__name__: kind
     for kind in (
         *(twin, train, conserved, traps, resume, save, load, unlike, out_of_step, diverged),
-        *(statistics, trainer),
+        *(statistics, trainer, sparse),
     )
 }
 
