@@ -111,7 +111,7 @@ def test_few_bits_lose_little_and_travel_little(found):
         results = found(case)
         assert same(result["digest"] for result in results)
         pair = np.array(results[0]["weights"]), np.array(exact[0]["weights"])
-        assert 0 < np.abs(pair[0] - pair[1]).max() < 0.3 / 2**bits
+        assert 0 < np.abs(pair[0] - pair[1]).max() < 0.4 / 2**bits
         groups = -(-weights // 128)
         assert results[0]["metrics"]["outer_bytes"] == groups * (4 + 16 * bits) + 48
     sent = sum(result["metrics"]["outer_bytes"] for result in exact)
