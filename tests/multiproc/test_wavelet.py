@@ -49,6 +49,8 @@ MORE = {
     "untied bert, ZeRO 3": {"model": "bert", "zero": 3, "untied": True},
     "bf16, ZeRO 0": {"model": "bert", "zero": 0, "config": BF16},
     "split bert, ZeRO 2": {"model": "bert", "zero": 2, "wavemare": SPLIT},
+    "LoRA of a split llama": {"model": "llama-tied", "zero": 1, "wavemare": SPLIT, "lora": True},
+    "LoRA of experts": {"model": "moe", "zero": 1, "wavemare": EXPERTS, "lora": True},
     "split, auto": {
         "model": "gpt",
         "zero": 0,
@@ -114,8 +116,9 @@ def test_the_model_parallel_form_is_zero_3(results):
 @pytest.mark.nightly
 def test_more_settings_equal_accumulation_bitwise(launch_once):
     for each in launch_once("wavelet.py", json.dumps(MORE)):
-        for result in each.values():
+        for name, result in each.items():
             check(result)
+            assert result["paired"] or "LoRA" not in name
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ import json
 import sys
 
 import deepspeed
+import peft
 import tensor_models
 import torch
 from common import (
@@ -40,6 +41,10 @@ def build(case):
             model.get_input_embeddings().weight.detach().clone()
         )
         model.config.tie_word_embeddings = False
+    if case.get("lora"):
+        torch.manual_seed(3)
+        targets = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+        model = peft.get_peft_model(model, targets)
     if case.get("checkpointing"):
         model.activation_checkpointing_enable()
     return model
