@@ -256,3 +256,13 @@ def test_all_replicas_stop_soon_after_one_diverges(launch, tmp_path, guard):
     else:
         assert finished.result(1)["nan"][0] == 3
         assert "NumericsError" in finished.result(1)["nan"][1]
+
+
+@pytest.mark.world_size(2)
+def test_a_lost_replica_ends_the_run_with_one_message(launch):
+    cases = {"lost": ("lost", {"local": {"mode": "average", "every": 2}})}
+    finished = launch("local_steps.py", json.dumps(cases), own=True)
+    assert finished.codes[0] == 1
+    [line] = [line for line in finished.outputs[0].splitlines() if line.startswith("error")]
+    assert "rank = '1': lost" in line
+    assert "Traceback" not in finished.outputs[0]

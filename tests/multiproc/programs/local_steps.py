@@ -5,6 +5,7 @@ Arguments: result folder, cases as JSON: {name: {settings}}. On each rank.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -311,6 +312,15 @@ def diverged(local, guard, synchronizes=False):
     return [number, said]
 
 
+def lost(local):
+    """Rank 1 ends within a run."""
+    engine, data = start(local), batches(distributed.get_rank())
+    for step in range(6):
+        if step == 3 and distributed.get_rank():
+            os._exit(0)
+        engine.train_batch(data)
+
+
 def sparse(local):
     """Embeddings whose gradients are rows: of each replica others."""
     layers = torch.nn.Sequential(torch.nn.Embedding(8, 2, sparse=True))
@@ -360,7 +370,7 @@ KINDS = {
     kind.__name__: kind
     for kind in (
         *(twin, train, conserved, traps, resume, save, load, unlike, out_of_step, diverged),
-        *(statistics, trainer, sparse),
+        *(statistics, trainer, sparse, lost),
     )
 }
 
