@@ -10,8 +10,9 @@ from wavemare.bench.pipeline.request import SYSTEMS
 SYNCHRONOUS = [name for name, system in SYSTEMS.items() if not system.steady]
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("counts", [[4], pytest.param([1, 2, 4, 5], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("counts", [[4], [1, 2, 4, 5]])
 def test_synchronous_systems_train_what_one_process_trains(launch_once, counts):
     for rank, result in enumerate(launch_once("bench_systems.py", *counts)):
         bound, waits = result.pop("bound"), result.pop("waits")

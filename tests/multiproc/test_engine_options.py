@@ -8,6 +8,7 @@ import pytest
 KINDS = ["zero", "stages", "split"]
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_blocks_train_alike_and_are_compiled_once(launch_once, kind):
