@@ -61,11 +61,11 @@ def ratio_row(rounds_s: Sequence[float], baseline_s: Sequence[float] | None) -> 
     }
 
 
-def build_gpt(request: GptRequest, *, ties: bool = False) -> Any:
+def build_gpt(request: GptRequest, *, ties: bool = False, seed: int = SEED) -> Any:
     """Return a GPT-2 with the same weights each time."""
     from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
-    set_seed(SEED)
+    set_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
             n_layer=request.layers,

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from wavemare.bench.local_steps.request import LocalStepsRequest
 from wavemare.bench.pipeline.request import PipelineRequest
 from wavemare.bench.planner.request import PlannerRequest
 from wavemare.bench.request import Request, option
@@ -136,6 +137,7 @@ for _name, _kind in (
     ("sparse", SparseRequest),
     ("wave", WaveRequest),
     ("planner", PlannerRequest),
+    ("local-steps", LocalStepsRequest),
 ):
     bench.command(_name)(_command(_kind))
 

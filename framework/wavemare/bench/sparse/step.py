@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wavemare
+from wavemare.bench.local_steps.request import LocalStepsRequest
 from wavemare.bench.ranks import SEED, interleaved, ratio_row
 from wavemare.bench.sparse.peers.parallax import average_gradients
 from wavemare.bench.sparse.request import STEP_BASELINE, STEP_BOUND, TOPK_SHARE, SparseRequest
@@ -66,7 +67,8 @@ def measure_step(request: SparseRequest) -> dict[str, Any]:
         first = turns[name] * request.steps_per_round
         turns[name] += 1
         steps = range(first, first + request.steps_per_round)
-        sample = _run_round(request, systems[name], steps)
+        batches = [words_of_step(request, step, dist.get_rank()) for step in steps]
+        sample = run_round(request, systems[name], batches)
         if timed:
             samples[name].append(sample)
     for system in systems.values():
@@ -85,26 +87,31 @@ def words_of_step(request: SparseRequest, step: int, rank: int) -> dict[str, Ten
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-def _run_round(request: SparseRequest, system: _System, steps: range) -> StepSample:
-    """Do some steps, from a barrier to the end of the slowest rank."""
-    batches = [words_of_step(request, step, dist.get_rank()) for step in steps]
+def run_round(
+    request: SparseRequest | LocalStepsRequest,
+    system: StepSystem,
+    batches: Sequence[dict[str, Tensor]],
+) -> StepSample:
+    """Do a step with each batch, from a barrier to the end of the slowest rank."""
     dist.barrier()
     sent, started = _link_bytes(request), time.perf_counter()
     loss = torch.zeros(())
     for batch in batches:
         loss = system.step(batch)
-    seconds = torch.tensor((time.perf_counter() - started) / len(steps), dtype=torch.float64)
+    seconds = torch.tensor((time.perf_counter() - started) / len(batches), dtype=torch.float64)
     # Messages of the last step may still wait for the link.
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     sent_after = _link_bytes(request)
-    through_link = None if sent is None or sent_after is None else (sent_after - sent) / len(steps)
+    through_link = (
+        None if sent is None or sent_after is None else (sent_after - sent) / len(batches)
+    )
     dist.all_reduce(loss)
     return StepSample(
         float(seconds), float(loss) / request.ranks, through_link, dict(system.figures)
     )
 
 
-def _link_bytes(request: SparseRequest) -> int | None:
+def _link_bytes(request: SparseRequest | LocalStepsRequest) -> int | None:
     return None if request.mbit is None else int(_LINK_COUNTER.read_text())
 
 
@@ -148,7 +155,7 @@ def _communication(name: str, medians: Mapping[str, float]) -> float | None:
     return max(0.0, medians[name] - medians[STEP_BOUND])
 
 
-class _System(ABC):
+class StepSystem(ABC):
     """One system on one rank.
 
     Attributes:
@@ -166,7 +173,7 @@ class _System(ABC):
         return None
 
 
-class _Torch(_System):
+class TorchSystem(StepSystem):
     """Plain torch, or DistributedDataParallel."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -174,6 +181,7 @@ class _Torch(_System):
         self._optimizer = optimizer
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
+        """Do an optimizer step; return this rank's loss."""
         loss: Tensor = self._model(**batch).loss
         loss.backward()
         self._reduce()
@@ -185,7 +193,7 @@ class _Torch(_System):
         """Average the gradients, where the model has not done it."""
 
 
-class _WavemareDdp(_Torch):
+class _WavemareDdp(TorchSystem):
     """DistributedDataParallel with our hook."""
 
     def __init__(
@@ -206,7 +214,7 @@ class _WavemareDdp(_Torch):
         self._comm.close()
 
 
-class _Parallax(_Torch):
+class _Parallax(TorchSystem):
     """A parameter server for the embedding, and all-reduce for the other parameters, over MPI."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -226,13 +234,14 @@ class _Parallax(_Torch):
         self._transport.close()
 
 
-class _Engine(_System):
+class EngineSystem(StepSystem):
     """DeepSpeed's engine, or ours."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
+        """Do an optimizer step; return this rank's loss."""
         loss: Tensor = self._engine(**batch).loss
         self._engine.backward(loss)
         self._engine.step()
@@ -241,10 +250,11 @@ class _Engine(_System):
         return loss.detach()
 
     def close(self) -> None:
+        """Destroy the engine."""
         self._engine.destroy()
 
 
-def _build_system(name: str, request: SparseRequest) -> _System:
+def _build_system(name: str, request: SparseRequest) -> StepSystem:
     """Build a system; all ranks must call it together."""
     model = _build_model(request)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
@@ -252,9 +262,9 @@ def _build_system(name: str, request: SparseRequest) -> _System:
         model.get_input_embeddings().sparse = True
         optimizer.register_step_pre_hook(_make_dense)
     if name == STEP_BOUND:
-        return _Torch(model, optimizer)
+        return TorchSystem(model, optimizer)
     if name.startswith("torch-ddp"):
-        return _Torch(DistributedDataParallel(model), optimizer)
+        return TorchSystem(DistributedDataParallel(model), optimizer)
     if name == "parallax":
         return _Parallax(model, optimizer)
     if name == "wavemare-ddp":
@@ -270,7 +280,7 @@ def _build_system(name: str, request: SparseRequest) -> _System:
     if name.startswith("wavemare"):
         initialize = wavemare.initialize
         config["wavemare"] = {"sparse_collective": _section(name, request)}
-    return _Engine(initialize(model=model, optimizer=optimizer, config=config)[0])
+    return EngineSystem(initialize(model=model, optimizer=optimizer, config=config)[0])
 
 
 def _build_model(request: SparseRequest) -> Any:

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of ``wavemare bench local-steps``, and its systems."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PositiveInt
+
+from wavemare.bench.request import (
+    Column,
+    GptRequest,
+    NonNegativeInt,
+    Positive,
+    Row,
+    check_names,
+)
+from wavemare.errors import ConfigError
+
+BASELINE = "deepspeed-zero1"
+TORCHFT = "torchft-diloco"
+BOUND = "no-exchange-bound"
+"""Replicas that never meet: the computation of a step. It always runs."""
+FRAGMENTS = 4
+EACH_STEP = (BASELINE, "ddp", "ddp-powersgd-4", "wavemare-sparse-auto")
+"""Systems that exchange in each step."""
+SYSTEMS = (
+    *EACH_STEP,
+    "post-local-sgd",
+    TORCHFT,
+    "wavemare-local-steps",
+    "wavemare-local-steps-streaming",
+)
+
+
+class LocalStepsRequest(GptRequest):
+    """Measure replicas that meet every so many steps beside ordinary data parallelism.
+
+    A GPT is trained over slow links between emulated hosts. Ratios are to stock DeepSpeed, ZeRO 1.
+
+    For example: wavemare bench local-steps --mbit 200 --ranks 2 --json result.json
+    """
+
+    measured_by: ClassVar[str] = "wavemare.bench.local_steps.measure:measure"
+    columns: ClassVar[Mapping[str, Column]] = {
+        "system": Column("system"),
+        "ms": Column("median_s", ".0f", 1000),
+        "ratio": Column("ratio", ".2f"),
+        "model": Column("model", ".2f"),
+        "MB/step": Column("bytes", ".2f", 1e-6),
+        "eval loss": Column("eval_loss", ".4f"),
+        "gap": Column("loss_gap", "+.2%"),
+        "steps to loss": Column("steps_to_loss", ".0f"),
+        "s to loss": Column("time_to_loss_s", ".0f"),
+    }
+
+    ranks: Annotated[int, Field(ge=2)] = 2
+    """Processes."""
+
+    ranks_per_host: PositiveInt = 1
+    """Of the ranks, on each host; those of a host are a replica."""
+
+    mbit: Positive | None = None
+    """Speed of each host's link in Mbit/s, on emulated hosts (needs root); by default the ranks
+    share this machine's memory."""
+
+    every: Annotated[int, Field(multiple_of=FRAGMENTS, gt=0)] = 32
+    """Steps between exchanges, and in a round. Streaming sends four fragments, and each travels for
+    a quarter of them."""
+
+    dense_steps: PositiveInt | None = None
+    """In a round of a system that exchanges in each step; as many as of the others by default."""
+
+    systems: tuple[str, ...] = SYSTEMS
+    """Systems to measure."""
+
+    quality: NonNegativeInt = 0
+    """Then train each system for so many steps over links without a limit, and up to twice as many
+    until it has the baseline's loss."""
+
+    text: str | None = None
+    """File that --quality reads, by bytes; a made-up language by default."""
+
+    seed: NonNegativeInt = 7
+    """Of weights and data."""
+
+    learning_rate: Positive = 1e-3
+    """Of AdamW."""
+
+    hidden: PositiveInt = 384
+    heads: PositiveInt = 6
+    vocabulary: Annotated[int, Field(ge=256)] = 8192
+    sequence: Annotated[int, Field(ge=2)] = 64
+    batch: PositiveInt = 1
+    rounds: PositiveInt = 3
+
+    def steps(self, name: str) -> int:
+        """Return the steps of a system in a round."""
+        return (self.dense_steps if name in EACH_STEP else None) or self.every
+
+    def obstacle(self, name: str) -> str | None:
+        """Return why a system is not measured, or None."""
+        if name == TORCHFT and self.ranks_per_host > 1:
+            return "its replicas of several ranks need a torchrun of their own"
+        return "torchft is not installed" if name == TORCHFT and not find_spec("torchft") else None
+
+    def check(self) -> None:
+        """Check values against each other."""
+        super().check()
+        check_names("--systems", self.systems, SYSTEMS)
+        if self.ranks % self.ranks_per_host or self.ranks == self.ranks_per_host:
+            reason = f"{self.ranks} ranks are not two or more hosts of it"
+            raise ConfigError("--ranks-per-host", self.ranks_per_host, reason, "Give a divisor")
+        if self.quality and BASELINE not in self.systems:
+            reason = f"it counts the steps to the loss of {BASELINE}"
+            raise ConfigError("--quality", self.quality, reason, "Name that system too")
+
+    def run(self) -> dict[str, Any]:
+        """Run the ranks over links of the speed, then for the losses over links without a limit."""
+        from wavemare.bench.cluster import EmulatedCluster
+        from wavemare.bench.local_steps.measure import add_losses
+        from wavemare.bench.run import run_ranks
+
+        with contextlib.ExitStack() as stack:
+            cluster = None
+            if self.mbit is not None:
+                hosts = self.ranks // self.ranks_per_host
+                cluster = stack.enter_context(EmulatedCluster(hosts, self.mbit))
+            where: dict[str, Any] = {"cluster": cluster, "ranks_per_host": self.ranks_per_host}
+            result = run_ranks(self, **where)
+            if self.quality:
+                if cluster is not None:
+                    cluster.shape(None)
+                losses = run_ranks(_LossRequest.model_construct(**self.model_dump()), **where)
+                add_losses(result, losses["curves"], self.quality)
+        return result
+
+    def title(self, result: Row) -> str:
+        """Return the heading of the printed table."""
+        where = f"{self.mbit:g} Mbit/s" if self.mbit else "this machine's memory"
+        r = "" if result["r"] is None else f", r = {result['r']:.2f}"
+        return (
+            f"{self.ranks} ranks over {where}, replicas of {self.ranks_per_host}: GPT of "
+            f"{result['parameters'] / 1e6:.1f} M weights, {result['compute_s']:.3f} s compute{r}"
+        )
+
+    def case(self, row: Row) -> str:
+        """Return the number of ranks."""
+        return f"{self.ranks} ranks"
+
+    def remarks(self, result: Row) -> Iterator[str]:
+        """Yield what was left out."""
+        for row in result["skipped"]:
+            yield f"{row['system']} is left out: {row['reason']}"
+
+
+class _LossRequest(LocalStepsRequest):
+    measured_by: ClassVar[str] = "wavemare.bench.local_steps.measure:measure_losses"
