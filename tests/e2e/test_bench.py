@@ -7,6 +7,7 @@ import pytest
 
 from wavemare.bench.cluster import EmulatedCluster
 from wavemare.bench.cluster.limits import Throttle
+from wavemare.bench.local_steps.request import SYSTEMS as LOCAL_SYSTEMS
 from wavemare.bench.pipeline.request import DEFAULT_SYSTEMS
 from wavemare.bench.sparse.request import DEFAULT_SYSTEMS as SPARSE_SYSTEMS
 from wavemare.bench.sparse.request import PEERS, STEP_SYSTEMS
@@ -196,6 +197,25 @@ def test_links_are_made_for_the_share(bench):
     rows = by(bench("wave", "--exposed", "0,60", *WAVE), "system", "exposed")
     assert rows["accumulation", 0.0]["mbit"] is None
     assert rows["accumulation", 0.6]["mbit"] > 0
+
+
+@nightly
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+def test_local_steps_are_measured_beside_their_peers(bench):
+    options = ["--layers", 1, "--hidden", 64, "--heads", 2, "--vocabulary", 1024, "--sequence", 32]
+    options += ["--mbit", 50, "--every", 8, "--dense-steps", 2, "--quality", 16, "--rounds", 1]
+    result = bench("local-steps", *options)
+    rows = by(result, "system")
+    left_out = {row["system"] for row in result["skipped"]}  # where torchft is not installed
+    assert left_out <= {"torchft-diloco"}
+    assert rows.keys() | left_out == {*LOCAL_SYSTEMS, "no-exchange-bound"}
+    size = 4 * result["parameters"]
+    assert size < rows["ddp"]["bytes"] < 1.2 * size < rows["deepspeed-zero1"]["bytes"]
+    for name in ("wavemare-local-steps", "wavemare-local-steps-streaming"):
+        assert rows[name]["bytes"] == pytest.approx(size / 8, rel=0.2)
+        assert rows[name]["loss_gap"] < 0.05
+    assert rows["ddp"]["eval_loss"] == pytest.approx(rows["deepspeed-zero1"]["eval_loss"], abs=1e-4)
+    assert rows["deepspeed-zero1"]["steps_to_loss"] == 16
 
 
 needs_quotas = pytest.mark.skipif(bool(NO_QUOTAS), reason=NO_QUOTAS)

@@ -4,6 +4,7 @@
 import pytest
 from typer.testing import CliRunner
 
+from wavemare.bench.local_steps.request import LocalStepsRequest
 from wavemare.bench.pipeline.request import SYSTEMS, PipelineRequest
 from wavemare.bench.planner.request import PlannerRequest, device_shares
 from wavemare.bench.sparse.request import PATTERNS, STEP_SYSTEMS, Case, SparseRequest
@@ -57,6 +58,12 @@ REFUSED = {
         ({"parallel": "expert"}, "--parallel", "'experts'"),
         ({"parallel": "experts", "llama": True}, "--llama", "no experts"),
     ],
+    LocalStepsRequest: [
+        ({"ranks_per_host": 2}, "--ranks-per-host", "two or more hosts"),
+        ({"ranks": 3, "ranks_per_host": 2}, "--ranks-per-host", "Give a divisor"),
+        ({"every": 6}, "--every", "4"),
+        ({"systems": ("ddp",), "quality": 8}, "--quality", "deepspeed-zero1"),
+    ],
     PlannerRequest: [
         ({"parts": ()}, "--parts", "shares"),
         ({"parts": ("share",)}, "--parts", "'shares'"),
@@ -88,6 +95,7 @@ def test_a_bad_value_is_refused_by_its_option(kind, values, option, named):
         PipelineRequest.of(stages=4, micro_batches=(3,), synthetic=True, forward_ms=1.5),
         SparseRequest.of(ranks=2, mbit=200.0, densities=(0.5,), systems=("wavemare-auto-gloo",)),
         WaveRequest.of(exposed=(0,)),
+        LocalStepsRequest.of(ranks=4, ranks_per_host=2, dense_steps=2),
         PlannerRequest.of(parts=("cuts",), ranks=(3,)),
         next(PlannerRequest.of().jobs(cores=2)),
     ],
@@ -108,7 +116,7 @@ def test_options_become_the_request(monkeypatch):
     assert requests[0].chosen == STEP_SYSTEMS
 
 
-@pytest.mark.parametrize("name", ["pipeline", "sparse", "wave", "planner"])
+@pytest.mark.parametrize("name", ["pipeline", "sparse", "wave", "planner", "local-steps"])
 def test_each_option_is_explained(name):
     found = CliRunner().invoke(app, ["bench", name, "--help"], env={"COLUMNS": "200"}).output
     for word in ("--rounds", "--warmups", "--json", "--plot", "For example: wavemare bench"):

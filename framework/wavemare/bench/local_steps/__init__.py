@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare bench local-steps``: training over slow links, in seconds per step and to a loss.
-
-Read `measure` first.
-"""
+"""``wavemare bench local-steps``: seconds per step over slow links, and steps to a loss."""

@@ -3,58 +3,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
-from wavemare.bench.local_steps.request import BASELINE, BOUND, FRAGMENTS, LocalStepsRequest
-from wavemare.bench.local_steps.systems import System, build_system
-from wavemare.bench.ranks import interleaved, ratio_row
-from wavemare.bench.sparse.step import StepSample, run_round
-from wavemare.errors import DataError
+import wavemare
+from wavemare.bench.local_steps.request import (
+    BASELINE,
+    BOUND,
+    EACH_STEP,
+    FRAGMENTS,
+    SYSTEMS,
+    TORCHFT,
+    LocalStepsRequest,
+)
+from wavemare.bench.ranks import build_gpt, gather, interleaved, ratio_row
+from wavemare.bench.sparse.step import EngineSystem, StepSample, StepSystem, TorchSystem, run_round
+from wavemare.engine.config.sections import OuterConfig
 from wavemare.observe import Screen
 from wavemare.parallel.planner.local_steps import SlowLink
 
+Batch = dict[str, Tensor]
+_RATE = 1e-3
 _POINTS = 16
 _WARMUP = 0.05
 _EVAL_BATCHES = 16
-_SUCCESSORS = 16
+_NEVER = 1_000_000_000
+_BUCKETS = (1_000_000, 5_000_000, 50_000_000)
+_PATIENCE = timedelta(minutes=10)
+
+
+class System(NamedTuple):
+    """One system on one rank.
+
+    Args:
+        model: The GPT itself.
+        optimizer: Whose rate is set from outside.
+        run: Does the steps.
+        lead: Steps before timed ones, so that a message travels at their beginning as at their end.
+        drain: Waits for what travels, so that it does not slow the next system.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    run: StepSystem
+    lead: int = 0
+    drain: Callable[[], Any] = lambda: None
 
 
 def measure(request: LocalStepsRequest) -> dict[str, Any]:
     """Build all systems, run all rounds and return the result."""
-    torch.set_num_threads(1)
-    screen = Screen(rank=dist.get_rank())
-    data = _Batches(request)
+    screen, data = _start(request)
+    names = [*_measured(request), BOUND]
+    bucket, tuned = _tune(request, data) if BASELINE in names else (0, {})
     systems = {}
-    for name in (*_measured(request), BOUND):
+    for name in names:
         screen.note(f"building {name}")
-        systems[name] = build_system(name, request, data.train, tunes=True)
+        systems[name] = _build(name, request, bucket=bucket)
     samples: dict[str, list[StepSample]] = {name: [] for name in systems}
-    for timed, name in interleaved(request, list(systems), screen.note):
+    for timed, name in interleaved(request, names, screen.note):
         system = systems[name]
-        for _ in range(system.lead):
-            system.step(data.train())
-        sample = run_round(request, system, [data.train() for _ in range(request.steps(name))])
+        for batch in islice(data, system.lead):
+            system.run.step(batch)
+        sample = run_round(request, system.run, list(islice(data, request.steps(name))))
         system.drain()
         if timed:
             samples[name].append(sample)
     parameters = sum(p.numel() for p in systems[BOUND].model.parameters())
-    tuned = systems[BASELINE].tuned if BASELINE in systems else {}
     for system in systems.values():
-        system.close()
-    return {**build_result(request, samples, parameters), "tuned": tuned}
+        system.run.close()
+    return {**build_result(request, samples, parameters), "bucket_s": tuned}
+
+
+def _start(request: LocalStepsRequest) -> tuple[Screen, Iterator[Batch]]:
+    torch.set_num_threads(1)
+    return Screen(rank=dist.get_rank()), batches(request, dist.get_rank())
 
 
 def _measured(request: LocalStepsRequest) -> list[str]:
-    return [name for name in request.systems if request.obstacle(name) is None]
+    # In this order: stock engines come first, since DeepSpeed keeps the grid of one with replicas.
+    return [n for n in SYSTEMS if n in request.systems and request.obstacle(n) is None]
+
+
+def _tune(request: LocalStepsRequest, data: Iterator[Batch]) -> tuple[int, dict[int, float]]:
+    """Return the baseline's fastest size of buckets, and the seconds of a step with each."""
+    seconds = {}
+    for bucket in _BUCKETS:
+        run = _build(BASELINE, request, bucket=bucket).run
+        rounds = [run_round(request, run, [next(data)]) for _ in range(3)]
+        seconds[bucket] = min(sample.seconds for sample in rounds)
+        run.close()
+    return min(seconds, key=seconds.__getitem__), seconds
+
+
+def batches(request: LocalStepsRequest, rank: int, *, held_out: bool = False) -> Iterator[Batch]:
+    """Yield parts of a text, DeepSpeed's own source by bytes; a tenth of it is held out."""
+    files = sorted(Path(deepspeed.__file__).with_name("runtime").rglob("*.py"))
+    text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+    cut = len(text) * 9 // 10
+    text = text[cut:] if held_out else text[:cut]
+    generator = np.random.default_rng([request.seed, int(held_out), rank])
+    while True:
+        starts = generator.integers(len(text) - request.sequence, size=(request.batch, 1))
+        tokens = torch.from_numpy(text[starts + np.arange(request.sequence)].astype(np.int64))
+        yield {"input_ids": tokens, "labels": tokens}
 
 
 def build_result(
@@ -63,53 +131,33 @@ def build_result(
     """Return the result without command and machine."""
     seconds = {name: [s.seconds for s in rounds] for name, rounds in samples.items()}
     compute_s = median(seconds[BOUND])
-    link = None
-    if request.mbit is not None:
-        link = SlowLink(
-            parameters=parameters,
-            replicas=request.ranks // request.ranks_per_host,
-            ranks=request.ranks_per_host,
-            mbit=request.mbit,
-            step_s=compute_s,
-        )
+    hosts, size = request.ranks // request.ranks_per_host, request.ranks_per_host
+    link = SlowLink(
+        parameters=parameters, replicas=hosts, ranks=size, mbit=request.mbit, step_s=compute_s
+    )
     rows = []
     for name, rounds in samples.items():
-        steps = None if link is None else _predicted(name, link, request.every)
-        through_link = [s.link_bytes for s in rounds if s.link_bytes is not None]
-        rows.append(
-            {
-                "system": name,
-                "ranks": request.ranks,
-                "ranks_per_host": request.ranks_per_host,
-                "mbit": request.mbit,
-                **ratio_row(seconds[name], seconds.get(BASELINE)),
-                "model": None if link is None or steps is None else link.dense / steps,
-                "model_s": None if steps is None else steps * compute_s,
-                "bytes": median(through_link) if through_link else None,
-                "loss": rounds[-1].loss,
-            }
-        )
-    return {
+        steps = _predicted(name, link, request.every)
+        row: dict[str, Any] = {"system": name, "ranks": request.ranks, "ranks_per_host": size}
+        row |= {"mbit": request.mbit, **ratio_row(seconds[name], seconds.get(BASELINE))}
+        row |= {"model": steps and link.dense / steps, "model_s": steps and steps * compute_s}
+        row["bytes"] = median(s.link_bytes or 0 for s in rounds)
+        rows.append(row)
+    obstacles = {name: request.obstacle(name) for name in request.systems}
+    skipped = [{"system": name, "reason": why} for name, why in obstacles.items() if why]
+    result: dict[str, Any] = {
         "baseline": BASELINE,
         "request": request.model_dump(),
         "parameters": parameters,
-        "compute_s": compute_s,
-        "r": None if link is None else link.messages(),
-        "rows": rows,
-        "skipped": [
-            {"system": name, "reason": reason}
-            for name in request.systems
-            if (reason := request.obstacle(name)) is not None
-        ],
     }
+    result |= {"compute_s": compute_s, "r": link.messages()}
+    return result | {"rows": rows, "skipped": skipped}
 
 
 def _predicted(name: str, link: SlowLink, every: int) -> float | None:
     """Return how many steps' computation the model predicts for a step; None if it does not."""
-    if name in (BASELINE, "ddp"):
-        return link.dense
-    if name in ("ddp-powersgd-4", "wavemare-sparse-auto"):
-        return None
+    if name in EACH_STEP:
+        return link.dense if name in (BASELINE, "ddp") else None
     if name == BOUND:
         return 1.0
     streams = name.endswith("-streaming")
@@ -118,116 +166,135 @@ def _predicted(name: str, link: SlowLink, every: int) -> float | None:
 
 def measure_losses(request: LocalStepsRequest) -> dict[str, Any]:
     """Train each system by itself on the same data; return the curves, [[step, loss], ...]."""
-    torch.set_num_threads(1)
-    screen = Screen(rank=dist.get_rank())
     curves: dict[str, list[list[float]]] = {}
-    for name in sorted(_measured(request), key=lambda name: name != BASELINE):
+    for name in _measured(request):
+        screen, data = _start(request)
         screen.note(f"losses of {name}")
-        data = _Batches(request)
         warmup = round(_WARMUP * request.quality)
-        system = build_system(name, request, data.train, warmup=warmup)
-        curves[name] = _train(request, system, data, warmup, curves.get(BASELINE))
-        system.close()
+        system = _build(name, request, warmup=warmup)
+        curves[name] = curve = []
+        for step in range(1, (1 if name == BASELINE else 2) * request.quality + 1):
+            for group in system.optimizer.param_groups:
+                group["lr"] = _RATE * min(1.0, step / max(1, warmup))
+            system.run.step(next(data))
+            if step % max(1, request.quality // _POINTS) == 0 or step == request.quality:
+                curve.append([step, _evaluate(request, system.model)])
+                if step >= request.quality and steps_to(curve, curves[BASELINE][-1][1]):
+                    break
+        system.run.close()
     return {"curves": curves}
 
 
-def _train(
-    request: LocalStepsRequest,
-    system: System,
-    data: _Batches,
-    warmup: int,
-    baseline: list[list[float]] | None,
-) -> list[list[float]]:
-    curve: list[list[float]] = []
-    interval = max(1, request.quality // _POINTS)
-    for step in range(1, (1 if baseline is None else 2) * request.quality + 1):
-        for group in system.optimizer.param_groups:
-            group["lr"] = request.learning_rate * min(1.0, step / max(1, warmup))
-        system.step(data.train())
-        if step % interval == 0 or step == request.quality:
-            curve.append([step, _evaluate(system.model, data.held_out)])
-            if step >= request.quality and baseline and steps_to(curve, baseline[-1][1]):
-                break
-    return curve
-
-
-def _evaluate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
+def _evaluate(request: LocalStepsRequest, model: nn.Module) -> float:
     """Return the loss of the mean of all ranks' weights, and leave each rank its own."""
-    ranks = dist.get_world_size()
+    held_out = islice(batches(request, dist.get_rank(), held_out=True), _EVAL_BATCHES)
     with torch.no_grad():
         own = [parameter.clone() for parameter in model.parameters()]
         for parameter in model.parameters():
             dist.all_reduce(parameter.data)
-            parameter.data.div_(ranks)
-        loss = torch.stack([model(**batch).loss for batch in batches]).mean()
+            parameter.data.div_(dist.get_world_size())
+        loss = torch.stack([model(**batch).loss for batch in held_out]).mean()
         for parameter, kept in zip(model.parameters(), own, strict=True):
             parameter.data.copy_(kept)
     dist.all_reduce(loss)
-    return float(loss) / ranks
+    return float(loss) / dist.get_world_size()
 
 
 def add_losses(result: dict[str, Any], curves: Mapping[str, Any], steps: int) -> None:
     """Add to the rows each system's loss after so many steps, and its steps to the baseline's."""
     goal = curves[BASELINE][-1][1]
     for row in result["rows"]:
-        if row["system"] in curves:
-            curve = curves[row["system"]]
-            loss = next(loss for step, loss in curve if step == steps)
-            needed = steps_to(curve, goal)
-            row |= {
-                "eval_loss": loss,
-                "loss_gap": loss / goal - 1,
-                "steps_to_loss": needed,
-                "time_to_loss_s": None if needed is None else needed * row["median_s"],
-                "curve": curve,
-            }
+        if (curve := curves.get(row["system"])) is not None:
+            loss, needed = dict(curve)[steps], steps_to(curve, goal)
+            row |= {"eval_loss": loss, "loss_gap": loss / goal - 1, "steps_to_loss": needed}
+            row |= {"time_to_loss_s": needed and needed * row["median_s"], "curve": curve}
 
 
 def steps_to(curve: Sequence[Sequence[float]], goal: float) -> float | None:
     """Return the step at which a curve first has a loss, between its points; None if never."""
-    if curve[0][1] <= goal:
-        return curve[0][0]
-    for (before, high), (after, low) in pairwise(curve):
+    for (before, high), (after, low) in pairwise([(0, float("inf")), *curve]):
         if low <= goal:
-            return before + (after - before) * (high - goal) / (high - low)
+            return after - (after - before) * (goal - low) / (high - low) if before else after
     return None
 
 
-class _Batches:
-    """Micro-batches of this rank, the same for each system.
+def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: int = 0) -> System:
+    """Build a system that first averages gradients for a warm-up; all ranks must call it."""
+    model = build_gpt(request, seed=request.seed)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0)
+    if name == TORCHFT:
+        return System(model, optimizer, _Torchft(model, optimizer, request))
+    if name in ("ddp", "ddp-powersgd-4", "post-local-sgd"):
+        wrapped = DistributedDataParallel(model)
+        if name == "ddp-powersgd-4":  # with error feedback it cannot start earlier
+            state = power.PowerSGDState(None, 4, start_powerSGD_iter=max(warmup, 2))
+            wrapped.register_comm_hook(state, power.powerSGD_hook)
+        if name == "post-local-sgd":
+            own, _ = dist.new_subgroups(request.ranks_per_host)
+            local = post_local.PostLocalSGDState(None, own, warmup)
+            wrapped.register_comm_hook(local, post_local.post_localSGD_hook)
+            averager = PeriodicModelAverager(request.every, warmup)
+            optimizer = PostLocalSGDOptimizer(optimizer, averager)
+        return System(model, optimizer, TorchSystem(wrapped, optimizer))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": request.batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # by default DeepSpeed clips, and the others do not
+        "zero_optimization": {"stage": 0 if name == "wavemare-sparse-auto" else 1},
+        "steps_per_print": None,
+    }
+    options: dict[str, Any] = {"model": model, "optimizer": optimizer, "config": config}
+    if name == BASELINE:
+        bucket = bucket or _BUCKETS[-1]
+        config["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": bucket}
+        config["zero_optimization"] |= {"allgather_bucket_size": bucket}
+        return System(model, optimizer, EngineSystem(deepspeed.initialize(**options)[0]))
+    if name == "wavemare-sparse-auto":
+        config["wavemare"] = {"sparse_collective": {"mode": "auto", "transport": "torch"}}
+        return System(model, optimizer, EngineSystem(wavemare.initialize(**options)[0]))
+    section: dict[str, Any] = {"mode": "diloco", "replica": request.ranks_per_host}
+    section |= {"every": _NEVER if name == BOUND else request.every, "warmup_steps": warmup}
+    lead = request.every // FRAGMENTS if name.endswith("-streaming") else 0
+    if lead:
+        section |= {"fragments": FRAGMENTS, "overlap": lead}
+    config["wavemare"] = {"local_steps": section}
+    engine = wavemare.initialize(**options)[0]
+    (feature,) = (f for f in engine.features if f.key == "local_steps")
+    # What a checkpoint needs is complete when no message travels any more.
+    return System(model, optimizer, EngineSystem(engine), lead, feature.extra_state)
 
-    Attributes:
-        held_out: To evaluate on.
-    """
 
-    def __init__(self, request: LocalStepsRequest) -> None:
-        self._shape = (request.batch, request.sequence)
-        self._words = request.vocabulary
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self._generator = np.random.default_rng([request.seed, 0, rank])
-        held = np.random.default_rng([request.seed, 1, rank])
-        self._train = test = None
-        if request.text is not None:
-            data = np.frombuffer(Path(request.text).read_bytes(), np.uint8).astype(np.int64)
-            cut = len(data) * 9 // 10
-            self._train, test = data[:cut], data[cut:]
-            if len(test) <= request.sequence:
-                raise DataError("--text", request.text, "it is too short", "Give a longer one")
-        self.held_out = [self._draw(held, test) for _ in range(_EVAL_BATCHES)]
+class _Torchft(TorchSystem):
+    """DiLoCo of torchft, with its own managers and a server on rank 0."""
 
-    def train(self) -> dict[str, Tensor]:
-        """Return the next one to train on."""
-        return self._draw(self._generator, self._train)
+    def __init__(self, model: nn.Module, optimizer: Any, request: LocalStepsRequest) -> None:
+        os.environ.setdefault("RUST_LOG", "error")
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.coordination import LighthouseServer
+        from torchft.local_sgd import DiLoCo
 
-    def _draw(self, generator: np.random.Generator, text: Any) -> dict[str, Tensor]:
-        rows, length = self._shape
-        if text is not None:
-            starts = generator.integers(len(text) - length, size=(rows, 1))
-            ids = text[starts + np.arange(length)]
-        else:  # each word has some likely successors
-            ids = generator.integers(self._words, size=self._shape)
-            chosen = np.minimum(generator.geometric(0.3, size=self._shape), _SUCCESSORS)
-            for column in range(1, length):
-                ids[:, column] = (ids[:, column - 1] * 31 + chosen[:, column]) % self._words
-        tokens = torch.from_numpy(ids)
-        return {"input_ids": tokens, "labels": tokens}
+        super().__init__(model, optimizer)
+        host, rank, count = socket.gethostname(), dist.get_rank(), request.ranks
+        self._server = None if rank else LighthouseServer("0.0.0.0:0", min_replicas=count)
+        port = gather(self._server and self._server.address().rpartition(":")[2])[0]
+        self._store: Any = dist.TCPStore(host, 0, wait_for_workers=False, is_master=True)  # type: ignore[attr-defined]
+        options: dict[str, Any] = {"timeout": _PATIENCE, "quorum_timeout": _PATIENCE}
+        options |= {"min_replica_size": count, "use_async_quorum": False}
+        options |= {"load_state_dict": None, "state_dict": None, "rank": 0, "world_size": 1}
+        options |= {"store_addr": host, "store_port": self._store.port, "hostname": host}
+        options |= {"lighthouse_addr": f"http://{gather(host)[0]}:{port}"}
+        options |= {"replica_id": f"replica{rank}", "init_sync": False}  # all have the same weights
+        self._manager = Manager(pg=ProcessGroupGloo(timeout=_PATIENCE), **options)
+        settings = OuterConfig()  # the same as ours
+        outer = torch.optim.SGD(model.parameters(), settings.lr, settings.momentum, nesterov=True)
+        self._method = DiLoCo(
+            self._manager, [model], optimizer, outer, request.every, use_bucketization=True
+        )
+        self._method.__enter__()
+
+    def close(self) -> None:
+        self._method.__exit__(None, None, None)
+        dist.barrier()  # a server that is gone would be an error of the others
+        self._manager.shutdown()
+        if self._server is not None:
+            self._server.shutdown()

@@ -3,21 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from wavemare.bench.request import (
-    Column,
-    GptRequest,
-    NonNegativeInt,
-    Positive,
-    Row,
-    check_names,
-)
+from wavemare.bench.request import Column, GptRequest, NonNegativeInt, Positive, Row, check_names
 from wavemare.errors import ConfigError
 
 BASELINE = "deepspeed-zero1"
@@ -27,13 +19,8 @@ BOUND = "no-exchange-bound"
 FRAGMENTS = 4
 EACH_STEP = (BASELINE, "ddp", "ddp-powersgd-4", "wavemare-sparse-auto")
 """Systems that exchange in each step."""
-SYSTEMS = (
-    *EACH_STEP,
-    "post-local-sgd",
-    TORCHFT,
-    "wavemare-local-steps",
-    "wavemare-local-steps-streaming",
-)
+OURS = ("wavemare-local-steps", "wavemare-local-steps-streaming")
+SYSTEMS = (*EACH_STEP, "post-local-sgd", TORCHFT, *OURS)
 
 
 class LocalStepsRequest(GptRequest):
@@ -63,9 +50,8 @@ class LocalStepsRequest(GptRequest):
     ranks_per_host: PositiveInt = 1
     """Of the ranks, on each host; those of a host are a replica."""
 
-    mbit: Positive | None = None
-    """Speed of each host's link in Mbit/s, on emulated hosts (needs root); by default the ranks
-    share this machine's memory."""
+    mbit: Positive = 200.0
+    """Speed of each emulated host's link in Mbit/s (needs root)."""
 
     every: Annotated[int, Field(multiple_of=FRAGMENTS, gt=0)] = 32
     """Steps between exchanges, and in a round. Streaming sends four fragments, and each travels for
@@ -81,14 +67,8 @@ class LocalStepsRequest(GptRequest):
     """Then train each system for so many steps over links without a limit, and up to twice as many
     until it has the baseline's loss."""
 
-    text: str | None = None
-    """File that --quality reads, by bytes; a made-up language by default."""
-
     seed: NonNegativeInt = 7
     """Of weights and data."""
-
-    learning_rate: Positive = 1e-3
-    """Of AdamW."""
 
     hidden: PositiveInt = 384
     heads: PositiveInt = 6
@@ -124,37 +104,27 @@ class LocalStepsRequest(GptRequest):
         from wavemare.bench.local_steps.measure import add_losses
         from wavemare.bench.run import run_ranks
 
-        with contextlib.ExitStack() as stack:
-            cluster = None
-            if self.mbit is not None:
-                hosts = self.ranks // self.ranks_per_host
-                cluster = stack.enter_context(EmulatedCluster(hosts, self.mbit))
-            where: dict[str, Any] = {"cluster": cluster, "ranks_per_host": self.ranks_per_host}
-            result = run_ranks(self, **where)
+        each = self.ranks_per_host
+        with EmulatedCluster(self.ranks // each, self.mbit) as cluster:
+            result = run_ranks(self, cluster=cluster, ranks_per_host=each)
             if self.quality:
-                if cluster is not None:
-                    cluster.shape(None)
-                losses = run_ranks(_LossRequest.model_construct(**self.model_dump()), **where)
-                add_losses(result, losses["curves"], self.quality)
+                cluster.shape(None)
+                losses = _LossRequest(**self.model_dump())
+                found = run_ranks(losses, cluster=cluster, ranks_per_host=each)
+                add_losses(result, found["curves"], self.quality)
         return result
 
     def title(self, result: Row) -> str:
         """Return the heading of the printed table."""
-        where = f"{self.mbit:g} Mbit/s" if self.mbit else "this machine's memory"
-        r = "" if result["r"] is None else f", r = {result['r']:.2f}"
         return (
-            f"{self.ranks} ranks over {where}, replicas of {self.ranks_per_host}: GPT of "
-            f"{result['parameters'] / 1e6:.1f} M weights, {result['compute_s']:.3f} s compute{r}"
+            f"{self.ranks} ranks over {self.mbit:g} Mbit/s, replicas of {self.ranks_per_host}: "
+            f"GPT of {result['parameters'] / 1e6:.1f} M weights, {result['compute_s']:.3f} s "
+            f"compute, r = {result['r']:.2f}"
         )
 
     def case(self, row: Row) -> str:
         """Return the number of ranks."""
         return f"{self.ranks} ranks"
-
-    def remarks(self, result: Row) -> Iterator[str]:
-        """Yield what was left out."""
-        for row in result["skipped"]:
-            yield f"{row['system']} is left out: {row['reason']}"
 
 
 class _LossRequest(LocalStepsRequest):
