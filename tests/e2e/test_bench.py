@@ -215,7 +215,7 @@ def test_local_steps_are_measured_beside_their_peers(bench):
         assert rows[name]["bytes"] == pytest.approx(size / 8, rel=0.2)
         assert rows[name]["loss_gap"] < 0.05
     assert rows["ddp"]["eval_loss"] == pytest.approx(rows["deepspeed-zero1"]["eval_loss"], abs=1e-4)
-    assert rows["deepspeed-zero1"]["steps_to_loss"] == 16
+    assert rows["deepspeed-zero1"]["steps_to_loss"] <= 16
 
 
 needs_quotas = pytest.mark.skipif(bool(NO_QUOTAS), reason=NO_QUOTAS)

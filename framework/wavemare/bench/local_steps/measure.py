@@ -275,7 +275,7 @@ class _Torchft(TorchSystem):
 
         super().__init__(model, optimizer)
         host, rank, count = socket.gethostname(), dist.get_rank(), request.ranks
-        self._server = None if rank else LighthouseServer("0.0.0.0:0", min_replicas=count)
+        self._server = None if rank else LighthouseServer(bind="0.0.0.0:0", min_replicas=count)
         port = gather(self._server and self._server.address().rpartition(":")[2])[0]
         self._store: Any = dist.TCPStore(host, 0, wait_for_workers=False, is_master=True)  # type: ignore[attr-defined]
         options: dict[str, Any] = {"timeout": _PATIENCE, "quorum_timeout": _PATIENCE}

@@ -86,9 +86,3 @@ def test_all_systems_get_the_same_batches():
     others = [*tokens(rank=1), *tokens(seed=8), *tokens(held_out=True)]
     assert len({*own, *others}) == 12
     assert 32 <= sum(own[0]) / len(own[0]) < 128  # a text
-
-
-def test_torchft_is_left_out_of_replicas_of_several_ranks():
-    request = LocalStepsRequest(ranks=4, ranks_per_host=2)
-    assert "torchrun" in request.obstacle("torchft-diloco")
-    assert not any(request.obstacle(name) for name in (BASELINE, *OURS))
