@@ -202,7 +202,7 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
         (
             sparse.mode != "off" and sparse.compressor,
             f"{SECTION}.sparse_collective.compressor",
-            "...",
+            sparse.compressor and sparse.compressor.type,
             "it is not tested with divided experts",
         ),
         *_beside_experts(config, zero),

@@ -81,7 +81,7 @@ def measure(request: LocalStepsRequest) -> dict[str, Any]:
         system = systems[name]
         for batch in islice(data, system.lead):
             system.run.step(batch)
-        sample = run_round(request, system.run, list(islice(data, request.steps(name))))
+        sample = run_round(request.mbit, system.run, list(islice(data, request.steps(name))))
         system.drain()
         if timed:
             samples[name].append(sample)
@@ -106,7 +106,7 @@ def _tune(request: LocalStepsRequest, data: Iterator[Batch]) -> tuple[int, dict[
     seconds = {}
     for bucket in _BUCKETS:
         run = _build(BASELINE, request, bucket=bucket).run
-        rounds = [run_round(request, run, [next(data)]) for _ in range(3)]
+        rounds = [run_round(request.mbit, run, [next(data)]) for _ in range(3)]
         seconds[bucket] = min(sample.seconds for sample in rounds)
         run.close()
     return min(seconds, key=seconds.__getitem__), seconds

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wavemare
-from wavemare.bench.local_steps.request import LocalStepsRequest
 from wavemare.bench.ranks import SEED, interleaved, ratio_row
 from wavemare.bench.sparse.peers.parallax import average_gradients
 from wavemare.bench.sparse.request import STEP_BASELINE, STEP_BOUND, TOPK_SHARE, SparseRequest
@@ -68,7 +67,7 @@ def measure_step(request: SparseRequest) -> dict[str, Any]:
         turns[name] += 1
         steps = range(first, first + request.steps_per_round)
         batches = [words_of_step(request, step, dist.get_rank()) for step in steps]
-        sample = run_round(request, systems[name], batches)
+        sample = run_round(request.mbit, systems[name], batches)
         if timed:
             samples[name].append(sample)
     for system in systems.values():
@@ -88,31 +87,32 @@ def words_of_step(request: SparseRequest, step: int, rank: int) -> dict[str, Ten
 
 
 def run_round(
-    request: SparseRequest | LocalStepsRequest,
-    system: StepSystem,
-    batches: Sequence[dict[str, Tensor]],
+    mbit: float | None, system: StepSystem, batches: Sequence[dict[str, Tensor]]
 ) -> StepSample:
-    """Do a step with each batch, from a barrier to the end of the slowest rank."""
+    """Do a step with each batch, from a barrier to the end of the slowest rank.
+
+    Bytes are counted on links of so many Mbit/s; None for no links.
+    """
     dist.barrier()
-    sent, started = _link_bytes(request), time.perf_counter()
+    sent, started = _link_bytes(mbit), time.perf_counter()
     loss = torch.zeros(())
     for batch in batches:
         loss = system.step(batch)
     seconds = torch.tensor((time.perf_counter() - started) / len(batches), dtype=torch.float64)
     # Messages of the last step may still wait for the link.
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    sent_after = _link_bytes(request)
+    sent_after = _link_bytes(mbit)
     through_link = (
         None if sent is None or sent_after is None else (sent_after - sent) / len(batches)
     )
     dist.all_reduce(loss)
     return StepSample(
-        float(seconds), float(loss) / request.ranks, through_link, dict(system.figures)
+        float(seconds), float(loss) / dist.get_world_size(), through_link, dict(system.figures)
     )
 
 
-def _link_bytes(request: SparseRequest | LocalStepsRequest) -> int | None:
-    return None if request.mbit is None else int(_LINK_COUNTER.read_text())
+def _link_bytes(mbit: float | None) -> int | None:
+    return None if mbit is None else int(_LINK_COUNTER.read_text())
 
 
 def build_step_result(
