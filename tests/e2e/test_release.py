@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is released: source archive and wheel, used where the checkout is not."""
 
-import ast
 import json
 import os
 import re
@@ -10,17 +9,13 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import tomllib
 import venv
 import zipfile
 from email import message_from_string
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 import wavemare
 
@@ -150,28 +145,6 @@ def test_every_module_is_importable_by_its_full_name(launch, tmp_path):
     program.write_text(IMPORT_ALL)
     ended = launch(program, ranks=1, own=True).check()
     assert int(ended.outputs[0].split()[-1]) == number_of_modules()
-
-
-def imported_names():
-    """Return the top-level modules that our files import, ours aside."""
-    found = set()
-    for name in packaged_files():
-        file = (ROOT / "framework" / name).resolve()
-        for node in ast.walk(ast.parse(file.read_text())) if file.suffix == ".py" else ():
-            if isinstance(node, ast.Import):
-                found.update(alias.name.partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                found.add(str(node.module).partition(".")[0])
-    return found - {"wavemare", *sys.stdlib_module_names}
-
-
-def test_every_library_that_is_imported_is_declared():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    groups = [project["dependencies"], *project["optional-dependencies"].values()]
-    declared = {canonicalize_name(Requirement(text).name) for group in groups for text in group}
-    owners = metadata.packages_distributions()
-    for name in imported_names():
-        assert declared & set(map(canonicalize_name, owners.get(name, [name]))), name
 
 
 @pytest.mark.nightly

@@ -20,9 +20,8 @@ AREAS = ("engine", "pipeline", "comm", "recipes")
 LEVELS = {"recipes": 4, "framework": 3, "engine": 2, "pipeline": 1, "comm": 1, "leaf": 0}
 # Libraries that an area is useful without.
 FORBIDDEN = {"comm": {"deepspeed", "transformers"}, "pipeline": {"deepspeed", "transformers"}}
-# Libraries that no dependency declares: CUDA's wheels of torch bring triton, others do without;
-# peft is an extra.
-BROUGHT_ALONG = {"triton", "peft"}
+# CUDA's wheels of torch bring triton, others do without. Each extra is one library, by its name.
+BROUGHT_ALONG = {"triton"}
 
 
 def modules():
@@ -124,7 +123,8 @@ def test_every_library_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
     providers = packages_distributions()
-    libraries = {"wavemare", *BROUGHT_ALONG, *sys.stdlib_module_names}
+    libraries = {"wavemare", *BROUGHT_ALONG, *project["optional-dependencies"]}
+    libraries |= sys.stdlib_module_names
     libraries |= {
         library
         for library, names in providers.items()
