@@ -3,9 +3,10 @@
 
 ``make reference`` replaces the text between ``<!-- generated: KIND of NAME -->`` and
 ``<!-- end -->``; the rest of the pages is written by hand. ``keys of`` a section, or of
-``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``calls of``,
-``duels of``, ``schedules of``, ``steps of`` result files that match NAME; ``families of`` a file of
-tests. A test compares the pages with what this file would write.
+``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``ratios of`` a table
+of results/tables.toml; ``calls of``, ``duels of``, ``schedules of``, ``steps of`` result files that
+match NAME; ``families of`` a file of tests. A test compares the pages with what this file would
+write.
 """
 
 import inspect
@@ -26,6 +27,7 @@ RESULTS = Path(__file__).with_name("results")
 PAGES = (
     Path(__file__).with_name("configuration.md"),
     Path(__file__).with_name("models.md"),
+    Path(__file__).with_name("performance.md"),
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
 )
@@ -44,7 +46,7 @@ _BOUNDS = {
 def page(text: str) -> str:
     """Return the page with its tables written anew."""
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
-    kinds |= {"schedules": schedules, "steps": steps, "families": families}
+    kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -64,6 +66,29 @@ def families(name: str) -> str:
     """Return the table of models that tests build."""
     rows = runpy.run_path(str(TESTS / name))["ROWS"]
     return _markdown([["model", "pipeline", "tensor parallelism, waves"], ["---"] * 3, *rows])
+
+
+def ratios(name: str) -> str:
+    """Return a table of results/tables.toml: label, column and cell are made of each row's values.
+
+    ``columns`` gives the heads by what ``column`` makes; rows of other columns are left out, as are
+    those without the value of the cell. A part of the table has ``files``, maybe a ``text`` before
+    its labels, and ``only`` the values that a row must have.
+    """
+    table = tomllib.loads((RESULTS / "tables.toml").read_text())[name]
+    heads = table["columns"]
+    found: dict[str, dict[str, str]] = {}
+    for part in table["parts"]:
+        for row in (row for result in _results(part["files"]) for row in result["rows"]):
+            column = table["column"].format_map(row)
+            wanted = all(row[key] in values for key, values in part.get("only", {}).items())
+            if column in heads and wanted and row[table["value"]] is not None:
+                label = (part.get("text", "") + table["label"]).format_map(row)
+                cells = found.setdefault(label, {})
+                cells[column] = table["cell"].format_map(row)
+    rows = [[label, *(cells.get(c, "") for c in heads)] for label, cells in found.items()]
+    head = [table["head"], *heads.values()]
+    return _markdown([head, ["---"] + ["---:"] * len(heads), *rows])
 
 
 def duels(pattern: str) -> str:

@@ -115,6 +115,9 @@ def local_steps(
     ranks: Annotated[int, typer.Option(help="Ranks of a replica.")] = 1,
     micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
     dtype: Annotated[str, typer.Option(help="Of the gradients: fp32 or bf16.")] = "fp32",
+    zero: Annotated[
+        bool, typer.Option(help="Ordinary training is ZeRO 1 or 2, which also gathers weights.")
+    ] = True,
 ) -> None:
     """Say whether replicas that meet every so many steps pay over a slow link, and how often.
 
@@ -132,6 +135,7 @@ def local_steps(
         step_s=step_seconds,
         micro_batches=micro_batches,
         bits=32 if dtype == "fp32" else 16,
+        zero=zero,
     )
     typer.echo(str(advise(link)))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import islice, pairwise
 from pathlib import Path
@@ -43,6 +44,8 @@ Batch = dict[str, Tensor]
 _RATE = 1e-3
 _POINTS = 16
 _WARMUP = 0.05
+_DENSE_WARMUP = 3
+"""Steps of a warm-up round of a system that exchanges in each step."""
 _EVAL_BATCHES = 16
 _NEVER = 1_000_000_000
 _BUCKETS = (1_000_000, 5_000_000, 50_000_000)
@@ -81,7 +84,8 @@ def measure(request: LocalStepsRequest) -> dict[str, Any]:
         system = systems[name]
         for batch in islice(data, system.lead):
             system.run.step(batch)
-        sample = run_round(request.mbit, system.run, list(islice(data, request.steps(name))))
+        steps = request.steps(name) if timed or name not in EACH_STEP else _DENSE_WARMUP
+        sample = run_round(request.mbit, system.run, list(islice(data, steps)))
         system.drain()
         if timed:
             samples[name].append(sample)
@@ -156,8 +160,10 @@ def build_result(
 
 def _predicted(name: str, link: SlowLink, every: int) -> float | None:
     """Return how many steps' computation the model predicts for a step; None if it does not."""
+    if name == "ddp":
+        return replace(link, zero=False).dense
     if name in EACH_STEP:
-        return link.dense if name in (BASELINE, "ddp") else None
+        return link.dense if name == BASELINE else None
     if name == BOUND:
         return 1.0
     streams = name.endswith("-streaming")

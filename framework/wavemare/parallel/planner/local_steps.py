@@ -30,6 +30,8 @@ class SlowLink:
         step_s: Seconds of a step's computation, with the reduction inside a replica.
         micro_batches: Of a step; the backward pass of the last one hides a dense reduction.
         bits: Of a gradient that ordinary data parallelism reduces.
+        zero: Whether ordinary training uses DeepSpeed's ZeRO 1 or 2, which all-reduces gradients
+            and then gathers weights.
     """
 
     parameters: int
@@ -39,6 +41,7 @@ class SlowLink:
     step_s: float
     micro_batches: int = 1
     bits: int = 32
+    zero: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("replicas", 2), ("ranks", 1), ("micro_batches", 1)):
@@ -60,8 +63,8 @@ class SlowLink:
     @property
     def dense(self) -> float:
         """Steps' computation that an ordinary step takes: 1, and what the link adds."""
-        hidden = 2 / (3 * self.micro_batches)
-        return 1 + max(0.0, self.messages() * self.bits / 32 - hidden)
+        hidden, message = 2 / (3 * self.micro_batches), self.messages() * self.bits / 32
+        return 1 + max(0.0, message - hidden) + self.zero * message / 2
 
     def local(self, every: int, fragments: int = 1, overlap: int = 0, bits: int = 32) -> float:
         """Return the same of a step with local steps."""
