@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # make train   sets everything up and runs the main job
+# make demo    trains for some steps with each schedule; timelines in runs/demo/report.html
 # make test    sets everything up, lints, and runs the short unit tests and one proof of each engine
 # make test-ci all tests but the nightly ones: what CI runs
 # make test-nightly   the others, in parts (test-nightly-PART) that can be run one by one
@@ -21,7 +22,7 @@ ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test test-ci test-nightly test-mpi test-openmpi test-hosts test-gpu conformance docs reference lint clean
+.PHONY: setup train demo test test-ci test-nightly test-mpi test-openmpi test-hosts test-gpu conformance docs reference lint clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -39,10 +40,19 @@ $(READY): pyproject.toml
 train: $(READY)
 	$(BIN)/wavemare train gpt $(ARGS)
 
+DEMO := pipeline zero_bubble pipemare sparse wave
+demo: $(READY)
+	for each in $(DEMO); do \
+	    $(BIN)/wavemare train gpt --config recipes/gpt/pretrain_$$each.json -- --max_steps 40 \
+	        --save_interval 40 --output runs/demo/$$each $(ARGS) || exit 1; \
+	done
+	$(BIN)/wavemare report $(DEMO:%=runs/demo/%) --output runs/demo/report.html
+
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/public_api.py
 
 # The proofs of several ranks that `make test` runs, one of each engine.
 CORE := $(addprefix tests/multiproc/test_,annotations.py initialize.py pipemare_equality.py resume.py \

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 from deepspeed import comm as dist
@@ -32,6 +32,9 @@ from wavemare.parallel.layout.grid import (
     same_grid,
 )
 from wavemare.pipeline.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from wavemare.engine import DualPipeVEngine, Engine, PipelineEngine
 
 __all__ = ["init_distributed", "initialize"]
 
@@ -68,7 +71,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Engine | PipelineEngine | DualPipeVEngine, Any, Any, Any]:
     """Build a training engine; parameters, their order and results are ``deepspeed.initialize``'s.
 
     With ``"wavemare": {"pipeline": {"stages": N}}`` and N > 1 a transformers model becomes a

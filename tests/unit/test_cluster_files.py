@@ -149,6 +149,8 @@ def test_batch_scripts_ask_for_what_they_need(file):
     # Before the first command, or Slurm passes them over.
     head, _, _ = file.read_text().partition("set -euo")
     assert len(re.findall("^#SBATCH", file.read_text(), re.MULTILINE)) == head.count("#SBATCH")
+    for program in re.findall(r"-c \\\s+'(.*)'", file.read_text()):
+        subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(

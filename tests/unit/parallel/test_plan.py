@@ -71,6 +71,7 @@ def test_digest_is_that_of_the_plan_without_its_prediction():
         (SHARES, {"cuts": (0, 4), "num_layers": 4}, "cuts"),
         (SHARES, {"schedule": "1b1f"}, "schedule"),
         (SHARES, {"schedule": "pipemare"}, "zero_stage"),
+        (STAGES, {"schedule": "zbv"}, "schedule"),
         (STAGES, {"zero_stage": 2}, "zero_stage"),
         (STAGES, {"cuts": None}, "cuts"),
         (STAGES, {"cuts": (0, 10, 20, 28)}, "cuts"),

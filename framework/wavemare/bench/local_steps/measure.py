@@ -47,6 +47,7 @@ _WARMUP = 0.05
 _DENSE_WARMUP = 3
 """Steps of a warm-up round of a system that exchanges in each step."""
 _EVAL_BATCHES = 16
+_ONE_BUCKET_MB = 10_000
 _NEVER = 1_000_000_000
 _BUCKETS = (1_000_000, 5_000_000, 50_000_000)
 _PATIENCE = timedelta(minutes=10)
@@ -231,7 +232,9 @@ def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: in
     if name == TORCHFT:
         return System(model, optimizer, _Torchft(model, optimizer, request))
     if name in ("ddp", "ddp-powersgd-4", "post-local-sgd"):
-        wrapped = DistributedDataParallel(model)
+        # On gloo, PowerSGD's messages of several buckets start in another order on each rank.
+        cap = _ONE_BUCKET_MB if name == "ddp-powersgd-4" else None
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=cap)
         if name == "ddp-powersgd-4":  # with error feedback it cannot start earlier
             state = power.PowerSGDState(None, 4, start_powerSGD_iter=max(warmup, 2))
             wrapped.register_comm_hook(state, power.powerSGD_hook)
@@ -242,11 +245,13 @@ def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: in
             averager = PeriodicModelAverager(request.every, warmup)
             optimizer = PostLocalSGDOptimizer(optimizer, averager)
         return System(model, optimizer, TorchSystem(wrapped, optimizer))
+    # ZeRO 1 of a replica of one rank would cost time and save nothing.
+    stage = int(name == BASELINE or (name != "wavemare-sparse-auto" and request.ranks_per_host > 1))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": request.batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # by default DeepSpeed clips, and the others do not
-        "zero_optimization": {"stage": 0 if name == "wavemare-sparse-auto" else 1},
+        "zero_optimization": {"stage": stage},
         "steps_per_print": None,
     }
     options: dict[str, Any] = {"model": model, "optimizer": optimizer, "config": config}
@@ -258,7 +263,7 @@ def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: in
     if name == "wavemare-sparse-auto":
         config["wavemare"] = {"sparse_collective": {"mode": "auto", "transport": "torch"}}
         return System(model, optimizer, EngineSystem(wavemare.initialize(**options)[0]))
-    section: dict[str, Any] = {"mode": "diloco", "replica": request.ranks_per_host}
+    section: dict[str, Any] = {"mode": "diloco", "replica": "host"}
     section |= {"every": _NEVER if name == BOUND else request.every, "warmup_steps": warmup}
     lead = request.every // FRAGMENTS if name.endswith("-streaming") else 0
     if lead:

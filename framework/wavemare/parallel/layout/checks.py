@@ -69,6 +69,10 @@ def _choices(plan: Layout) -> _Refusals:
             yield name, "it is neither true nor false", "Give one of the two"
     if plan.schedule not in TRAINED:
         yield "schedule", "there is no such schedule", did_you_mean(str(plan.schedule), TRAINED)
+    elif plan.stages > 1 and plan.schedule in ("interleaved", "zbv", "auto"):
+        reason = "it puts several stages on each rank, and a layout puts one there"
+        remedy = "Use 1f1b, zb-h1 or pipemare, or no annotations, plan or --balance"
+        yield "schedule", reason, remedy
     zero = plan.zero_stage
     if zero not in _ZERO_STAGES or not isinstance(zero, int) or isinstance(zero, bool):
         yield "zero_stage", "there is no such stage of ZeRO", "Give 0, 1, 2 or 3"
