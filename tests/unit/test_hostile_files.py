@@ -14,10 +14,8 @@ import transformers
 
 from wavemare.data.text import load_text
 from wavemare.data.tokenizer import load_tokenizer
-from wavemare.errors import CheckpointError, DataError, ModelError
+from wavemare.errors import DataError, ModelError
 from wavemare.megatron.models import load_model
-from wavemare.megatron.pipeline_files import read_pipeline
-from wavemare.models.families import family_of
 
 
 @pytest.fixture(autouse=True)
@@ -138,21 +136,6 @@ def test_a_model_of_transformers(evil, tmp_path):
         spoil(tmp_path / "model" / "pytorch_model.bin")
         with pytest.raises(ModelError):
             load_model(tmp_path / "model")
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_a_pipelines_layers(evil, tmp_path):
-    model = tiny()
-    step = tmp_path / "pipeline" / "step"
-    step.mkdir(parents=True)
-    (step.parent / "latest").write_text("step")
-    for number, layer in enumerate(family_of(model).chain(model, ("input_ids",))):
-        torch.save(layer.state_dict(), step / f"layer_{number:02}-model_states.pt")
-    read_pipeline(tmp_path / "pipeline", model.config)
-    for spoil in spoilers(evil, tmp_path):
-        spoil(min(step.glob("layer_*")))
-        with pytest.raises(CheckpointError, match="read safely"):
-            read_pipeline(tmp_path / "pipeline", model.config)
 
 
 UNIVERSAL = "wavemare.universal"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare convert``: checkpoints of Hugging Face, Megatron and DeepSpeed's pipelines."""
+"""``wavemare convert``: checkpoints of Hugging Face and Megatron."""
 
 from __future__ import annotations
 
@@ -32,9 +32,6 @@ def convert(
     num_attention_heads: Annotated[
         int | None, typer.Option(help="From Megatron, if the checkpoint has no arguments.")
     ] = None,
-    config: Annotated[
-        str | None, typer.Option(help="From DeepSpeed: folder of the model's config.json.")
-    ] = None,
 ) -> None:
     """Convert a checkpoint; the target appears once it has been read back without a difference.
 
@@ -51,6 +48,5 @@ def convert(
         iteration=iteration,
         vocab_size=vocab_size,
         num_attention_heads=num_attention_heads,
-        config=config,
     )
     typer.echo(run(source, target, to, options))

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -22,7 +22,6 @@ from wavemare.megatron.models import (
     load_model,
     model_of,
 )
-from wavemare.megatron.pipeline_files import read_pipeline
 from wavemare.megatron.weights import (
     EMBEDDING,
     HEAD,
@@ -34,11 +33,8 @@ from wavemare.megatron.weights import (
     to_transformers,
 )
 
-Format = Literal["hf", "megatron", "deepspeed"]
-
 _USED = {
     "from megatron": ("vocab_size", "num_attention_heads"),
-    "from deepspeed": ("config",),
     "to megatron": ("tensor_parallel", "pipeline_parallel", "version", "divisible_by", "iteration"),
 }
 _NAMES = {"version": "checkpoint_version", "divisible_by": "make_vocab_size_divisible_by"}
@@ -57,7 +53,6 @@ class Options:
         iteration: Of a Megatron target; 0 is a release.
         vocab_size: Tokens of a Megatron source without padding.
         num_attention_heads: Of a Megatron source that does not say it.
-        config: Folder of ``config.json`` of a DeepSpeed source.
     """
 
     tensor_parallel: int = 1
@@ -67,15 +62,13 @@ class Options:
     iteration: int = 0
     vocab_size: int | None = None
     num_attention_heads: int | None = None
-    config: str | None = None
 
 
 def convert(source: str | Path, target: str | Path, to: str, options: Options | None = None) -> str:
     """Convert a checkpoint. The target appears once it has been read back without a difference.
 
     Args:
-        source: A Hugging Face folder, what Megatron's ``--load`` names, or a pipeline's checkpoint
-            that ``engine.save_checkpoint`` wrote.
+        source: A Hugging Face folder, or what Megatron's ``--load`` names.
         target: A folder that does not exist, or is empty.
         to: Its format: hf or megatron.
         options: See `Options`.
@@ -113,8 +106,8 @@ def convert(source: str | Path, target: str | Path, to: str, options: Options | 
     return f"{kind} to {to}: {count:,} parameters, read back without a difference"
 
 
-def format_of(folder: str | Path) -> Format:
-    """Tell a folder's format by the names in it.
+def format_of(folder: str | Path) -> str:
+    """Tell a folder's format, hf or megatron, by the names in it.
 
     Raises:
         ModelError: It is none that is known.
@@ -122,18 +115,15 @@ def format_of(folder: str | Path) -> Format:
     path = Path(os.path.expanduser(folder))
     if (path / LATEST).is_file() or any(path.glob("mp_rank_*/model_optim_rng.pt")):
         return "megatron"
-    if (path / "latest").is_file():
-        return "deepspeed"
     if (path / "config.json").is_file():
         return "hf"
-    reason = f"it has neither config.json nor {LATEST} nor latest"
-    raise ModelError("SOURCE", str(folder), reason, "Name the folder of a checkpoint")
+    reason, remedy = f"it has neither config.json nor {LATEST}", "Name the folder of a checkpoint"
+    if (path / "latest").is_file():
+        remedy = "Load an engine's checkpoint into the engine, and use wavemare.save_pretrained"
+    raise ModelError("SOURCE", str(folder), reason, remedy)
 
 
 def _check(target: Path, to: str, options: Options) -> None:
-    if to == "deepspeed":
-        remedy = "Convert to hf, and start from that model"
-        raise ModelError("--to", to, "this format is read only", remedy)
     if to not in _WRITERS:
         raise ModelError("--to", to, "there is no such format", did_you_mean(to, _WRITERS))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -180,19 +170,6 @@ def _read_megatron(folder: Path, options: Options) -> Any:
     return model_of(config, to_transformers(whole, heads))
 
 
-def _read_deepspeed(folder: Path, options: Options) -> Any:
-    import transformers
-
-    place = Path(os.path.expanduser(options.config)) if options.config else folder
-    try:
-        config: Any = transformers.AutoConfig.from_pretrained(place, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = "its files do not say what model it is"
-        remedy = "Name a folder with the model's config.json by --config"
-        raise ModelError("SOURCE", str(folder), reason, remedy) from error
-    return model_of(config, read_pipeline(folder, config))
-
-
 def _write_hf(folder: Path, model: Any, options: Options) -> None:
     model.save_pretrained(folder)
 
@@ -221,5 +198,5 @@ def _write_megatron(folder: Path, model: Any, options: Options) -> None:
     )
 
 
-_READERS = {"hf": _read_hf, "megatron": _read_megatron, "deepspeed": _read_deepspeed}
+_READERS = {"hf": _read_hf, "megatron": _read_megatron}
 _WRITERS = {"hf": _write_hf, "megatron": _write_megatron}

@@ -14,7 +14,7 @@ from wavemare.errors import ModelError
 from wavemare.megatron.files import said_by
 from wavemare.megatron.weights import EMBEDDING, HEAD, POSITIONS, needed, num_layers
 
-_CLASSES = {"gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
+_HEADS = ("GPT2LMHeadModel", "GPT2Model")  # what the latter lacks is its embedding
 _GPT2_END = 50256  # OpenAI's <|endoftext|>; a smaller vocabulary is not theirs
 # With any other value Megatron computes something else of the same weights.
 _USUAL: dict[str, tuple[Any, ...]] = {
@@ -34,7 +34,7 @@ _TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 def load_model(folder: str | Path) -> Any:
-    """Load GPT-2 or BERT with its head, in the type of its file.
+    """Load GPT-2 with its head, in the type of its file.
 
     Raises:
         ModelError: The folder holds no such model, or a damaged one.
@@ -46,75 +46,43 @@ def load_model(folder: str | Path) -> Any:
     except Exception as error:  # of wrong values, too, for which transformers has its own
         reason = f"it holds no model of transformers ({said_by(error)})"
         raise ModelError("model", str(folder), reason, "Name a folder with config.json") from error
-    kind = class_of(config)
+    named = (config.architectures or _HEADS)[0]
+    if config.model_type != "gpt2" or named not in _HEADS:
+        reason = "only GPT-2 as a language model is converted"
+        raise ModelError("model", config.model_type, reason, "Give GPT-2")
     try:
-        return kind.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+        kind = transformers.GPT2LMHeadModel
+        return kind.from_pretrained(folder, dtype="auto", local_files_only=True)
     except Exception as error:  # pickle, safetensors and transformers each have errors of their own
         reason = f"its weights cannot be read ({said_by(error)})"
         raise ModelError("model", str(folder), reason, "Copy its files again") from error
 
 
-def class_of(config: Any) -> Any:
-    """Return the class of a model with its head.
-
-    Raises:
-        ModelError: It is neither GPT-2 nor BERT.
-    """
-    import transformers
-
-    if config.model_type not in _CLASSES:
-        reason = f"its type is {config.model_type!r}"
-        raise ModelError("model", config.model_type, reason, "Give GPT-2 or BERT")
-    named = (config.architectures or [""])[0]
-    # A model without a head has no file of its own in a pipeline; it gets the usual one.
-    bare = named.endswith("Model") and not named.endswith("HeadModel")
-    use_own = hasattr(transformers, named) and not bare
-    return getattr(transformers, named if use_own else _CLASSES[config.model_type])
-
-
 def model_of(config: Any, state: Mapping[str, Tensor]) -> Any:
-    """Build the model of a configuration with these weights, in their type.
+    """Build the GPT-2 of a configuration around these weights.
 
     Raises:
         ModelError: The weights are not those of the model.
     """
-    kind = class_of(config)
+    import transformers
+
     with torch.device("meta"):
-        model = kind(config)
-    dtype = next(weight.dtype for weight in state.values() if weight.is_floating_point())
-    model = model.to_empty(device="cpu").to(dtype)
-    _fill_buffers(model)
+        model: Any = transformers.GPT2LMHeadModel(config)
     try:
-        model.load_state_dict(dict(state), strict=True)
+        model.load_state_dict(dict(state), strict=True, assign=True)
     except RuntimeError as error:
-        reason = (
-            f"the weights are not those of {kind.__name__} ({str(error).splitlines()[1].strip()})"
-        )
-        raise ModelError(
-            "weights", kind.__name__, reason, "Give the model's own configuration"
-        ) from error
+        reason = f"the weights are not those of GPT-2 ({str(error).splitlines()[1].strip()})"
+        raise ModelError("weights", "GPT-2", reason, "Use an undamaged checkpoint") from error
     model.tie_weights()
-    return model.eval()
-
-
-def _fill_buffers(model: Any) -> None:
-    # Not in the state dict: the positions and token types of BERT.
-    for name, buffer in model.named_buffers():
-        if name.endswith("position_ids"):
-            buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
-        else:
-            buffer.zero_()
+    return model
 
 
 def arguments_of(config: Any, padded_vocab_size: int) -> dict[str, Any]:
     """Return Megatron's arguments of a transformers configuration.
 
     Raises:
-        ModelError: It is not GPT-2, or has an activation or a scaling that Megatron does not have.
+        ModelError: It has an activation or a scaling that Megatron does not have.
     """
-    if config.model_type != "gpt2":
-        reason = "Megatron's checkpoints hold GPT here"
-        raise ModelError("model", config.model_type, reason, "Give GPT-2")
     activation = config.activation_function
     if activation not in (*_TANH, "gelu"):
         reason = "Megatron's GPT has GELU, exact or by tanh"

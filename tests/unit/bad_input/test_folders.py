@@ -86,19 +86,13 @@ def model(**changes):
     return {"config.json": json.dumps({**gpt2, **changes})}
 
 
-PIPELINE = {"latest": "here", "here/x": b""}
-LIST = {"here/layer_00-model_states.pt": saved([1])}
 SOURCES = [
     ({"config.json": "{"}, ModelError, "model", "no model of transformers"),
     (model(n_embd="8"), ModelError, "model", "expected int, got str"),
     (model(model_type="t5"), ModelError, "model", "t5"),
     (model(), ModelError, "model", "weights cannot be read"),
     ({**model(), "model.safetensors": b"\xff" * 64}, ModelError, "model", "Copy its files again"),
-    (PIPELINE, ModelError, "SOURCE", "--config"),
-    ({**model(), "latest": "here"}, CheckpointError, "checkpoint", "latest says 'here'"),
-    ({**model(), "latest": b"\xff"}, CheckpointError, "checkpoint", "no such folder"),
-    ({**model(), **PIPELINE}, CheckpointError, "checkpoint", "layer 0 is missing"),
-    ({**model(), **PIPELINE, **LIST}, CheckpointError, "checkpoint", "it holds a list, no weights"),
+    ({"latest": "here"}, ModelError, "SOURCE", "wavemare.save_pretrained"),
 ]
 
 

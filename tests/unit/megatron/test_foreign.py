@@ -146,7 +146,6 @@ def test_damaged_files(changed, tmp_path, change, rank, match):
         ("megatron", "hf", Options(version=0), "--checkpoint-version"),
         ("hf", "megatron", Options(vocab_size=30), "--vocab-size"),
         ("hf", "hf", Options(divisible_by=8), "--make-vocab-size-divisible-by"),
-        ("hf", "hf", Options(config="hf"), "--config"),
     ],
 )
 def test_options_without_effect_are_refused(checkpoints, tmp_path, source, to, options, name):
