@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from wavemare.cli.job import Job, check_launcher, read_hosts, split_options
 from wavemare.errors import LaunchError
 
 Nproc = Annotated[
@@ -46,56 +46,26 @@ def launch_script(
     if not (module or print_command or hostfile is not None or Path(script).is_file()):
         reason = "there is no such file"
         raise LaunchError("SCRIPT", script, reason, "Name a Python script, or a module with -m")
-    start(
-        script,
-        context.args,
-        module=module,
-        nproc=nproc,
-        hostfile=hostfile,
-        launcher=launcher,
-        launcher_args=launcher_args,
-        print_command=print_command,
-    )
-
-
-def start(
-    program: str,
-    options: Sequence[str],
-    *,
-    module: bool,
-    nproc: int | None,
-    hostfile: Path | None,
-    launcher: str,
-    launcher_args: str,
-    print_command: bool,
-    max_restarts: int = 0,
-) -> None:
-    """Run a program as ranks to its end, and leave with its exit code; or print the command.
-
-    Raises:
-        LaunchError: The hostfile or the launcher cannot be used.
-        ConfigError: There is no such launcher, or its options are not closed.
-    """
-    from wavemare.cli.job import Job, check_launcher, read_hosts, split_options
-
     job = Job(
-        program=program,
-        options=options,
+        program=script,
+        options=context.args,
         module=module,
         num_processes=nproc,
         hosts=read_hosts(hostfile),
         hostfile=hostfile,
         launcher=check_launcher(launcher),
         launcher_options=split_options(launcher_args),
-        max_restarts=max_restarts,
     )
-    if print_command:
-        _show(job.command(), job.variables())
-        return
-    raise typer.Exit(job.run())
+    start(job, print_command=print_command)
 
 
-def _show(command: list[str], variables: dict[str, str]) -> None:
-    """Print a command in a shell's syntax."""
-    assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    typer.echo(" ".join([*assignments, shlex.join(command)]))
+def start(job: Job, *, print_command: bool) -> None:
+    """Run a job to its end, and leave with its exit code; or print its command for a shell.
+
+    Raises:
+        LaunchError: The launcher cannot be used.
+    """
+    if not print_command:
+        raise typer.Exit(job.run())
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in job.variables().items()]
+    typer.echo(" ".join([*assignments, shlex.join(job.command())]))

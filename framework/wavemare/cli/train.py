@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
+from wavemare.cli.job import Job, check_launcher, read_hosts, split_options
 from wavemare.cli.start import (
     Hostfile,
     LauncherArguments,
@@ -109,17 +110,18 @@ def train(
         }
         _refuse_second_launcher(options_of_launchers)
         _become_rank(chosen.module, options)
-    start(
-        chosen.module,
-        options,
+    job = Job(
+        program=chosen.module,
+        options=options,
         module=True,
-        nproc=nproc,
+        num_processes=nproc,
+        hosts=read_hosts(hostfile),
         hostfile=hostfile,
-        launcher=launcher,
-        launcher_args=launcher_args,
-        print_command=print_command,
+        launcher=check_launcher(launcher),
+        launcher_options=split_options(launcher_args),
         max_restarts=max_restarts,
     )
+    start(job, print_command=print_command)
 
 
 def check_early(config: Mapping[str, Any]) -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Self
 
 from wavemare.bench.cluster.namespaces import Namespaces, namespace_obstacle, run_tool
-from wavemare.bench.cluster.ranks import Host, Job, RankGroup, start_by_mpirun, start_each
+from wavemare.bench.cluster.ranks import Host, RankGroup, start_ranks
 from wavemare.errors import LaunchError
 
 MAX_HOSTS = 64
@@ -127,48 +127,19 @@ class EmulatedCluster:
         """Cut a host's link at the switch: messages are lost, and no connection breaks."""
         run_tool([*self._head.enter("--net"), "ip", "link", "set", f"port{host}", "down"])
 
-    def run_ranks(self, command: Sequence[str], *, timeout_s: float, **options: object) -> int:
+    def run_ranks(self, command: Sequence[str], *, timeout_s: float, **options: Any) -> int:
         """Run a program on all hosts to its end; see `start_ranks` and `RankGroup.wait`."""
-        return self.start_ranks(command, **options).wait(timeout_s)  # type: ignore[arg-type]
+        return self.start_ranks(command, **options).wait(timeout_s)
 
-    def start_ranks(
-        self,
-        command: Sequence[str],
-        *,
-        ranks_per_host: int = 1,
-        environment: Mapping[str, str] | None = None,
-        launcher: Literal["torch", "mpirun"] = "torch",
-        logs: str | Path | None = None,
-    ) -> RankGroup:
-        """Start a program on all hosts, in the current folder.
-
-        With either launcher, ranks have the environment of this process, the variables of
-        ``torchrun`` (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...) and the variables that keep
-        gloo and MPI on the links. Ranks are counted host by host.
-
-        Args:
-            command: The program and its arguments.
-            ranks_per_host: Number of processes on each host.
-            environment: Variables to add or replace.
-            launcher: ``torch`` for one by one, or ``mpirun`` of the MPI that mpi4py loads here.
-            logs: A folder for ``rank_0.log``, ...; if None, the output is printed, with the rank
-                before each line.
-        """
+    def start_ranks(self, command: Sequence[str], **options: Any) -> RankGroup:
+        """Start a program on all hosts; see `wavemare.bench.cluster.ranks.start_ranks`."""
         self._jobs += 1
         folder = self._folder / f"job{self._jobs}"
         folder.mkdir()
-        job = Job(
-            command=command,
-            hosts=self._hosts,
-            head=self._head,
-            ranks_per_host=ranks_per_host,
-            environment=environment or {},
-            folder=folder,
-            logs=None if logs is None else Path(logs),
-            # A killed program's port stays in use for a while.
-            port=29500 + self._jobs,
+        port = 29500 + self._jobs  # a killed program's port stays in use for a while
+        return start_ranks(
+            command, self._hosts, head=self._head, folder=folder, port=port, **options
         )
-        return start_each(job) if launcher == "torch" else start_by_mpirun(job)
 
     def _build(self) -> None:
         # What is entered first is closed last: the end of the switch's namespaces ends all others.

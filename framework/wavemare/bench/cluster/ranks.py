@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from wavemare.bench.cluster.namespaces import KINDS, Namespaces
 from wavemare.comm.mpi_library import MPI_JOB_PREFIXES, describe_mpi
@@ -74,104 +75,102 @@ class Host:
     namespaces: Namespaces
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A program to run on hosts.
+def start_ranks(
+    command: Sequence[str],
+    hosts: Sequence[Host],
+    *,
+    head: Namespaces,
+    folder: Path,
+    port: int,
+    ranks_per_host: int = 1,
+    environment: Mapping[str, str] | None = None,
+    launcher: Literal["torch", "mpirun"] = "torch",
+    logs: str | Path | None = None,
+) -> RankGroup:
+    """Start a program on hosts, in the current folder.
 
-    Attributes:
+    With either launcher, ranks have the environment of this process, the variables of ``torchrun``
+    (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...) and the variables that keep gloo and MPI on the
+    links. Ranks are counted host by host.
+
+    Args:
+        command: The program and its arguments.
         hosts: They get the ranks, host by host.
         head: The namespaces in which the hosts' are nested.
-        folder: An empty one, for the job's own files.
-        logs: Folder of outputs; None to print them.
+        folder: An empty one, for files of the start.
         port: Of the first host, where the ranks meet.
-    """
-
-    command: Sequence[str]
-    hosts: Sequence[Host]
-    head: Namespaces
-    ranks_per_host: int
-    environment: Mapping[str, str]
-    folder: Path
-    logs: Path | None
-    port: int
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes on all hosts."""
-        return len(self.hosts) * self.ranks_per_host
-
-
-def start_each(job: Job) -> RankGroup:
-    """Start each rank by itself, with the variables of ``torchrun``."""
-    outputs = _log_folder(job)
-    variables = _environment(job)
-    processes = []
-    for rank in range(job.ranks):
-        host = job.hosts[rank // job.ranks_per_host]
-        enter = host.namespaces.enter("--no-fork", *KINDS)
-        words = [*enter, "sh", "-c", _WAIT, "sh", *_rank_words(job, outputs)]
-        processes.append(_start(words, {**variables, "RANK": str(rank)}, outputs / _LAUNCHER_LOG))
-    return _group(job, processes, outputs)
-
-
-def start_by_mpirun(job: Job) -> RankGroup:
-    """Start all ranks by this environment's ``mpirun``, which runs beside the switch.
+        ranks_per_host: Number of processes on each host.
+        environment: Variables to add or replace.
+        launcher: ``torch`` for one by one, or ``mpirun`` of the MPI that mpi4py loads here.
+        logs: A folder for ``rank_0.log``, ...; if None, the output is printed, with the rank before
+            each line.
 
     Raises:
         LaunchError: There is no ``mpirun`` that belongs to the MPI of mpi4py.
     """
-    mpi = _mpi()
-    program = mpi.mpirun()
-    agent = job.folder / "agent"
-    agent.write_text(_AGENT.format(folder=job.folder, kinds=" ".join(KINDS)))
-    agent.chmod(0o755)
-    for host in job.hosts:
-        (job.folder / f"{host.name}.pid").write_text(str(host.namespaces.pid))
-    slots = ",".join(f"{host.name}:{job.ranks_per_host}" for host in job.hosts)
-    if mpi.launcher_flavour == "Open MPI":
-        options = ["--prtemca", "plm_ssh_agent", str(agent), "--host", slots]
-        # Each host sees all cores as its own: bound ranks would share the first ones.
-        mapping = f"ppr:{job.ranks_per_host}:node:OVERSUBSCRIBE"
-        options += ["--map-by", mapping, "--bind-to", "none"]
-    else:
-        options = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", slots]
-    outputs = _log_folder(job)
-    words = [*job.head.enter(), program, "-n", str(job.ranks), *options]
-    words += _rank_words(job, outputs)
-    return _group(job, [_start(words, _environment(job), outputs / _LAUNCHER_LOG)], outputs)
-
-
-def _rank_words(job: Job, outputs: Path) -> list[str]:
-    return ["sh", "-ec", _BECOME_RANK, "rank", os.getcwd(), str(outputs), *job.command]
-
-
-def _environment(job: Job) -> dict[str, str]:
+    ranks = len(hosts) * ranks_per_host
+    outputs = _log_folder(Path(logs or folder), ranks)
+    program = ["sh", "-ec", _BECOME_RANK, "rank", os.getcwd(), str(outputs), *command]
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in _JOB_NAMES and not name.startswith(MPI_JOB_PREFIXES)
     }
     own = {
-        "WORLD_SIZE": str(job.ranks),
-        "LOCAL_WORLD_SIZE": str(job.ranks_per_host),
-        "MASTER_ADDR": job.hosts[0].address,
-        "MASTER_PORT": str(job.port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks_per_host),
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": str(port),
     }
-    return {**_TUNING, **inherited, **_SETTINGS, **own, **job.environment}
+    variables = {**_TUNING, **inherited, **_SETTINGS, **own, **(environment or {})}
+    if launcher == "mpirun":
+        words = [*head.enter(), *_mpirun(hosts, ranks_per_host, folder), *program]
+        processes = [_start(words, variables, outputs)]
+    else:
+        enter = [host.namespaces.enter("--no-fork", *KINDS) for host in hosts]
+        processes = [
+            _start(
+                [*enter[rank // ranks_per_host], "sh", "-c", _WAIT, "sh", *program],
+                {**variables, "RANK": str(rank)},
+                outputs,
+            )
+            for rank in range(ranks)
+        ]
+    return RankGroup(processes, hosts=hosts, logs=outputs, ranks=ranks, echo=logs is None)
 
 
-def _log_folder(job: Job) -> Path:
-    chosen = (job.logs or job.folder).absolute()
+def _mpirun(hosts: Sequence[Host], ranks_per_host: int, folder: Path) -> list[str]:
+    """Return the words of this environment's ``mpirun``, which runs beside the switch."""
+    mpi = _mpi()
+    program = mpi.mpirun()
+    agent = folder / "agent"
+    agent.write_text(_AGENT.format(folder=folder, kinds=" ".join(KINDS)))
+    agent.chmod(0o755)
+    for host in hosts:
+        (folder / f"{host.name}.pid").write_text(str(host.namespaces.pid))
+    slots = ",".join(f"{host.name}:{ranks_per_host}" for host in hosts)
+    if mpi.launcher_flavour == "Open MPI":
+        options = ["--prtemca", "plm_ssh_agent", str(agent), "--host", slots]
+        # Each host sees all cores as its own: bound ranks would share the first ones.
+        mapping = f"ppr:{ranks_per_host}:node:OVERSUBSCRIBE"
+        options += ["--map-by", mapping, "--bind-to", "none"]
+    else:
+        options = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", slots]
+    return [program, "-n", str(len(hosts) * ranks_per_host), *options]
+
+
+def _log_folder(folder: Path, ranks: int) -> Path:
+    chosen = folder.absolute()
     chosen.mkdir(parents=True, exist_ok=True)
-    for old in (_LAUNCHER_LOG, *(f"rank_{rank}.log" for rank in range(job.ranks))):
+    for old in (_LAUNCHER_LOG, *(f"rank_{rank}.log" for rank in range(ranks))):
         (chosen / old).unlink(missing_ok=True)
     return chosen
 
 
 def _start(
-    words: Sequence[str], variables: Mapping[str, str], log: Path
+    words: Sequence[str], variables: Mapping[str, str], outputs: Path
 ) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
+    with (outputs / _LAUNCHER_LOG).open("ab") as output:
         return subprocess.Popen(
             words,
             env=dict(variables),
@@ -181,12 +180,6 @@ def _start(
             # This process handles Ctrl-C, and then ends the ranks.
             start_new_session=True,
         )
-
-
-def _group(job: Job, processes: Sequence[subprocess.Popen[bytes]], outputs: Path) -> RankGroup:
-    return RankGroup(
-        processes, hosts=job.hosts, logs=outputs, ranks=job.ranks, echo=job.logs is None
-    )
 
 
 class RankGroup:
@@ -214,11 +207,6 @@ class RankGroup:
         names = ["launcher", *(f"rank_{rank}" for rank in range(ranks))]
         self._tails = [_Tail(logs / f"{name}.log", name) for name in names] if echo else []
 
-    @property
-    def running(self) -> bool:
-        """Whether any of its processes still runs."""
-        return any(process.poll() is None for process in self._processes)
-
     def wait(self, timeout_s: float, grace_s: float = _GRACE_SECONDS) -> int:
         """Wait for the program's end, and leave none of its processes on the hosts.
 
@@ -233,7 +221,7 @@ class RankGroup:
         deadline = time.monotonic() + timeout_s
         code = 0
         try:
-            while self.running:
+            while any(process.poll() is None for process in self._processes):
                 self._echo()
                 if not code and (code := self._failure()):
                     deadline = min(deadline, time.monotonic() + grace_s)
