@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import platform
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "mpi4py")
 _CUDA = {True: "CUDA-aware", False: "not CUDA-aware", None: "CUDA support unknown"}
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SHARED_MEMORY = Path("/dev/shm")
 _ENOUGH_SHARED_MEMORY = 256 * 2**20
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -192,29 +190,16 @@ def check_launchers() -> Iterator[Finding]:
 
 def check_network() -> Iterator[Finding]:
     """Check where gloo would listen: the interface that the user names, else the host's name."""
-    interfaces = [name for _, name in socket.if_nameindex()]
-    chosen = os.environ.get(_INTERFACE)
+    from wavemare.cli.host_checks import INTERFACE, host_facts, network_problem
+
+    facts, chosen = host_facts(), os.environ.get(INTERFACE)
+    name, address = socket.gethostname(), facts["address"]
+    problem = network_problem(facts, alone=address is not None and facts["interfaces"] == ["lo"])
     if chosen:
-        if chosen in interfaces:
-            yield Finding(_INTERFACE, "ok", chosen)
-        else:
-            remedy = f"Name one of {', '.join(interfaces)}, or unset {_INTERFACE}"
-            yield Finding(_INTERFACE, "fail", f"{chosen}: there is no such interface", remedy)
-        return
-    name = socket.gethostname()
-    others = "|".join(each for each in interfaces if each != "lo")
-    remedy = f"For several hosts: export {_INTERFACE}={others}" if others else ""
-    try:
-        address = socket.gethostbyname(name)
-    except OSError as error:
-        remedy = f"Add {name} to /etc/hosts. {remedy}".strip()
-        yield Finding("host name", "warn", f"{name} does not resolve ({error.strerror})", remedy)
-        return
-    if ipaddress.ip_address(address).is_loopback and others:
-        value = f"{name} is {address}, which other hosts cannot reach"
-        yield Finding("host name", "warn", value, remedy)
+        yield Finding(INTERFACE, "fail" if problem else "ok", *(problem or (chosen,)))
     else:
-        yield Finding("host name", "ok", f"{name} is {address}")
+        status: Literal["ok", "warn"] = "warn" if problem else "ok"
+        yield Finding("host name", status, *(problem or (f"{name} is {address}",)))
 
 
 def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ _SECONDS = 30.0
 _PARALLEL = 64
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
-_INTERFACE = "GLOO_SOCKET_IFNAME"
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def check_hostfile(file: Path, limit_s: float = _SECONDS) -> Iterator[Finding]:
@@ -103,8 +103,16 @@ def _problem(facts: dict[str, Any], here: dict[str, str], *, alone: bool) -> tup
     ]
     if differences:
         return ", ".join(differences), "Install the same versions on all hosts"
-    interface, listed = os.environ.get(_INTERFACE), ", ".join(facts["interfaces"])
-    remedy = f"Name the interface between the hosts: export {_INTERFACE}=..."
+    return network_problem(facts, alone=alone)
+
+
+def network_problem(facts: dict[str, Any], *, alone: bool) -> tuple[str, str] | None:
+    """Return why other hosts cannot reach a host, and the remedy; None if they can.
+
+    A host that is ``alone`` may have any address.
+    """
+    interface, listed = os.environ.get(INTERFACE), ", ".join(facts["interfaces"])
+    remedy = f"Name the interface between the hosts: export {INTERFACE}=..."
     if interface:
         if interface in facts["interfaces"]:
             return None
