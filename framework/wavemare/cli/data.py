@@ -76,7 +76,7 @@ def merge(
     ] = False,
 ) -> None:
     """Concatenate data sets; nothing is encoded again."""
-    from wavemare.data.indexed_writer import merge_indexed
+    from wavemare.data.indexed import merge_indexed
 
     merge_indexed(prefixes, output, overwrite=overwrite)
     typer.echo(f"{output}: {len(prefixes)} data sets merged")

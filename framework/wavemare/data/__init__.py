@@ -13,8 +13,7 @@ from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
     from wavemare.data.encode import tokenize
-    from wavemare.data.indexed import open_indexed
-    from wavemare.data.indexed_writer import IndexedWriter
+    from wavemare.data.indexed import IndexedWriter, open_indexed
     from wavemare.data.loader import ResumableLoader, evaluation_batches
     from wavemare.data.megatron_order import blended_samples, build_gpt_index, split_ranges
     from wavemare.data.samples import MaskedDataset, PackedDataset
@@ -42,7 +41,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "IndexedWriter": "indexed_writer",
+    "IndexedWriter": "indexed",
     "MaskedDataset": "samples",
     "PackedDataset": "samples",
     "ResumableLoader": "loader",

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wavemare.data.indexed import read_indexed
-from wavemare.data.indexed_writer import IndexedWriter
+from wavemare.data.indexed import IndexedWriter, read_indexed
 from wavemare.data.text import iterate_texts
 from wavemare.data.tokenizer import build_once, content_key, from_cache
 from wavemare.data.tokens import TokenStore

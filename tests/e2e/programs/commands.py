@@ -27,8 +27,7 @@ WORK = {
     "wavemare.training.setup": ["connect"],
     "wavemare.training.text": ["read_text"],
     "wavemare.data.text": ["load_texts_to_build"],
-    "wavemare.data.indexed": ["open_indexed"],
-    "wavemare.data.indexed_writer": ["merge_indexed"],
+    "wavemare.data.indexed": ["open_indexed", "merge_indexed"],
     "wavemare.megatron.convert": ["convert"],
     "wavemare.report": ["read_run"],
 }

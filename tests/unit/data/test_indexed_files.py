@@ -10,8 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from wavemare.data.indexed import open_indexed, read_indexed
-from wavemare.data.indexed_writer import IndexedWriter, merge_indexed
+from wavemare.data.indexed import IndexedWriter, merge_indexed, open_indexed, read_indexed
 from wavemare.errors import DataError
 
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "u2": 8}

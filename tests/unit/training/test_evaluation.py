@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wavemare.data.indexed_writer import IndexedWriter
+from wavemare.data.indexed import IndexedWriter
 from wavemare.data.tokenizer import train_tokenizer
 from wavemare.errors import DataError
 from wavemare.recipes.bert.finetune import scores
