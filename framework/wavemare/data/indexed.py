@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from wavemare.data.sources import check_prefix
+from wavemare.data.sources import check_prefix, with_extension
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import DataError
 from wavemare.files import temporary_sibling
@@ -104,7 +104,7 @@ def open_indexed(prefix: str | Path) -> IndexedData:
     """
     prefix = Path(os.path.expanduser(prefix))
     check_prefix("--data", prefix)
-    index_path, data_path = index_file(prefix), data_file(prefix)
+    index_path, data_path = with_extension(prefix, ".idx"), with_extension(prefix, ".bin")
     for path in (index_path, data_path):
         if not path.is_file():
             remedy = f"Put {data_path.name} and {index_path.name} side by side"
@@ -128,16 +128,6 @@ def _open(prefix: Path, index_path: Path, data_path: Path) -> IndexedData:
     # An empty file cannot be mapped.
     tokens = np.memmap(data_path, dtype=dtype, mode="r") if found else np.empty(0, dtype)
     return IndexedData(prefix, tokens, lengths, starts, bounds)
-
-
-def index_file(prefix: Path) -> Path:
-    """Return where the index of a prefix stands, which may itself have a dot."""
-    return prefix.with_name(f"{prefix.name}.idx")
-
-
-def data_file(prefix: Path) -> Path:
-    """Return where the tokens of a prefix stand."""
-    return prefix.with_name(f"{prefix.name}.bin")
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
@@ -241,11 +231,13 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = _code_of(self.dtype)
         check_prefix("--output", self.prefix)
-        if not overwrite:
-            self._refuse_existing()
+        for file in (with_extension(self.prefix, end) for end in (".bin", ".idx")):
+            if file.exists() and not overwrite:
+                reason, remedy = f"the file {file} exists", "Give --overwrite to replace it"
+                raise DataError("--output", str(self.prefix), reason, remedy)
         self.tokens = 0
         self._lengths, self._bounds = array("i"), array("q", [0])
-        self._partial = temporary_sibling(data_file(self.prefix))
+        self._partial = temporary_sibling(with_extension(self.prefix, ".bin"))
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._partial.open("wb")
@@ -287,27 +279,12 @@ class IndexedWriter:
 
     def add_indexed(self, data: IndexedData) -> None:
         """Append a whole data set of the same type with its documents."""
-        with data_file(data.prefix).open("rb") as source:
+        with with_extension(data.prefix, ".bin").open("rb") as source:
             shutil.copyfileobj(source, self._file, _COPY_BYTES)
         bounds = np.asarray(data.bounds[1:]) + len(self._lengths)
         self._lengths.frombytes(np.asarray(data.lengths, np.intc).tobytes())
         self._bounds.frombytes(bounds.astype(np.int64).tobytes())
         self.tokens += len(data.tokens)
-
-    def finish(self) -> None:
-        """Write the index and give both files their names."""
-        index = temporary_sibling(index_file(self.prefix))
-        index.write_bytes(self._index())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._partial, data_file(self.prefix))
-        os.replace(index, index_file(self.prefix))
-
-    def discard(self) -> None:
-        """Remove the unfinished file."""
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -315,9 +292,20 @@ class IndexedWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self.finish()
+                self._finish()
         finally:
-            self.discard()
+            self._file.close()
+            self._partial.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        """Write the index and give both files their names."""
+        index = temporary_sibling(with_extension(self.prefix, ".idx"))
+        index.write_bytes(self._index())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._partial, with_extension(self.prefix, ".bin"))
+        os.replace(index, with_extension(self.prefix, ".idx"))
 
     def _index(self) -> bytes:
         lengths = np.frombuffer(self._lengths, np.intc).astype("<i4")
@@ -328,14 +316,6 @@ class IndexedWriter:
         bounds = np.frombuffer(self._bounds, np.int64).astype("<i8")
         header = _HEADER.pack(_MAGIC, _VERSION, self._code, len(lengths), len(bounds))
         return b"".join([header, lengths.tobytes(), pointers.tobytes(), bounds.tobytes()])
-
-    def _refuse_existing(self) -> None:
-        for file in (data_file(self.prefix), index_file(self.prefix)):
-            if file.exists():
-                reason = f"the file {file} exists"
-                raise DataError(
-                    "--output", str(self.prefix), reason, "Give --overwrite to replace it"
-                )
 
 
 def merge_indexed(

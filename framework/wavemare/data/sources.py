@@ -20,7 +20,16 @@ from wavemare.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["EXTENSIONS", "STDLIB", "Kind", "Source", "check_prefix", "read_stdlib", "resolve"]
+__all__ = [
+    "EXTENSIONS",
+    "STDLIB",
+    "Kind",
+    "Source",
+    "check_prefix",
+    "read_stdlib",
+    "resolve",
+    "with_extension",
+]
 
 STDLIB = "Python standard library"
 """Name of the default corpus: its source, real text on every machine."""
@@ -143,7 +152,7 @@ def _resolve_path(spec: str, path: Path) -> Source | None:
         return _folder(spec, path)
     if path.exists():
         return _files(spec, [path])
-    if any(_with_extension(path, extension).exists() for extension in _MEGATRON_EXTENSIONS):
+    if any(with_extension(path, extension).exists() for extension in _MEGATRON_EXTENSIONS):
         return _megatron(spec, path)
     if glob.has_magic(spec):
         matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
@@ -161,7 +170,8 @@ def _hub(spec: str, name: str) -> Source:
     return Source(Kind.HUB, spec, dataset=dataset, config=config or None)
 
 
-def _with_extension(prefix: Path, extension: str) -> Path:
+def with_extension(prefix: Path, extension: str) -> Path:
+    """Return a file of a prefix, which may itself have a dot."""
     # Path.with_suffix would cut a prefix such as "corpus.v2" at its own dot.
     return prefix.with_name(prefix.name + extension)
 
@@ -176,7 +186,7 @@ def check_prefix(option: str, prefix: Path) -> None:
 def _megatron(spec: str, prefix: Path) -> Source:
     check_prefix("--data", prefix)
     for extension in _MEGATRON_EXTENSIONS:
-        file = _with_extension(prefix, extension)
+        file = with_extension(prefix, extension)
         if not file.is_file():
             remedy = f"Put {prefix.name}.bin and {prefix.name}.idx side by side"
             raise DataError("--data", spec, f"the file {file} does not exist", remedy)
