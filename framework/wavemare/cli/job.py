@@ -124,13 +124,9 @@ class Job:
         """
         return self._by_mpirun() if self.launcher == "mpirun" else self._by_deepspeed()
 
-    def variables(self) -> dict[str, str]:
-        """Return variables that the ranks need and the user has not set."""
-        return launch.extra_environment()
-
     def run(self) -> int:
         """Run the job to its end, and return an exit code as `wavemare.cli.launch.run` does."""
-        command, variables = self.command(), self.variables()
+        command, variables = self.command(), launch.extra_environment()
         if self.launcher == "mpirun":
             # Open MPI's ends with 128 + n if signal n has ended a rank.
             bare = _OPEN_MPI_OPTION not in command
@@ -205,13 +201,11 @@ class Job:
             # Open MPI would bind each rank to one core, and refuse more ranks than cores.
             words += ["--bind-to", "none", _OPEN_MPI_OPTION]
             # MPICH's mpirun passes on all variables.
-            words += [word for name in self._passed_on() for word in ("-x", name)]
+            variables = {**os.environ, **launch.extra_environment()} if self.hosts else {}
+            words += [word for name in _chosen(variables) for word in ("-x", name)]
         # mpi4py's runner ends the other ranks when one fails; they would wait forever.
         words += [*self.launcher_options, sys.executable, "-u", "-m", "mpi4py"]
         return [*words, *(["-m"] if self.module else []), self.program, *self.options]
-
-    def _passed_on(self) -> list[str]:
-        return _chosen({**os.environ, **self.variables()}) if self.hosts else []
 
 
 def check_launcher(name: str) -> Launcher:

@@ -199,24 +199,26 @@ def end_job(
 
 
 def _descendants(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Return the live processes among the launcher and its descendants."""
-    found = {}
+    """Return the live processes among the launcher and its descendants, with what they are."""
+    pids = set()
     if launcher.poll() is None:
         with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(launcher.pid)
-            found = {each.pid: each for each in [process, *process.children(recursive=True)]}
+            children = psutil.Process(launcher.pid).children(recursive=True)
+            pids = {launcher.pid, *(child.pid for child in children)}
     # A scheduler that signals every process ends the launcher first and leaves orphans.
-    for process in psutil.process_iter():
-        if _session(process.pid) == launcher.pid:
-            found.setdefault(process.pid, process)
-    return [process for process in found.values() if _is_alive(process)]
+    return [
+        process
+        for process in psutil.process_iter(["ppid", "cmdline", "status"])
+        if (process.pid in pids or _session(process.pid) == launcher.pid)
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 def _ranks(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the children of DeepSpeed's launcher of this host: ranks, or their elastic agent."""
     # "python -u -m deepspeed.launcher.launch"; pdsh has these words too, further on.
-    starters = {p.pid for p in processes if _STARTER in _words(p)[1:4]}
-    return [process for process in processes if _parent(process) in starters]
+    starters = {p.pid for p in processes if _STARTER in (p.info["cmdline"] or ())[1:4]}
+    return [process for process in processes if process.info["ppid"] in starters]
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -231,20 +233,6 @@ def _session(pid: int) -> int | None:
     try:
         return os.getsid(pid)
     except OSError:
-        return None
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except psutil.Error:
-        return []
-
-
-def _parent(process: psutil.Process) -> int | None:
-    try:
-        return int(process.ppid())
-    except psutil.Error:
         return None
 
 

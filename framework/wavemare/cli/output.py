@@ -7,8 +7,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
-
 from wavemare.errors import ConfigError
 
 
@@ -46,21 +44,3 @@ def check_picture(
     if path is not None and path.suffix not in suffixes:
         reason = f"a picture's name ends in {' or '.join(suffixes)}"
         raise ConfigError(option, str(path), reason, f"Name it {path.stem}.png")
-
-
-def write_page(page: str, file: Path) -> None:
-    """Write a page and say so.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    from wavemare.files import atomic_write_text
-
-    try:
-        if file.is_dir():
-            raise IsADirectoryError(21, "this is a folder")
-        atomic_write_text(file, page)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ConfigError("--output", str(file), reason, "Name another HTML file") from None
-    typer.echo(f"{file}: {len(page.encode()) / 1e6:.1f} MB", err=True)

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from wavemare.cli.output import write_page
 from wavemare.errors import ConfigError
 
 
@@ -24,11 +23,18 @@ def report(
     It holds all that it needs, so that it can be sent on and opened without a network.
     For example: wavemare report runs/gpt-pretrain --output report.html
     """
+    from wavemare.files import atomic_write_text
     from wavemare.report import read_run, run_page
 
     names = _names(runs)
     facts = [read_run(run, name=name) for run, name in zip(runs, names, strict=True)]
-    write_page(run_page(facts), output)
+    page = run_page(facts)
+    try:
+        atomic_write_text(output, page)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError("--output", str(output), reason, "Name another HTML file") from None
+    typer.echo(f"{output}: {len(page.encode()) / 1e6:.1f} MB", err=True)
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

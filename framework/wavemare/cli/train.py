@@ -101,14 +101,16 @@ def train(
     options = ["--deepspeed_config", str(file), *options]
     given = launcher_rank(os.environ)
     if given is not None and given.by_mpi and not print_command:
-        options_of_launchers = {
+        for name, value in {
             "--launcher": launcher if launcher != "deepspeed" else "",
             "--nproc": nproc,
             "--hostfile": hostfile,
             "--launcher-args": launcher_args,
             "--max-restarts": max_restarts,
-        }
-        _refuse_second_launcher(options_of_launchers)
+        }.items():
+            if value:
+                reason = "mpirun has started this process, which is one rank"
+                raise LaunchError(name, str(value), reason, "Leave it out, or leave out mpirun")
         _become_rank(chosen.module, options)
     job = Job(
         program=chosen.module,
@@ -141,18 +143,6 @@ def check_early(config: Mapping[str, Any]) -> None:
         pipemare = {**pipemare, "warmup_steps": 0}
         config = {SECTION: {**ours, "pipeline": {**pipeline, "pipemare": pipemare}}}
     WavemareConfig.of(config)
-
-
-def _refuse_second_launcher(given: Mapping[str, object]) -> None:
-    """Refuse options of launching in a process that ``mpirun`` has started.
-
-    Raises:
-        LaunchError: One is not empty.
-    """
-    for name, value in given.items():
-        if value:
-            reason = "mpirun has started this process, which is one rank"
-            raise LaunchError(name, str(value), reason, "Leave it out, or leave out mpirun")
 
 
 def _become_rank(module: str, options: Sequence[str]) -> NoReturn:
