@@ -34,8 +34,6 @@ from wavemare.engine.launch.group import environment_world_size
 from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 
-__all__ = ["Accelerator", "check_joined"]
-
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
 _USE_CPU, _USE_DEEPSPEED = "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"
 _swap_lock = threading.RLock()

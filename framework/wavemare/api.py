@@ -36,8 +36,6 @@ from wavemare.pipeline.plan.plan import Plan
 if TYPE_CHECKING:
     from wavemare.engine import DualPipeVEngine, Engine, PipelineEngine
 
-__all__ = ["init_distributed", "initialize"]
-
 logger = logging.getLogger("wavemare")
 
 

@@ -9,19 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = [
-    "CheckpointError",
-    "CommError",
-    "ConfigError",
-    "DataError",
-    "LaunchError",
-    "ModelError",
-    "NumericsError",
-    "PlanError",
-    "WavemareError",
-    "did_you_mean",
-]
-
 _LONGEST, _MOST_NAMES = 300, 24
 
 

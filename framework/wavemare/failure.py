@@ -34,8 +34,6 @@ from typing import Any, NoReturn
 from wavemare.engine.launch.group import end_mpich_helper, environment_rank, exit_now
 from wavemare.errors import WavemareError
 
-__all__ = ["run_main", "watch_failures"]
-
 _STORE_KEY = "wavemare/failure"
 _STORE_SECONDS = 2.0
 # Launchers check for dead processes about once a second, and then end the others.

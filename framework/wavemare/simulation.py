@@ -38,8 +38,6 @@ from wavemare.pipeline.optim.soap_muon import SOAP, refresh_of
 from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.staleness.replay import Replay
 
-__all__ = ["Delays", "SimulatedPipeline"]
-
 Delays = Literal["pipeline", "one-step", "dataflow"]
 """How far the gradients of stages lag: as in the real pipeline; by one optimizer step everywhere,
 as in PipeDream-2BW; or twice as far, as on PipeMare's dataflow machine."""

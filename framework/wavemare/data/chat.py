@@ -20,7 +20,6 @@ from wavemare.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["ChatSamples", "Row", "encode_rows", "load_chats", "mark_trained", "pack"]
 
 _COLUMNS = (("messages",), ("prompt", "completion"), ("text",))
 _IGNORED = -100

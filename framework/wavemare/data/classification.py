@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["LabelledCorpus", "encode_labelled", "load_classification", "majority_baseline"]
 
 _VALIDATION = 0.1  # share of the texts
 _SENTENCE_COLUMN = "sentence"

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from wavemare.errors import CheckpointError, ConfigError, DataError
 
-__all__ = ["IndexedDataset", "ResumableLoader", "evaluation_batches"]
-
 _STREAM = 0  # keeps these random numbers apart from those of the masking
 
 

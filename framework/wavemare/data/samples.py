@@ -16,7 +16,6 @@ from wavemare.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["MaskedDataset", "PackedDataset", "Sample"]
 
 Sample = dict[str, torch.Tensor]
 

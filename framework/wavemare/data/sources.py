@@ -20,16 +20,6 @@ from wavemare.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = [
-    "EXTENSIONS",
-    "STDLIB",
-    "Kind",
-    "Source",
-    "check_prefix",
-    "read_stdlib",
-    "resolve",
-    "with_extension",
-]
 
 STDLIB = "Python standard library"
 """Name of the default corpus: its source, real text on every machine."""

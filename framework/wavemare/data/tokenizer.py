@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-__all__ = [
-    "build_once",
-    "cached_tokenizer",
-    "content_key",
-    "from_cache",
-    "load_tokenizer",
-    "train_tokenizer",
-]
 
 TokenizerKind = Literal["gpt", "bert"]
 

@@ -26,8 +26,6 @@ from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.errors import ConfigError, ModelError
 from wavemare.models import TransformerPipeline
 
-__all__ = ["StepResult", "megatron_train_step"]
-
 ForwardStep = Callable[..., tuple[Any, Callable[[Tensor], Any]]]
 
 _KEY = "forward_step"

@@ -8,8 +8,6 @@ import os
 import sys
 import warnings
 
-__all__ = ["quiet_environment", "quiet_libraries", "verbose"]
-
 # Read by the libraries when they are imported.
 _VARIABLES = {
     "TRANSFORMERS_VERBOSITY": "error",

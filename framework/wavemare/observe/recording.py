@@ -18,8 +18,6 @@ from wavemare.observe.lines import Events, go_without
 from wavemare.observe.run import Run
 from wavemare.observe.screen import Screen, live_facts
 
-__all__ = ["Recording"]
-
 _FIRST_STEPS = 10
 """Steps before the traced ones: the first ones take longer."""
 _STEP = "train_batch"

@@ -17,8 +17,6 @@ from typing import Any, NoReturn, TypeVar, cast
 from wavemare.engine.launch.group import environment_rank
 from wavemare.errors import ConfigError, did_you_mean
 
-__all__ = ["ModelArguments", "TokenizerArguments", "TrainArguments", "option", "parse_arguments"]
-
 _LARGEST_SEED = 2**32 - 2  # models are seeded by it, and their dropout by the next one
 _SPELLINGS = {"--train_iters": "--max_steps"} | dict.fromkeys(
     ("--seq_length", "--max_length"), "--sequence_length"

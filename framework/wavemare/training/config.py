@@ -18,7 +18,6 @@ from wavemare.training.arguments import TrainArguments
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BalanceController", "drop_partition", "fill_schedules", "resolve_config"]
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "micro_batch_size": ("train_micro_batch_size_per_gpu",),

@@ -18,17 +18,6 @@ from wavemare.files import parse_json
 if TYPE_CHECKING:
     from wavemare.training.setup import Setup
 
-__all__ = [
-    "Evaluation",
-    "check_model_folder",
-    "continue_text",
-    "count_parameters",
-    "max_positions",
-    "read_model_config",
-    "reraise_model_errors",
-    "start_up_panel",
-]
-
 
 def check_model_folder(folder: str, sequence_length: int, *, causal: bool = False) -> None:
     """Check that a folder holds a configuration and weights of a model that is long enough.

@@ -27,16 +27,6 @@ from wavemare.observe.quiet import quiet_libraries
 from wavemare.training.arguments import TrainArguments
 from wavemare.training.config import BalanceController, resolve_config
 
-__all__ = [
-    "Setup",
-    "connect",
-    "leave",
-    "load_run",
-    "prefer_bf16",
-    "prepare",
-    "seed_dropout",
-]
-
 _RANK_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI", "SLURM_")
 """Beginnings of the names by which launchers tell a process its place."""
 

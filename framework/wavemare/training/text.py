@@ -17,7 +17,6 @@ from wavemare.training.arguments import TrainArguments
 if TYPE_CHECKING:
     from wavemare.data.tokens import TokenStore
 
-__all__ = ["TrainingText", "find_text", "read_text"]
 
 _SECONDS_BETWEEN_NOTES = 2.0
 _SPLIT = "969,30,1"  # Megatron's own default

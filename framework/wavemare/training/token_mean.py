@@ -11,8 +11,6 @@ from wavemare.engine.pipe.micro_batch import to_device
 from wavemare.hf.steps import StepLoss, weighted_labels
 from wavemare.models import TransformerPipeline
 
-__all__ = ["TokenMean"]
-
 
 class TokenMean(Iterator[Any]):
     """Micro-batches of a causal model, weighted by their labels.
