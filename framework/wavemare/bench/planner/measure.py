@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, TypeVar
@@ -31,6 +33,11 @@ from wavemare.pipeline.plan.partition import balanced_cuts
 
 _ALONE = "no-communication-bound"
 _ZERO = 1
+_CONFIG = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+    "gradient_clipping": 0.0,  # by default pipelines clip
+    "steps_per_print": None,
+}
 _STEADY_STEPS = 2
 _Value = TypeVar("_Value")
 
@@ -68,14 +75,30 @@ def _in_turns(
     return found
 
 
-def _config(batch: Mapping[str, int], zero_stage: int) -> dict[str, Any]:
-    return {
-        **batch,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": zero_stage},
-        "gradient_clipping": 0.0,  # by default pipelines clip
-        "steps_per_print": None,
-    }
+class _Trial:
+    """A layout's engine, on this rank's micro-batches."""
+
+    def __init__(self, job: PlannerJob, layout: Layout) -> None:
+        config = layout.configure(_CONFIG)
+        self.engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
+        self.batches = _own_batches(job, layout)
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        """Train a step; return the seconds."""
+        started = time.perf_counter()
+        self.losses.append(float(self.engine.train_batch(self.batches)))
+        return time.perf_counter() - started
+
+
+def _own_batches(job: PlannerJob, layout: Layout) -> Iterator[dict[str, Tensor]]:
+    """Yield this rank's micro-batches of all steps."""
+    replica = dist.get_rank() // layout.tensor_parallel % layout.data_parallel
+    before, own = sum(layout.shares[:replica]), layout.shares[replica]
+    for step in itertools.count():
+        for micro in _tokens(job, step, layout.micro_steps, sum(layout.shares)):
+            part = micro[before : before + own]
+            yield {"input_ids": part, "labels": part}
 
 
 def _tokens(job: PlannerJob, step: int, micro_steps: int, samples: int) -> Tensor:
@@ -105,8 +128,8 @@ def _measure_shares(job: PlannerJob, screen: Screen) -> dict[str, Any]:
             sequence_length=job.sequence,
         )
     assert plan.predicted is not None, "measured plans have predictions"
-    shares = {BASELINE: (job.batch,) * job.ranks, PLANNED: plan.shares}
-    systems = {name: _DataParallel(job, batch, own) for name, own in shares.items()}
+    equal = replace(plan, shares=(job.batch,) * job.ranks)
+    systems = {name: _Trial(job, own) for name, own in ((BASELINE, equal), (PLANNED, plan))}
 
     def alone() -> float:
         started = time.perf_counter()
@@ -121,34 +144,10 @@ def _measure_shares(job: PlannerJob, screen: Screen) -> dict[str, Any]:
         system.engine.destroy()
     alone_s = [median(own) for own in zip(*rounds.pop(_ALONE), strict=True)]
     losses = {name: system.losses for name, system in systems.items()}
+    shares = {BASELINE: equal.shares, PLANNED: plan.shares}
     predicted_s = plan.predicted.step_s
     rows = share_rows(job, shares, rounds, losses, alone_s=alone_s, predicted_s=predicted_s)
     return {"rows": rows}
-
-
-class _DataParallel:
-    """An engine with given shares."""
-
-    def __init__(self, job: PlannerJob, batch: dict[str, int], shares: Sequence[int]) -> None:
-        self._job = job
-        self._before = sum(shares[: dist.get_rank()])
-        self._own = shares[dist.get_rank()]
-        config = _config(batch, _ZERO)
-        config["wavemare"] = {"balance": {"shares": list(shares)}}
-        self.engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
-        self.losses: list[float] = []
-
-    def step(self) -> float:
-        """Train on this rank's samples of the next step; return the seconds."""
-        started = time.perf_counter()
-        self.losses.append(float(self.engine.train_batch(self._parts())))
-        return time.perf_counter() - started
-
-    def _parts(self) -> Iterator[dict[str, Tensor]]:
-        job = self._job
-        for micro in _tokens(job, len(self.losses), job.micro_steps, job.batch * job.ranks):
-            tokens = micro[self._before : self._before + self._own]
-            yield {"input_ids": tokens, "labels": tokens}
 
 
 # --- cuts of a pipeline ---------------------------------------------------------------------------
@@ -165,8 +164,9 @@ def _measure_cuts(job: PlannerJob, screen: Screen) -> dict[str, Any]:
         table = rank_times(build_gpt(job), samples=job.batch, sequence_length=job.sequence)
     plan = plan_stages(table, batch, stages=job.ranks, schedule=job.schedule)
     assert plan.cuts is not None, "there are several stages"
-    cuts = {BASELINE: balanced_cuts(table.mean(axis=0).tolist(), job.ranks), PLANNED: plan.cuts}
-    runners = {name: _pipeline(job, batch, own) for name, own in cuts.items()}
+    equal = balanced_cuts(table.mean(axis=0).tolist(), job.ranks)
+    cuts = {BASELINE: tuple(equal), PLANNED: plan.cuts}
+    runners = {name: _pipeline(job, replace(plan, cuts=own)) for name, own in cuts.items()}
     turns = {name: partial(_round, job, runner) for name, runner in runners.items()}
     measured = _in_turns(job, screen, turns)
     for runner in runners.values():
@@ -179,14 +179,10 @@ def _measure_cuts(job: PlannerJob, screen: Screen) -> dict[str, Any]:
     return {"rows": cut_rows(job, cuts, rounds, stage_s, table.tolist())}
 
 
-def _pipeline(job: PlannerJob, batch: dict[str, int], cuts: Sequence[int]) -> EngineRunner:
-    config = _config(batch, 0)
-    section = {"stages": job.ranks, "schedule": job.schedule, "partition": list(cuts[:-1])}
-    config["wavemare"] = {"pipeline": section}
-    engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
-    tokens = _tokens(job, 0, job.micro_batches, job.batch)
-    batches = [{"input_ids": part, "labels": part} for part in tokens]
-    return EngineRunner(engine, batches, record_engine(engine))
+def _pipeline(job: PlannerJob, layout: Layout) -> EngineRunner:
+    trial = _Trial(job, layout)
+    batches = list(itertools.islice(trial.batches, job.micro_batches))
+    return EngineRunner(trial.engine, batches, record_engine(trial.engine))
 
 
 def _round(job: PlannerJob, runner: EngineRunner) -> tuple[float, float]:
@@ -215,26 +211,7 @@ def _try_layout(job: PlannerJob, screen: Screen) -> dict[str, Any]:
     layout = Layout.from_json(job.layout)
     axes = f"{layout.stages} x {layout.tensor_parallel} x {layout.data_parallel}"
     screen.note(f"trying {axes}: stages x splits x replicas")
-    config = layout.configure(_config({}, layout.zero_stage))
-    engine = wavemare.initialize(model=build_gpt(job), config=config)[0]
-    batches = _own_batches(job, layout)
-
-    def step() -> float:
-        started = time.perf_counter()
-        engine.train_batch(batches)
-        return time.perf_counter() - started
-
-    rounds = _in_turns(job, screen, {"trial": step})["trial"]
-    engine.destroy()
+    trial = _Trial(job, layout)
+    rounds = _in_turns(job, screen, {"trial": trial.step})["trial"]
+    trial.engine.destroy()
     return {"rounds_s": [max(ranks) for ranks in rounds]}
-
-
-def _own_batches(job: PlannerJob, layout: Layout) -> Iterator[dict[str, Tensor]]:
-    """Yield this rank's micro-batches of all steps."""
-    replica = dist.get_rank() // layout.tensor_parallel % layout.data_parallel
-    before, own = sum(layout.shares[:replica]), layout.shares[replica]
-    tokens = _tokens(job, 0, layout.micro_steps, sum(layout.shares))
-    while True:
-        for micro in tokens:
-            part = micro[before : before + own]
-            yield {"input_ids": part, "labels": part}
