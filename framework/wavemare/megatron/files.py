@@ -53,13 +53,11 @@ class Checkpoint:
             from the stage's first, order and share those of the file.
         version: ``checkpoint_version``.
         arguments: Megatron's arguments, as far as the files have them.
-        iteration: Steps that were trained; 0 for a release.
     """
 
     stages: list[list[dict[str, Tensor]]]
     version: int
     arguments: dict[str, Any]
-    iteration: int
 
     @property
     def shares(self) -> list[dict[str, Tensor]]:
@@ -102,13 +100,16 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
     ]
     first, path = loaded[0, 0], files[0, 0]
     arguments = getattr(first.get("args"), "__dict__", {})
-    # Before there was a version, its number was 0.
-    version = _number(first.get("checkpoint_version", 0), "checkpoint_version", path)
+    given = first.get("checkpoint_version", 0)  # before there was a version, its number was 0
+    try:
+        version = int(float(given))
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = f"its checkpoint_version is {given!r}, no number"
+        raise CheckpointError("checkpoint", str(path), reason, "Copy it again") from error
     if version > _NAMED_ANEW:
         reason = f"its checkpoint_version is {version} where 0 to {_NAMED_ANEW} are known"
         raise CheckpointError("checkpoint", str(path), reason, "Let Megatron save it anew")
-    iteration = _number(first.get("iteration") or 0, "iteration", path)
-    return Checkpoint(weights, version, dict(arguments), iteration)
+    return Checkpoint(weights, version, dict(arguments))
 
 
 def write_checkpoint(
@@ -219,14 +220,6 @@ def _load(path: Path) -> dict[str, Any]:
         remedy = "Save it without --num-layers-per-virtual-pipeline-stage"
         raise CheckpointError("checkpoint", str(path), reason, remedy)
     return dict(loaded)
-
-
-def _number(value: Any, name: str, path: Path) -> int:
-    try:
-        return int(float(value))
-    except (TypeError, ValueError, OverflowError) as error:
-        reason = f"its {name} is {value!r}, no number"
-        raise CheckpointError("checkpoint", str(path), reason, "Copy it again") from error
 
 
 def _flat(loaded: Mapping[str, Any], path: Path) -> dict[str, Tensor]:

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from wavemare.report.traces import Span, Trace, category
+from wavemare.report.traces import Trace, category
 
 _COLOURS = ("#3b8ed0", "#e69f00", "#2a9d6f", "#d1495b", "#b07cc6", "#56b4e9", "#8c7a4f", "#7a869a")
 _MS_PER_S = 1e3
-_PIXELS_PER_ROW, _PIXELS_AROUND = 44, 190
 
 
 class Series(NamedTuple):
@@ -131,15 +130,7 @@ _LOOKS = {
 """By category, from the back to the front."""
 
 
-class Row(NamedTuple):
-    """The timeline of a rank."""
-
-    label: str
-    spans: Sequence[Span]
-    steps: Sequence[float] = ()
-
-
-def gantt(rows: Sequence[Row]) -> Any:
+def gantt(trace: Trace) -> Any:
     """Draw the timelines of ranks over milliseconds, rank 0 at the top.
 
     Returns:
@@ -147,12 +138,16 @@ def gantt(rows: Sequence[Row]) -> Any:
     """
     from plotly import graph_objects
 
+    several = len({rank.stage for rank in trace.ranks}) > 1
+    labels = [
+        f"rank {rank.rank}" + (f"<br>stage {rank.stage}" if several else "") for rank in trace.ranks
+    ]
     figure = graph_objects.Figure()
     for kind, look in _LOOKS.items():
         bars = [
-            (row.label, span)
-            for row in rows
-            for span in row.spans
+            (label, span)
+            for label, rank in zip(labels, trace.ranks, strict=True)
+            for span in rank.spans
             if category(span.text) == kind and span.end_s > span.start_s
         ]
         if bars:
@@ -168,16 +163,19 @@ def gantt(rows: Sequence[Row]) -> Any:
                 hovertemplate="%{customdata}<br>%{y}<br>from %{base:.3f} ms, %{x:.3f} ms long"
                 "<extra></extra>",
             )
-    marks = [(row.label, start) for row in rows for start in row.steps]
-    if marks:
-        figure.add_scatter(
-            mode="markers",
-            name="step begins",
-            x=[round(start * _MS_PER_S, 4) for _, start in marks],
-            y=[label for label, _ in marks],
-            marker={"symbol": "line-ns-open", "size": 30, "color": "#d1495b", "line_width": 1.5},
-            hovertemplate="a step begins at %{x:.3f} ms<extra></extra>",
-        )
+    marks = [
+        (label, start)
+        for label, rank in zip(labels, trace.ranks, strict=True)
+        for start, _ in rank.steps
+    ]
+    figure.add_scatter(
+        mode="markers",
+        name="step begins",
+        x=[round(start * _MS_PER_S, 4) for _, start in marks],
+        y=[label for label, _ in marks],
+        marker={"symbol": "line-ns-open", "size": 30, "color": "#d1495b", "line_width": 1.5},
+        hovertemplate="a step begins at %{x:.3f} ms<extra></extra>",
+    )
     figure.update_layout(
         barmode="overlay",
         bargap=0,
@@ -185,25 +183,7 @@ def gantt(rows: Sequence[Row]) -> Any:
         yaxis={
             "fixedrange": True,
             "categoryorder": "array",
-            "categoryarray": [row.label for row in reversed(rows)],
+            "categoryarray": labels[::-1],
         },
     )
     return figure
-
-
-def gantt_height(rows: Sequence[Row]) -> int:
-    """Return the height of a Gantt figure in pixels."""
-    return _PIXELS_AROUND + _PIXELS_PER_ROW * len(rows)
-
-
-def rows_of_trace(trace: Trace) -> list[Row]:
-    """Return the rows of a measured trace."""
-    stages = len({rank.stage for rank in trace.ranks}) > 1
-    return [
-        Row(
-            f"rank {rank.rank}" + (f"<br>stage {rank.stage}" if stages else ""),
-            rank.spans,
-            [start for start, _ in rank.steps],
-        )
-        for rank in trace.ranks
-    ]

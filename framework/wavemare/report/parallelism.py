@@ -7,14 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from wavemare.observe.lines import numbered
 from wavemare.pipeline.staleness.staleness import max_staleness
-from wavemare.report.figures import (
-    Series,
-    bars,
-    gantt,
-    gantt_height,
-    lines,
-    rows_of_trace,
-)
+from wavemare.report.figures import Series, bars, gantt, lines
 from wavemare.report.page import Page
 from wavemare.report.runs import RunFacts
 from wavemare.report.traces import Trace
@@ -22,6 +15,7 @@ from wavemare.report.traces import Trace
 _MIB = 2**20
 _CALLS = "sparse_calls_"
 _DASHES = ("solid", "dash", "dot")
+_PIXELS_PER_RANK, _PIXELS_AROUND = 44, 190
 
 
 def add_pipeline(page: Page, runs: Sequence[RunFacts]) -> None:
@@ -137,10 +131,8 @@ def _add_steps(page: Page, run: RunFacts, trace: Trace) -> None:
     missing = int(run.environment.get("world_size", 0)) - len(trace.ranks)
     if missing > 0:
         page.missing("ranks", f"{missing} have left no timeline in this folder")
-    rows = rows_of_trace(trace)
-    page.figure(
-        gantt(rows), label="what each rank did, over time", height=gantt_height(rows), zooms=True
-    )
+    height = _PIXELS_AROUND + _PIXELS_PER_RANK * len(trace.ranks)
+    page.figure(gantt(trace), label="what each rank did, over time", height=height, zooms=True)
     resident = all(rank.device == "cpu" for rank in trace.ranks)
     page.heading(
         f"Memory over these steps: {run.name}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -45,11 +46,9 @@ def run_jobs(request: PlannerRequest) -> dict[str, Any]:
             found = run_ranks(job, environment={ADDRESS: address})
             rows += found["rows"]
         for name, job in request.cluster_jobs(cores):
-            if name == HOSTS:
-                with EmulatedCluster(_NUM_HOSTS, request.mbit) as cluster:
-                    found = _choose(name, job, address, cluster)
-            else:
-                found = _choose(name, job, address, None)
+            hosts = EmulatedCluster(_NUM_HOSTS, request.mbit) if name == HOSTS else nullcontext()
+            with hosts as cluster:
+                found = _choose(name, job, address, cluster)
             rows += found["rows"]
     return {
         "machine": found["machine"],
