@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,8 @@ def drawing(file: Path, **layout: Any) -> Iterator[Any]:
 def print_result(request: Request, result: Row) -> None:
     """Print the table and the remarks."""
     print_table(result_table(request, result))
-    print_lines(request.remarks(result))
+    for line in request.remarks(result):
+        print(line)
 
 
 def print_table(table: Table) -> None:
@@ -127,12 +128,3 @@ def print_table(table: Table) -> None:
     needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
     console.width = max(console.width, needed)
     console.print(table)
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are, whatever the width of the terminal."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    for line in lines:
-        console.print(line, soft_wrap=True)
