@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -17,9 +16,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from wavemare.bench.request import GptRequest, Request
+from wavemare.observe.run import environment
 
 SEED = 7
-_PACKAGES = ("wavemare", "torch", "deepspeed", "transformers")
 _Item = TypeVar("_Item")
 
 
@@ -90,23 +89,13 @@ def bench_device() -> torch.device:
 
 def describe_machine() -> dict[str, Any]:
     """Return processor, cores, memory and accelerator of this machine, and versions of packages."""
+    known, information = environment(), Path("/proc/cpuinfo")
+    text = information.read_text(encoding="utf-8") if information.exists() else ""
+    named = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
     return {
-        "system": platform.platform(),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "system": known["platform"],
+        "processor": named[1] if named else platform.processor() or platform.machine(),
         "memory_bytes": psutil.virtual_memory().total,
-        "accelerator": get_accelerator().device_name(),
-        "threads_per_rank": torch.get_num_threads(),
-        "python": platform.python_version(),
-        **{package: metadata.version(package) for package in _PACKAGES},
+        **known["machine"],
+        **known["versions"],
     }
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

@@ -33,6 +33,7 @@ from wavemare.megatron.weights import (
     to_transformers,
 )
 
+_FORMATS = ("hf", "megatron")
 _USED = {
     "from megatron": ("vocab_size", "num_attention_heads"),
     "to megatron": ("tensor_parallel", "pipeline_parallel", "version", "divisible_by", "iteration"),
@@ -86,15 +87,18 @@ def convert(source: str | Path, target: str | Path, to: str, options: Options | 
     _check(target, to, options)
     kind = format_of(source)
     _check_used(kind, to, options)
-    model = _READERS[kind](Path(os.path.expanduser(source)), options)
+    model = _read(kind, Path(os.path.expanduser(source)), options)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         written = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise ModelError("TARGET", str(target), str(error), "Choose another place") from error
     try:
-        _WRITERS[to](written, model, options)
-        back = _READERS[to](written, Options())
+        if to == "hf":
+            model.save_pretrained(written)
+        else:
+            _write_megatron(written, model, options)
+        back = _read(to, written, Options())
         _check_equal(model.state_dict(), back.state_dict())
         if target.exists():
             target.rmdir()
@@ -124,8 +128,8 @@ def format_of(folder: str | Path) -> str:
 
 
 def _check(target: Path, to: str, options: Options) -> None:
-    if to not in _WRITERS:
-        raise ModelError("--to", to, "there is no such format", did_you_mean(to, _WRITERS))
+    if to not in _FORMATS:
+        raise ModelError("--to", to, "there is no such format", did_you_mean(to, _FORMATS))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError("TARGET", str(target), "it exists", "Choose another name")
     if options.version not in range(4):
@@ -150,11 +154,9 @@ def _check_equal(given: dict[str, Any], found: dict[str, Any]) -> None:
             raise ModelError("weights", name, reason, "Report it with the model's arguments")
 
 
-def _read_hf(folder: Path, options: Options) -> Any:
-    return load_model(folder)
-
-
-def _read_megatron(folder: Path, options: Options) -> Any:
+def _read(kind: str, folder: Path, options: Options) -> Any:
+    if kind == "hf":
+        return load_model(folder)
     checkpoint = read_checkpoint(folder)
     if options.num_attention_heads is not None:
         checkpoint.arguments["num_attention_heads"] = options.num_attention_heads
@@ -168,10 +170,6 @@ def _read_megatron(folder: Path, options: Options) -> Any:
         if name in whole:
             whole[name] = whole[name][: config.vocab_size].clone()
     return model_of(config, to_transformers(whole, heads))
-
-
-def _write_hf(folder: Path, model: Any, options: Options) -> None:
-    model.save_pretrained(folder)
 
 
 def _write_megatron(folder: Path, model: Any, options: Options) -> None:
@@ -196,7 +194,3 @@ def _write_megatron(folder: Path, model: Any, options: Options) -> None:
         arguments=arguments,
         iteration=options.iteration,
     )
-
-
-_READERS = {"hf": _read_hf, "megatron": _read_megatron}
-_WRITERS = {"hf": _write_hf, "megatron": _write_megatron}

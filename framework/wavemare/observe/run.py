@@ -97,7 +97,7 @@ class Run:
             world_size: Number of ranks.
         """
         if self._writes:
-            content = {"configuration": dict(configuration), "environment": _environment()}
+            content = {"configuration": dict(configuration), "environment": environment()}
             content["environment"]["world_size"] = world_size
             atomic_write_text(self.folder / "config.json", _json(content))
 
@@ -160,7 +160,8 @@ def _make_writable(folder: Path) -> None:
         raise ConfigError("--output", str(folder), reason, "Name another folder")
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """Return versions, machine and command of this process."""
     import torch  # whoever trains has it; a report, which reads this module, needs none
     from deepspeed.accelerator import get_accelerator
 

@@ -46,12 +46,6 @@ class Sample(NamedTuple):
     seconds: float
     busy: Busy | None = None
 
-    @property
-    def waiting_s(self) -> float:
-        """Seconds that were neither compute nor optimizer."""
-        assert self.busy is not None
-        return self.seconds - self.busy.compute_s - self.busy.step_s
-
 
 Samples = Mapping[Key, Sequence[Sequence[Sample]]]
 """For each system and number of micro-batches: for each timed round, a sample of each rank."""
@@ -80,7 +74,9 @@ def measure(request: PipelineRequest) -> dict[str, Any]:
         if timed:
             samples[key].append(gather(sample))
     if request.trace is not None:
-        save_traces(request.trace, {key: gather(events) for key, events in last.items()}, rank)
+        traces = {key: gather(events) for key, events in last.items()}
+        if rank == 0:
+            save_traces(request.trace, traces)
     return {
         "baseline": BASELINE,
         "stage_s": stage_s,
@@ -181,11 +177,11 @@ def _shares(rounds: Sequence[Sequence[Sample]]) -> dict[str, Any]:
 
 
 def _rank_medians(samples: Sequence[Sample]) -> dict[str, float]:
-    busy = [sample.busy for sample in samples if sample.busy is not None]
-    parts = {name: median(getattr(each, name) for each in busy) for name in Busy._fields}
+    known = [(sample.seconds, sample.busy) for sample in samples if sample.busy is not None]
+    parts = {name: median(getattr(busy, name) for _, busy in known) for name in Busy._fields}
     return {
-        "seconds": median(sample.seconds for sample in samples),
-        "waiting_s": median(sample.waiting_s for sample in samples),
+        "seconds": median(seconds for seconds, _ in known),
+        "waiting_s": median(spent - busy.compute_s - busy.step_s for spent, busy in known),
         **parts,
     }
 
@@ -216,12 +212,8 @@ def build_timeline(title: str, ranks: Sequence[Sequence[Event]]) -> Timeline | N
     )
 
 
-def save_traces(
-    folder: Path, events: Mapping[tuple[str, int], Sequence[Sequence[Event]]], rank: int
-) -> None:
-    """Write ``timeline-mM.png``, ``timeline-mM.svg`` and ``trace-mM.json`` for each M on rank 0."""
-    if rank != 0:
-        return
+def save_traces(folder: Path, events: Mapping[Key, Sequence[Sequence[Event]]]) -> None:
+    """Write ``timeline-mM.png``, ``timeline-mM.svg`` and ``trace-mM.json`` for each M."""
     for count in {count for _, count in events}:
         timelines = [
             timeline

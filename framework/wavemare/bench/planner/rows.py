@@ -14,12 +14,12 @@ from wavemare.bench.ranks import ratio_row
 from wavemare.errors import CommError
 from wavemare.parallel.layout.layout import Layout
 from wavemare.pipeline.clock.simulate import Costs, simulate
-from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import one_f_one_b
 
 LOSS_TOLERANCE = 1e-6
 """Losses of the same global batches may differ by so much."""
 _FORWARD = 1 / 3
+_plan = cache(one_f_one_b)
 
 Rounds = Mapping[str, Sequence[Sequence[float]]]
 """For each system and round: the seconds of each rank."""
@@ -190,11 +190,6 @@ def cut_step_s(stage_s: Sequence[float], micro_batches: int, schedule: str) -> f
     )
     timeline = simulate(_plan(len(stage_s), micro_batches), costs)
     return max(events[-1].end_s for events in timeline.ranks)
-
-
-@cache
-def _plan(stages: int, micro_batches: int) -> Plan:
-    return one_f_one_b(stages, micro_batches)
 
 
 def best_cut(
