@@ -26,18 +26,15 @@ def main() -> None:
             tensors and plain values.
     """
     arguments = ds_to_universal.parse_arguments()
-    _check_input(Path(arguments.input_folder))
+    folder = Path(arguments.input_folder)
+    if next(folder.glob(f"*{_OPTIMIZER_STATES}"), None) is None:
+        reason = "there is no such folder"
+        if folder.is_dir():
+            reason = "it has no optimizer states, so it is no checkpoint that can be converted"
+        remedy = "Give the folder of one tag, such as checkpoints/step-000100"
+        raise CheckpointError("--input_folder", str(folder), reason, remedy)
     with safe_loading(arguments.input_folder):
         ds_to_universal.main(arguments)
-
-
-def _check_input(folder: Path) -> None:
-    remedy = "Give the folder of one tag, such as checkpoints/step-000100"
-    if not folder.is_dir():
-        raise CheckpointError("--input_folder", str(folder), "there is no such folder", remedy)
-    if next(folder.glob(f"*{_OPTIMIZER_STATES}"), None) is None:
-        reason = "it has no optimizer states, so it is no checkpoint that can be converted"
-        raise CheckpointError("--input_folder", str(folder), reason, remedy)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from wavemare.files import remove_leftovers, temporary_sibling
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 
@@ -55,7 +54,7 @@ def train_tokenizer(
         ConfigError: There is no such kind, or the vocabulary cannot hold all bytes and the special
             tokens.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     if kind not in _ROLES:
@@ -78,23 +77,17 @@ def train_tokenizer(
     tokenizer.train_from_iterator(texts, trainer)
     inputs = ["input_ids", "attention_mask"]
     if kind == "bert":
-        _add_bert_template(tokenizer)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+        )
         inputs.insert(1, "token_type_ids")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_input_names=inputs,
         clean_up_tokenization_spaces=False,
         **roles,
-    )
-
-
-def _add_bert_template(tokenizer: Tokenizer) -> None:
-    from tokenizers import processors
-
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
     )
 
 

@@ -80,8 +80,9 @@ def category(text: str) -> str:
     """
     if text.startswith(_PAIR):
         return "backward"
-    action = _action(text)
-    if action is None:
+    try:
+        action = Action.parse(text)
+    except PlanError:  # words
         return "other"
     if action.kind in COMPUTE or action.kind is Kind.STEP:
         return action.kind.name.lower()
@@ -155,10 +156,3 @@ def _time(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(value)
     return float(value)
-
-
-def _action(text: str) -> Action | None:
-    try:
-        return Action.parse(text)
-    except PlanError:
-        return None
