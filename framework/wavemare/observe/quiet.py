@@ -17,6 +17,15 @@ _VARIABLES = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# Called where the libraries have been imported.
+_MUTES = (
+    ("transformers.utils.logging", "set_verbosity_error"),
+    ("transformers.utils.logging", "disable_progress_bar"),
+    ("datasets.utils.logging", "set_verbosity_error"),
+    ("datasets.utils.tqdm", "disable_progress_bars"),
+    ("huggingface_hub.utils.logging", "set_verbosity_error"),
+    ("huggingface_hub.utils.tqdm", "disable_progress_bars"),
+)
 
 
 def verbose() -> bool:
@@ -47,17 +56,9 @@ def quiet_libraries() -> None:
     # DeepSpeed sets the level when it is imported, and its handler repeats it: a filter stays.
     if _errors_only not in deepspeed_logger.filters:
         deepspeed_logger.addFilter(_errors_only)
-    for library in ("transformers", "datasets", "huggingface_hub"):
-        module = sys.modules.get(f"{library}.utils.logging")
-        if module is not None:
-            module.set_verbosity_error()
-    transformers_logging = sys.modules.get("transformers.utils.logging")
-    if transformers_logging is not None:
-        transformers_logging.disable_progress_bar()
-    for tqdm in ("datasets.utils.tqdm", "huggingface_hub.utils.tqdm"):
-        module = sys.modules.get(tqdm)
-        if module is not None:
-            module.disable_progress_bars()
+    for name, method in _MUTES:
+        if (module := sys.modules.get(name)) is not None:
+            getattr(module, method)()
 
 
 def _errors_only(record: logging.LogRecord) -> bool:

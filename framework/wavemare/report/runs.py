@@ -180,12 +180,9 @@ def _read_json(file: Path) -> dict[str, Any] | None:
         return None
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise _damaged(file, "this is no text") from None
-    except OSError as error:
-        raise _damaged(file, error.strerror or type(error).__name__) from None
-    except ValueError as error:
-        raise _damaged(file, str(error)) from None
+    except (OSError, ValueError) as error:
+        is_text = not isinstance(error, UnicodeDecodeError)
+        raise _damaged(file, str(error) if is_text else "this is no text") from None
     if not isinstance(content, dict):
         raise _damaged(file, "it is not a JSON object")
     return content
