@@ -180,9 +180,9 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
     * No rank keeps more activations than the limit of ``memory``, if there is one.
     * The gradients of optimizer step ``k`` are reduced after all backward passes of its
       micro-batches and before all others, and once; the step comes after it, and before the next
-      backward pass or the plan's `step_delay` later. Versions that are filled in are the
-      number of optimizer steps so far; `CORRECT` names that of the forward pass, and between it
-      and its `RESTORE` there is only that backward pass with its messages.
+      backward pass. Versions that are filled in are the number of optimizer steps so far; `CORRECT`
+      names that of the forward pass, and between it and its `RESTORE` there is only that backward
+      pass with its messages.
     * Each message is sent once and received once, and the first and last stage load in the same
       order. Without homes, split passes and `NORM`, messages are received in the order in which
       they are sent, and only then may sends block.
@@ -250,7 +250,6 @@ def check_shape(plan: Plan) -> None:
     """
     numbers = {"stages": (plan.num_stages, 1), "micro_batches": (plan.micro_batches, 1)}
     numbers |= {"steps": (plan.num_steps, 0), "send_slots": (plan.send_slots, 0)}
-    numbers |= {"step_delay": (plan.step_delay, 0)}
     for key, (value, least) in numbers.items():
         if value < least:
             raise PlanError(key, value, "it is too small", f"Give {least} or more")
@@ -260,9 +259,6 @@ def check_shape(plan: Plan) -> None:
     if plan.flushes and not plan.send_slots:
         reason = "sends that block are for plans of whole passes without homes and N"
         raise PlanError("send_slots", plan.send_slots, reason, "Give 1 or more")
-    if plan.flushes and plan.step_delay:
-        reason = "a plan with homes, split passes or N is empty at each step"
-        raise PlanError("step_delay", plan.step_delay, reason, "Leave it out")
     homes: dict[int, int] = {}
     own = plan.homes or (range(plan.num_stages) if len(plan.ranks) == plan.num_stages else None)
     for rank, actions in enumerate(plan.ranks):

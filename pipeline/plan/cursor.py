@@ -120,7 +120,7 @@ class PlanCursor:
         step = micro_batch // plan.micro_batches
         misplaced = kind is Kind.FORWARD and plan.flushes and step != self._steps
         if kind in INPUT_GRADIENTS:
-            misplaced = step != self._reduced or step - self._steps > plan.step_delay
+            misplaced = not step == self._steps == self._reduced
         if misplaced:
             reason = f"it belongs to optimizer step {step}, but {self._steps} steps come before it"
             raise _refusal(action, reason, "Put it between the steps to which it belongs")

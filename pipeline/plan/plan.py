@@ -192,8 +192,7 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 _DIGITS = 18
 _HEADER = ("schedule", "stages", "micro_batches", "steps", "send_slots")
-# Written if there are any.
-_DELAY, _HOMES = "step_delay", "homes"
+_HOMES = "homes"  # written if there are any
 
 
 @dataclass(frozen=True)
@@ -209,8 +208,6 @@ class Plan:
             has all: the segments of a model, in waves.
         send_slots: How many messages from one rank to another may be unreceived before a send
             waits: 0 where a send waits for its receive (DeepSpeed's blocking sends).
-        step_delay: How many optimizer steps may be missing when backward passes of the next one
-            begin: their gradients are reduced, and applied later.
         homes: For each stage its rank; stages on one rank exchange no messages. Left out, and
             empty here, where each rank has the stage of its number.
     """
@@ -221,7 +218,6 @@ class Plan:
     num_steps: int
     ranks: tuple[tuple[Action, ...], ...]
     send_slots: int = 0
-    step_delay: int = 0
     homes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -273,7 +269,6 @@ class Plan:
             self.send_slots,
         )
         header = " ".join(f"{key}={value}" for key, value in zip(_HEADER, values, strict=True))
-        header += f" {_DELAY}={self.step_delay}" if self.step_delay else ""
         header += f" {_HOMES}={','.join(map(str, self.homes))}" if self.homes else ""
         lines = [f"plan {header}"]
         for rank, actions in enumerate(self.ranks):
@@ -299,7 +294,6 @@ class Plan:
             micro_batches=_number(values, "micro_batches"),
             num_steps=_number(values, "steps"),
             send_slots=_number(values, "send_slots"),
-            step_delay=_number(values, _DELAY),
             homes=tuple(_number({_HOMES: home}, _HOMES) for home in homes),
             ranks=tuple(_rank(line, number) for number, line in enumerate(lines[1:])),
         )
@@ -321,11 +315,11 @@ def check_numbers(num_stages: int, micro_batches: int, num_steps: int) -> None:
 def _header(line: str) -> dict[str, str]:
     word, *pairs = line.split()
     values = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    keys = {*_HEADER, *values.keys() & {_DELAY, _HOMES}}
+    keys = {*_HEADER, *values.keys() & {_HOMES}}
     if word != "plan" or set(values) != keys or len(pairs) != len(keys):
         example = "plan " + " ".join(f"{key}=..." for key in _HEADER)
         raise PlanError("plan", line, "this is no header of a plan", f"Write '{example}'")
-    return {_DELAY: "0", **values}
+    return values
 
 
 def _number(values: dict[str, str], key: str) -> int:

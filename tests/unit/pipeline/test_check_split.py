@@ -83,10 +83,6 @@ VEE = Plan.parse(str(zbv(2, 2)).replace("@0", ""))
         ([("homes=0,1,1,0", "homes=")], "homes = '': it is not a whole number"),
         ([("send_slots=2", "send_slots=0")], "send_slots = 0: sends that block are for plans of"),
         # What only plans have that are never empty, or waves.
-        (
-            [(" homes", " step_delay=1 homes")],
-            "step_delay = 1: a plan with homes, split passes or N",
-        ),
         ([(" 0I0", " 0C0 0I0 0U0")], "'0C0': this stage has nothing of this kind to do"),
         ([(" 0I0", " 0I0/1")], "'0I0/1': only a plan with all stages on one rank has a second"),
     ],
