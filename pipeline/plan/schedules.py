@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from wavemare.errors import PlanError, did_you_mean
 from wavemare.pipeline.plan.automatic import automatic
-from wavemare.pipeline.plan.chunked import interleaved, zb_h1, zbv
+from wavemare.pipeline.plan.chunked import forward_only, interleaved, zb_h1, zbv
 from wavemare.pipeline.plan.lowering import (
     StageSchedule,
-    add_communication,
     defer_sends,
     overlap_forward_backward,
 )
-from wavemare.pipeline.plan.plan import Action, Kind, Plan, check_numbers
+from wavemare.pipeline.plan.plan import Action, Plan, check_numbers
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "SCHEDULES",
     "SEND_SLOTS",
     "build_plan",
-    "drain_boundary",
     "inference",
     "one_f_one_b",
     "overlapped_one_f_one_b",
@@ -53,30 +52,6 @@ def steps_to_drain(step: int, warmup_steps: int, drain_interval: int) -> int | N
     return drain_interval - step % drain_interval if drain_interval else None
 
 
-def drain_boundary(
-    step: int,
-    first: int,
-    micro_batches: int,
-    *,
-    warmup_steps: int = 0,
-    drain_interval: int = 0,
-    last_step: int | None = None,
-) -> int | None:
-    """Return how many micro-batches of the run may be forwarded before the pipeline is empty again.
-
-    Args:
-        step: The next optimizer step, counted from 0.
-        first: Its first micro-batch.
-        micro_batches: Micro-batches per optimizer step.
-        warmup_steps: See `steps_to_drain`.
-        drain_interval: See `steps_to_drain`.
-        last_step: One behind the last step of the run; None if it has no known end.
-    """
-    left = steps_to_drain(step, warmup_steps, drain_interval)
-    ends = [steps for steps in (left, last_step and last_step - step) if steps is not None]
-    return first + min(ends) * micro_batches if ends else None
-
-
 def _build(
     schedule: str,
     num_stages: int,
@@ -94,15 +69,9 @@ def _build(
     def actions(stage: int) -> Iterable[Action]:
         row = StageSchedule(stage, num_stages, micro_batches, **options)
         for step in range(num_steps):
-            stop = drain_boundary(
-                step,
-                row.first,
-                micro_batches,
-                warmup_steps=warmup_steps,
-                drain_interval=drain_interval,
-                last_step=num_steps,
-            )
-            yield from lower(row.step(stop))
+            rest = num_steps - step
+            left = min(steps_to_drain(step, warmup_steps, drain_interval) or rest, rest)
+            yield from lower(row.step(row.first + left * micro_batches))
 
     ranks = tuple(tuple(actions(stage)) for stage in range(num_stages))
     return Plan(schedule, num_stages, micro_batches, num_steps, ranks, send_slots)
@@ -191,13 +160,7 @@ def inference(num_stages: int, micro_batches: int, num_steps: int = 0) -> Plan:
         PlanError: A number is out of range.
     """
     check_numbers(num_stages, micro_batches, num_steps)
-
-    def actions(stage: int) -> tuple[Action, ...]:
-        passes = (Action(Kind.FORWARD, stage, m, 0) for m in range(micro_batches))
-        return tuple(add_communication(passes, range(num_stages)))
-
-    ranks = tuple(actions(stage) for stage in range(num_stages))
-    return Plan("inference", num_stages, micro_batches, 0, ranks)
+    return replace(forward_only(range(num_stages), micro_batches), send_slots=0)
 
 
 SCHEDULES: dict[str, Callable[..., Plan]] = {

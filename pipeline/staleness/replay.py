@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from wavemare.errors import PlanError
 from wavemare.pipeline.optim.soap_muon import SOAP
 from wavemare.pipeline.plan.lowering import ahead
-from wavemare.pipeline.plan.schedules import drain_boundary
+from wavemare.pipeline.plan.schedules import steps_to_drain
 from wavemare.pipeline.staleness.staleness import ema_decay, lr_factor, resolve_mode
 
 Value = Any
@@ -162,7 +162,8 @@ class Replay:
         self._clip_gradients()
         for stage, age in zip(self._stages, ages, strict=True):
             stage.update(self._factor(stage, step), math.fsum(age) / len(age))
-        self._note_drain(step, first)
+        if steps_to_drain(step, self._warmup_steps, self._drain_interval) == 1:
+            self._drained = step + 1
         record = StepRecord(step, tuple(losses), tuple(ages))
         self.records.append(record)
         return record.loss
@@ -213,18 +214,6 @@ class Replay:
         if self._anneal_steps is None or step < 0:
             return 1.0
         return lr_factor(step, stage.tau, self._anneal_steps)
-
-    def _note_drain(self, step: int, first: int) -> None:
-        end = first + self._micro_batches
-        boundary = drain_boundary(
-            step,
-            first,
-            self._micro_batches,
-            warmup_steps=self._warmup_steps,
-            drain_interval=self._drain_interval,
-        )
-        if boundary == end:
-            self._drained = step + 1
 
 
 class _Stage:

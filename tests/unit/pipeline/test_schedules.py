@@ -16,10 +16,10 @@ from wavemare.pipeline.plan.plan import COMPUTE, Kind
 from wavemare.pipeline.plan.schedules import (
     SCHEDULES,
     build_plan,
-    drain_boundary,
     inference,
     one_f_one_b,
     pipemare,
+    steps_to_drain,
 )
 
 stages = st.integers(1, 16)
@@ -162,21 +162,11 @@ def test_pipemare_runs_on_the_clock(
 
 
 @pytest.mark.parametrize(
-    ("step", "options", "boundary"),
-    [
-        (3, {}, None),
-        (3, {"last_step": 7}, 100 + 4 * 5),
-        (3, {"warmup_steps": 4}, 100 + 5),
-        (3, {"warmup_steps": 3}, None),
-        (3, {"drain_interval": 3}, 100 + 3 * 5),
-        (3, {"drain_interval": 4}, 100 + 5),
-        (3, {"drain_interval": 10, "last_step": 9}, 100 + 6 * 5),
-        (3, {"drain_interval": 10, "last_step": 12}, 100 + 7 * 5),
-        (3, {"warmup_steps": 5, "drain_interval": 10, "last_step": 9}, 100 + 5),
-    ],
+    ("warmup_steps", "drain_interval", "left"),
+    [(0, 0, None), (4, 0, 1), (3, 0, None), (0, 3, 3), (0, 4, 1), (0, 10, 7), (5, 10, 1)],
 )
-def test_the_next_drain(step, options, boundary):
-    assert drain_boundary(step, 100, 5, **options) == boundary
+def test_the_next_drain(warmup_steps, drain_interval, left):
+    assert steps_to_drain(3, warmup_steps, drain_interval) == left
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
