@@ -18,8 +18,8 @@ therefore alternate by groups of segments that end where a collective starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import product, zip_longest
-from typing import Any, NamedTuple
+from itertools import chain, product, zip_longest
+from typing import NamedTuple
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.plan import Action, Kind, Plan, check_numbers
@@ -28,12 +28,9 @@ __all__ = [
     "Group",
     "Groups",
     "accumulation",
-    "accumulation_step",
     "group_segments",
     "in_phase",
-    "in_phase_step",
     "tick_tock",
-    "tick_tock_step",
 ]
 
 Group = tuple[int, ...]
@@ -112,22 +109,25 @@ def accumulation(num_segments: int, micro_batches: int, num_steps: int = 1) -> P
     Raises:
         PlanError: A number is out of range.
     """
-    return _plan("accumulation", accumulation_step, num_segments, micro_batches, num_steps)
-
-
-def accumulation_step(num_segments: int, micro_batches: int, step: int = 0) -> tuple[Action, ...]:
-    """Return one optimizer step of `accumulation`, counted from 0."""
-    window = _Window(num_segments, micro_batches, step)
     head = num_segments - 1
-    actions: list[Action] = []
-    for micro_batch in window.micro_batches:
-        actions += window.forward(range(head), micro_batch)
-        actions += window.head(micro_batch)
-        actions += window.backward(range(head - 1, -1, -1), micro_batch)
-    return (*actions, *window.end())
+
+    def actions(window: _Window) -> Iterator[Action]:
+        for micro_batch in window.micro_batches:
+            yield from window.forward(range(head), micro_batch)
+            yield from window.head(micro_batch)
+            yield from window.backward(range(head - 1, -1, -1), micro_batch)
+
+    return _plan("accumulation", actions, num_segments, micro_batches, num_steps)
 
 
-def in_phase(num_segments: int, micro_batches: int, num_steps: int = 1, **options: Any) -> Plan:
+def in_phase(
+    num_segments: int,
+    micro_batches: int,
+    num_steps: int = 1,
+    *,
+    sums_output: Sequence[bool] = (),
+    sums_gradient: Sequence[bool] = (),
+) -> Plan:
     """Return micro-batches in pairs that go forward together and then backward together.
 
     With halves of micro-batches this is Domino's order of passes, without its input-gradient
@@ -137,61 +137,36 @@ def in_phase(num_segments: int, micro_batches: int, num_steps: int = 1, **option
         num_segments: With the head.
         micro_batches: Per optimizer step; an odd last one runs alone.
         num_steps: Optimizer steps.
-        options: ``sums_output`` and ``sums_gradient``; see `group_segments`.
+        sums_output: See `group_segments`.
+        sums_gradient: See `group_segments`.
 
     Raises:
         PlanError: A number is out of range, or see `group_segments`.
     """
-    return _plan("in-phase", in_phase_step, num_segments, micro_batches, num_steps, **options)
-
-
-def in_phase_step(
-    num_segments: int,
-    micro_batches: int,
-    step: int = 0,
-    *,
-    sums_output: Sequence[bool] = (),
-    sums_gradient: Sequence[bool] = (),
-) -> tuple[Action, ...]:
-    """Return one optimizer step of `in_phase`, counted from 0."""
-    window = _Window(num_segments, micro_batches, step)
     groups = group_segments(num_segments, sums_output, sums_gradient)
-    actions: list[Action] = []
-    for tick in window.micro_batches[::2]:
-        waves = range(tick, min(tick + 2, window.micro_batches.stop))
-        for group, micro_batch in product(groups.forward, waves):
-            actions += window.forward(group, micro_batch)
-        for micro_batch in waves:
-            actions += window.head(micro_batch)
-        for group, micro_batch in product(groups.below_head, waves):
-            actions += window.backward(group, micro_batch)
-    return (*actions, *window.end())
+
+    def actions(window: _Window) -> Iterator[Action]:
+        for tick in window.micro_batches[::2]:
+            waves = range(tick, min(tick + 2, window.micro_batches.stop))
+            for group, micro_batch in product(groups.forward, waves):
+                yield from window.forward(group, micro_batch)
+            for micro_batch in waves:
+                yield from window.head(micro_batch)
+            for group, micro_batch in product(groups.below_head, waves):
+                yield from window.backward(group, micro_batch)
+
+    return _plan("in-phase", actions, num_segments, micro_batches, num_steps)
 
 
-def tick_tock(num_segments: int, micro_batches: int, num_steps: int = 1, **options: Any) -> Plan:
-    """Return two waves half a cycle apart: one goes backward while the other goes forward.
-
-    Args:
-        num_segments: With the head.
-        micro_batches: Per optimizer step; each step starts and ends drained.
-        num_steps: Optimizer steps.
-        options: See `tick_tock_step`.
-
-    Raises:
-        PlanError: See `tick_tock_step`.
-    """
-    return _plan("tick-tock", tick_tock_step, num_segments, micro_batches, num_steps, **options)
-
-
-def tick_tock_step(
+def tick_tock(
     num_segments: int,
     micro_batches: int,
-    step: int = 0,
+    num_steps: int = 1,
     *,
     sums_output: Sequence[bool] = (),
     sums_gradient: Sequence[bool] = (),
-) -> tuple[Action, ...]:
-    """Return one optimizer step of `tick_tock`.
+) -> Plan:
+    """Return two waves half a cycle apart: one goes backward while the other goes forward.
 
     After each backward group comes the other wave's next forward group; the rest of the longer
     row comes last. The head comes when the other wave is done: backward passes of two micro-batches
@@ -199,29 +174,30 @@ def tick_tock_step(
 
     Args:
         num_segments: With the head.
-        micro_batches: Per optimizer step.
-        step: Counted from 0.
+        micro_batches: Per optimizer step; each step starts and ends drained.
+        num_steps: Optimizer steps.
         sums_output: See `group_segments`.
         sums_gradient: See `group_segments`.
 
     Raises:
         PlanError: A number is out of range, or see `group_segments`.
     """
-    window = _Window(num_segments, micro_batches, step)
-    groups = group_segments(num_segments, sums_output, sums_gradient)
-    phase = _phase(groups)
-    first, last = window.micro_batches[0], window.micro_batches[-1]
-    actions = list(window.forward(range(num_segments - 1), first))
-    for micro_batch in range(first, last):
-        actions += window.head(micro_batch)
-        for kind, group in phase:
-            if kind is Kind.BACKWARD:
-                actions += window.backward(group, micro_batch)
-            else:
-                actions += window.forward(group, micro_batch + 1)
-    actions += window.head(last)
-    actions += window.backward(range(num_segments - 2, -1, -1), last)
-    return (*actions, *window.end())
+    phase = _phase(group_segments(num_segments, sums_output, sums_gradient))
+
+    def actions(window: _Window) -> Iterator[Action]:
+        first, last = window.micro_batches[0], window.micro_batches[-1]
+        yield from window.forward(range(num_segments - 1), first)
+        for micro_batch in range(first, last):
+            yield from window.head(micro_batch)
+            for kind, group in phase:
+                if kind is Kind.BACKWARD:
+                    yield from window.backward(group, micro_batch)
+                else:
+                    yield from window.forward(group, micro_batch + 1)
+        yield from window.head(last)
+        yield from window.backward(range(num_segments - 2, -1, -1), last)
+
+    return _plan("tick-tock", actions, num_segments, micro_batches, num_steps)
 
 
 def _phase(groups: Groups) -> list[tuple[Kind, Group]]:
@@ -239,7 +215,6 @@ class _Window:
     """Makes the actions of one optimizer step; its micro-batches are counted over the run."""
 
     def __init__(self, num_segments: int, micro_batches: int, step: int) -> None:
-        check_numbers(num_segments, micro_batches, step)
         self.micro_batches = range(step * micro_batches, (step + 1) * micro_batches)
         self._num_segments = num_segments
         self._step = step
@@ -275,13 +250,13 @@ class _Window:
 
 def _plan(
     schedule: str,
-    make_step: Callable[..., tuple[Action, ...]],
+    actions: Callable[[_Window], Iterable[Action]],
     num_segments: int,
     micro_batches: int,
     num_steps: int,
-    **options: Any,
 ) -> Plan:
     sizes = num_segments, micro_batches
     check_numbers(*sizes, num_steps)
-    actions = tuple(a for step in range(num_steps) for a in make_step(*sizes, step, **options))
-    return Plan(schedule, *sizes, num_steps, (actions,))
+    windows = (_Window(*sizes, step) for step in range(num_steps))
+    row = tuple(chain.from_iterable((*actions(window), *window.end()) for window in windows))
+    return Plan(schedule, *sizes, num_steps, (row,))
