@@ -17,7 +17,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from wavemare.engine.config.resolve import WavemareConfig
-    from wavemare.engine.health.numbers import NumericsGuard
     from wavemare.engine.sparse.gradients import SparseGradients
 
 
@@ -78,7 +77,6 @@ class EngineContext(Protocol):
         mpu: The process grid that DeepSpeed was given; None without one.
         expert_data_parallel_group: Those of the ranks that hold the same experts, by name.
         layout: The layout of the model; None if the configuration alone determines it.
-        guard: Stops or skips steps with numbers that are not finite; None if it is off.
         sparse: Reduces the gradients in place of DeepSpeed; None if it is off.
         grid: With ``pipeline_parallelism``: process groups, and stages by rank.
         stage_id: With ``pipeline_parallelism``: from 0.
@@ -103,7 +101,6 @@ class EngineContext(Protocol):
     grid: Any
     stage_id: int
     layout: Any
-    guard: NumericsGuard | None
     sparse: SparseGradients | None
 
     # Of DeepSpeed's engine: configuration.
@@ -113,7 +110,6 @@ class EngineContext(Protocol):
     gradient_average: bool
     communication_data_type: torch.dtype
     torch_autocast_z0_gradscaler: Any
-    training_dataloader: Any
     train_batch_size: Callable[[], int]
     train_micro_batch_size_per_gpu: Callable[[], int]
     gradient_accumulation_steps: Callable[[], int]
@@ -129,10 +125,8 @@ class EngineContext(Protocol):
     # Of DeepSpeed's engine: a step.
     lr_scheduler: Any
     timers: Any
-    tput_timer: Any
     inside_no_sync_ctxt: bool
     is_gradient_accumulation_boundary: Callable[[], bool]
-    set_gradient_accumulation_boundary: Callable[[bool | None], None]
     step: Callable[[], None]
     was_step_applied: Callable[[], bool]
     zero_grad: Callable[[], None]

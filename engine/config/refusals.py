@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that exclude each other, as one table: condition, key, value, reason, remedy."""
+"""Options that exclude each other: what goes beside a feature, and rows of condition and reason."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from wavemare.comm.config import HALVES, LOOSE_MODES
-from wavemare.engine.config.sections import BalanceConfig
+from wavemare.engine.config.sections import BalanceConfig, ParallelConfig
 from wavemare.engine.config.shape import (
     SECTION,
     ZERO_WEIGHTS,
     is_enabled,
-    offloads,
     refuse_idle,
     section_of,
     zero_section,
@@ -25,25 +24,82 @@ if TYPE_CHECKING:
 
 _Rows = Iterator[tuple[object, str, object, str, str]]
 """Condition under which a row refuses, key, value, reason and remedy."""
+_Beside = Mapping[str, tuple[tuple[object, ...], str]]
+"""Keys, the values of each that a feature goes with, and why it goes with no other."""
 
 _SHARES = f"{SECTION}.balance.shares"
 _UNTESTED = "it is not tested"
-_ALONE = "not with local steps"
 _REMOVE = "Leave it out"
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
-_PARTS = "it parts the weights"
 _OFF = (None, False, 0)
-_BESIDE_REPLICAS: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "zero_optimization.stage": ((None, 0, 1, 2), _PARTS),
+_ONE = (None, 1)
+_PARTS = "it parts the weights"
+_LOSSES = "losses are of micro-batches that are alike on all ranks"
+
+_OF_DEEPSPEED: _Beside = {
     "zero_optimization.offload_optimizer.device": ((None, "none"), _UNTESTED),
-    "zero_optimization.offload_param.device": ((None, "none"), _UNTESTED),
+    "zero_optimization.cpu_offload": (_OFF, _UNTESTED),
     "zero_optimization.zenflow": ((None,), _UNTESTED),
-    "fp16.enabled": (_OFF, "loss scales differ by replica"),
-    "sequence_parallel_size": ((None, 1), _UNTESTED),
-    "tensor_parallel.autotp_size": ((None, 1), _UNTESTED),
+    "sequence_parallel_size": (_ONE, "ranks that share samples are not tested"),
+    "tensor_parallel.autotp_size": (_ONE, _UNTESTED),
     "expert_parallel.enabled": (_OFF, _UNTESTED),
     "compile.deepcompile": (_OFF, _UNTESTED),
     "hybrid_engine.enabled": (_OFF, _UNTESTED),
+}
+_BESIDE_EXPERTS: _Beside = {
+    **_OF_DEEPSPEED,
+    "checkpoint.use_node_local_storage": (_OFF, _UNTESTED),
+    "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
+    "wavemare.parallel": ((ParallelConfig().model_dump(),), "a plan does not divide them"),
+    "wavemare.balance.shares": ((None,), _UNTESTED),
+    "wavemare.balance.mean": (("samples",), _UNTESTED),
+    "wavemare.sparse_collective.compressor": ((None,), _UNTESTED),
+}
+_BESIDE_STAGED_EXPERTS: _Beside = {
+    "fp16.enabled": (_OFF, _UNTESTED),
+    "bf16.enabled": (_OFF, _UNTESTED),
+    "wavemare.pipeline.schedule": (("1f1b",), _UNTESTED),
+    "wavemare.sparse_collective.mode": (("off",), _UNTESTED),
+}
+_BESIDE_PIPEMARE: _Beside = {
+    "fp16.enabled": (_OFF, "stages are at different steps, and a loss scale is that of one step"),
+    "torch_autocast.enabled": (_OFF, "casts that it keeps would be of old weights"),
+    "amp.enabled": (_OFF, "casts that it keeps would be of old weights"),
+    "wavemare.pipeline.untie": ((None, True), "stages cannot meet at each step to share a weight"),
+}
+_BESIDE_SPLIT_PASSES: _Beside = {
+    "fp16.enabled": (_OFF, _UNTESTED),
+    "torch_autocast.enabled": (_OFF, "layers cannot defer the gradients of their weights"),
+    "amp.enabled": (_OFF, "layers cannot defer the gradients of their weights"),
+    "compile.deepcompile": (_OFF, "layers cannot defer the gradients of their weights"),
+    "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
+    "wavemare.pipeline.overlap_forward_backward": ((False,), "passes have an order of their own"),
+}
+_BESIDE_CHUNKS: _Beside = {
+    "wavemare.sparse_collective.mode": (("off",), _UNTESTED),
+    "wavemare.pipeline.dynamic_shape": ((False,), _UNTESTED),
+}
+_BESIDE_SPARSE: _Beside = {
+    "zero_optimization.stage": ((None, 0, 1, 2), "gradients cannot be scattered layer by layer"),
+    **_OF_DEEPSPEED,
+}
+_BESIDE_COMPRESSOR: _Beside = {
+    "fp16.enabled": (_OFF, "a step that overflows loses what was sent in it"),
+    "wavemare.guard.nonfinite": (("off", "stop"), "a skipped step loses what was sent in it"),
+}
+_BESIDE_WAVES: _Beside = {
+    "wavemare.pipeline.stages": ((1,), "micro-batches of stages are in turns already"),
+    "curriculum_learning.enabled": (_OFF, "it would change whole forward passes"),
+    "progressive_layer_drop.enabled": (_OFF, "it would change whole forward passes"),
+    "flops_profiler.enabled": (_OFF, "it would watch whole forward passes"),
+    "wavemare.balance.shares": ((None,), _LOSSES),
+    "wavemare.balance.mean": (("samples",), _LOSSES),
+}
+_BESIDE_REPLICAS: _Beside = {
+    **_OF_DEEPSPEED,
+    "zero_optimization.stage": ((None, 0, 1, 2), _PARTS),
+    "zero_optimization.offload_param.device": ((None, "none"), _UNTESTED),
+    "fp16.enabled": (_OFF, "loss scales differ by replica"),
     "curriculum_learning.enabled": (_OFF, _UNTESTED),
     "data_efficiency.enabled": (_OFF, _UNTESTED),
     "elasticity.enabled": (_OFF, _UNTESTED),
@@ -53,15 +109,23 @@ _BESIDE_REPLICAS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "wavemare.pipeline.schedule": (("1f1b",), "replicas are no pipelines"),
     "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
     "wavemare.expert_parallel.size": ((1,), _UNTESTED),
+    "wavemare.parallel": ((ParallelConfig().model_dump(),), _UNTESTED),
     "wavemare.wavelet.mode": (("off", "auto", "sync"), _PARTS),
     "wavemare.sparse_collective.mode": (("off",), "it would sum gradients of one replica alone"),
     "wavemare.balance.shares": ((None,), "they count all ranks"),
     "wavemare.balance.mean": (("samples",), "it counts the tokens of one replica alone"),
     "wavemare.guard.nonfinite": (("off", "stop"), "replicas would skip different steps"),
 }
-"""Keys whose values other than these do not go with local steps, and why."""
-_LEAVE = 'set wavemare.sparse_collective.mode to "off"'
-_16_BIT_OR_FP32 = 'Use "bf16": {"enabled": true} or fp32, or schedule 1f1b'
+_BESIDE_SEQUENCES: _Beside = {
+    "zero_optimization.stage": ((3,), "DeepSpeed divides gradients by too few ranks without it"),
+    "wavemare.pipeline.stages": ((1,), _UNTESTED),
+    "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
+    "wavemare.expert_parallel.size": ((1,), _UNTESTED),
+    "wavemare.wavelet.mode": (("off",), _UNTESTED),
+    "wavemare.balance.shares": ((None,), _UNTESTED),
+    "wavemare.balance.mean": (("samples",), _UNTESTED),
+    "wavemare.sparse_collective.mode": (("off",), _UNTESTED),
+}
 
 
 def refuse(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> None:
@@ -76,10 +140,31 @@ def refuse(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> 
         refuse_idle(ours.wavelet, f"{SECTION}.wavelet", "sync")
     if ours.local_steps.mode == "off":
         refuse_idle(ours.local_steps, f"{SECTION}.local_steps", "diloco")
+    values = {**config, SECTION: ours.model_dump()}
     for rows in (_layout, _experts, _schedule, _sparse, _waves, _replicas, _health):
-        for refused, key, value, reason, remedy in rows(config, ours, world_size):
-            if refused:
-                raise ConfigError(key, value, reason, remedy)
+        _raise_first(rows(values, ours, world_size))
+
+
+def _raise_first(rows: _Rows) -> None:
+    for refused, key, value, reason, remedy in rows:
+        if refused:
+            raise ConfigError(key, value, reason, remedy)
+
+
+def _beside(config: Mapping[str, Any], table: _Beside, feature: str, key: str) -> _Rows:
+    """Yield a row for each key that may not have any value beside a feature, which a key asks for.
+
+    Args:
+        config: The whole configuration, with all values of our section.
+        table: What the feature goes with.
+        feature: In words.
+        key: Of the feature.
+    """
+    for name, (allowed, reason) in table.items():
+        found: Any = config
+        for word in name.split("."):
+            found = found.get(word) if isinstance(found, Mapping) else None
+        yield found not in allowed, name, found, f"with {feature} {reason}", f"{_REMOVE}, or {key}"
 
 
 def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> _Rows:
@@ -139,8 +224,7 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
     size, key = ours.expert_parallel.size, f"{SECTION}.expert_parallel.size"
     if size == 1:
         return
-    zero = zero_section(config)
-    stage = zero.get("stage", 0)
+    stage = zero_section(config).get("stage", 0)
     stages, data_ranks = ours.pipeline.stages, world_size // ours.pipeline.stages
     yield (
         data_ranks % size,
@@ -165,69 +249,9 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
             "without ZeRO DeepSpeed's 16-bit optimizers clip by the experts of one rank alone",
             'Set "stage" to 1 or 2 in zero_optimization',
         )
-        yield (
-            stages > 1 and is_enabled(config, name),
-            f"{name}.enabled",
-            True,
-            "experts on several stages are tested in fp32 alone",
-            f"Use fp32, or leave out {key} or {SECTION}.pipeline.stages",
-        )
-    sparse, pipeline = ours.sparse_collective, ours.pipeline
-    for refused, name, value, reason in (
-        (
-            stages > 1 and pipeline.schedule != "1f1b",
-            f"{SECTION}.pipeline.schedule",
-            pipeline.schedule,
-            "of the schedules only 1f1b is tested with divided experts",
-        ),
-        (
-            ours.tensor_parallel.size > 1,
-            f"{SECTION}.tensor_parallel.size",
-            ours.tensor_parallel.size,
-            "layers that are split over ranks do not divide experts yet",
-        ),
-        (ours.parallel.given, f"{SECTION}.parallel", "...", "a plan does not divide experts"),
-        (
-            ours.balance.is_active,
-            f"{SECTION}.balance",
-            ours.balance.model_dump(exclude_unset=True),
-            "it is not tested with divided experts",
-        ),
-        (
-            sparse.mode != "off" and stages > 1,
-            f"{SECTION}.sparse_collective.mode",
-            sparse.mode,
-            "it is not tested with divided experts of several stages",
-        ),
-        (
-            sparse.mode != "off" and sparse.compressor,
-            f"{SECTION}.sparse_collective.compressor",
-            sparse.compressor and sparse.compressor.type,
-            "it is not tested with divided experts",
-        ),
-        *_beside_experts(config, zero),
-    ):
-        yield refused, name, value, reason, f"Leave it out, or {key}"
-
-
-def _beside_experts(
-    config: Mapping[str, Any], zero: Mapping[str, Any]
-) -> Iterator[tuple[object, str, object, str]]:
-    """Yield DeepSpeed's options that are not tested with divided experts."""
-    for section, name, usual in (
-        ("tensor_parallel", "autotp_size", 1),
-        ("expert_parallel", "enabled", False),
-        ("checkpoint", "use_node_local_storage", False),
-        ("compile", "deepcompile", False),
-        ("hybrid_engine", "enabled", False),
-    ):
-        value = section_of(config, section).get(name, usual)
-        yield value != usual, f"{section}.{name}", value, "it is not tested with divided experts"
-    length = config.get("sequence_parallel_size", 1)
-    yield length != 1, "sequence_parallel_size", length, "its ranks share samples"
-    for name in ("offload_optimizer", "zenflow"):
-        reason = "it is not tested with divided experts"
-        yield offloads(zero, name), f"zero_optimization.{name}", zero.get(name, True), reason
+    if stages > 1:
+        yield from _beside(config, _BESIDE_STAGED_EXPERTS, "divided experts of stages", key)
+    yield from _beside(config, _BESIDE_EXPERTS, "divided experts", key)
 
 
 def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
@@ -262,98 +286,22 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         "it is neither a share of 1F1B's activations nor bytes",
         'Give one such as "0.63x" or "4GB"',
     )
+    feature, key = f"the schedule {pipeline.schedule!r}", f"{key}.schedule"
     if pipeline.is_planned:
-        yield from _planned(config, ours)
+        yield from _beside(config, _BESIDE_SPLIT_PASSES, feature, key)
+        if pipeline.schedule != "zb-h1":
+            yield from _beside(config, _BESIDE_CHUNKS, feature, key)
     if not asynchronous:
         return
-    yield (
-        pipeline.untie is False,
-        f"{key}.untie",
-        False,
-        "asynchronous stages would have to meet at each step to share a weight",
-        "Leave it out, or use schedule 1f1b",
-    )
+    yield from _beside(config, _BESIDE_PIPEMARE, feature, key)
     yield (
         pipeline.overlap_forward_backward
         and pipeline.pipemare.discrepancy_correction.mode == "predict",
-        f"{key}.pipemare.discrepancy_correction.mode",
+        f"{SECTION}.pipeline.pipemare.discrepancy_correction.mode",
         "predict",
         "a forward pass with predicted weights cannot run together with a backward pass with the "
         "newest",
         "Use another mode, or leave out overlap_forward_backward",
-    )
-    yield (
-        is_enabled(config, "fp16"),
-        "fp16.enabled",
-        True,
-        "a dynamic loss scale is one number for all stages at the same step, and asynchronous "
-        "stages are at different ones",
-        _16_BIT_OR_FP32,
-    )
-    for name in ("torch_autocast", "amp"):
-        yield (
-            is_enabled(config, name),
-            f"{name}.enabled",
-            True,
-            "autocast keeps casts of the weights for the backward pass, which the weight "
-            "correction would not change, and which fill the memory with old versions",
-            _16_BIT_OR_FP32,
-        )
-
-
-def _planned(config: Mapping[str, Any], ours: WavemareConfig) -> _Rows:
-    """Refuse what does not go with plans whose backward passes are split."""
-    schedule = ours.pipeline.schedule
-    yield (
-        ours.pipeline.overlap_forward_backward,
-        f"{SECTION}.pipeline.overlap_forward_backward",
-        True,
-        f"the schedule {schedule!r} has an order of its own, without pairs of passes",
-        "Leave it out, or use schedule 1f1b",
-    )
-    chunked = schedule != "zb-h1"
-    yield (
-        chunked and ours.sparse_collective.mode != "off",
-        f"{SECTION}.sparse_collective.mode",
-        ours.sparse_collective.mode,
-        f"the schedule {schedule!r} is not tested with it",
-        'Use "off", or schedule zb-h1',
-    )
-    yield (
-        chunked and ours.pipeline.dynamic_shape,
-        f"{SECTION}.pipeline.dynamic_shape",
-        True,
-        f"the schedule {schedule!r} is not tested with it",
-        "Pad all batches alike, or use schedule zb-h1",
-    )
-    yield (
-        ours.tensor_parallel.size > 1,
-        f"{SECTION}.tensor_parallel.size",
-        ours.tensor_parallel.size,
-        f"the schedule {schedule!r} is not tested with layers that are split over ranks",
-        "Use 1, or schedule 1f1b",
-    )
-    yield (
-        is_enabled(config, "fp16"),
-        "fp16.enabled",
-        True,
-        f"the schedule {schedule!r} is not tested with a loss scale",
-        _16_BIT_OR_FP32,
-    )
-    for name in ("torch_autocast", "amp"):
-        yield (
-            is_enabled(config, name),
-            f"{name}.enabled",
-            True,
-            "layers under autocast cannot defer the gradients of their weights",
-            _16_BIT_OR_FP32,
-        )
-    yield (
-        section_of(config, "compile").get("deepcompile"),
-        "compile.deepcompile",
-        True,
-        "compiled layers cannot defer the gradients of their weights",
-        "Leave it out, or use schedule 1f1b",
     )
 
 
@@ -385,97 +333,14 @@ def _sparse(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         f"it has no effect on the reduce-scatters of ZeRO {stage}",
         "Leave it out, or use ZeRO 0",
     )
-    yield (
-        stage == ZERO_WEIGHTS,
-        "zero_optimization.stage",
-        stage,
-        "ZeRO 3 scatters gradients layer by layer, which the sparse collective does not do",
-        f"Use 0, 1 or 2, or {_LEAVE}",
-    )
-    for refused, name, value, reason in _beside_sparse(config, zero):
-        why = f"{reason}, which the sparse collective does not know"
-        yield refused, name, value, why, f"Remove the key, or {_LEAVE}"
-    yield (
-        sparse.compressor is not None and is_enabled(config, "fp16"),
-        "fp16.enabled",
-        True,
-        "a step that overflows is skipped, and loses what a compressor has sent in it",
-        'Use "bf16": {"enabled": true}, or no compressor',
-    )
-    yield (
-        sparse.compressor is not None and ours.guard.nonfinite == "skip",
-        f"{SECTION}.guard.nonfinite",
-        "skip",
-        "a skipped step loses what a compressor has sent in it",
-        'Use "stop"',
-    )
-
-
-def _beside_sparse(
-    config: Mapping[str, Any], zero: Mapping[str, Any]
-) -> list[tuple[object, str, object, str]]:
-    """Return DeepSpeed's options that the sparse collective does not support."""
-    tensor_parallel = section_of(config, "tensor_parallel").get("autotp_size", 1)
-    sequence_parallel = config.get("sequence_parallel_size", 1)
-    return [
-        *(
-            (
-                offloads(zero, name),
-                f"zero_optimization.{name}",
-                zero.get(name, True),
-                "gradients leave for the host as soon as they are gathered",
-            )
-            for name in ("offload_optimizer", "zenflow")
-        ),
-        (
-            tensor_parallel != 1,
-            "tensor_parallel.autotp_size",
-            tensor_parallel,
-            "its ranks hold parts of the weights",
-        ),
-        (
-            sequence_parallel != 1,
-            "sequence_parallel_size",
-            sequence_parallel,
-            "its ranks share samples and average otherwise",
-        ),
-        *(
-            (section_of(config, name).get(option), f"{name}.{option}", True, reason)
-            for name, option, reason in (
-                ("expert_parallel", "enabled", "gradients of experts belong to other groups"),
-                ("compile", "deepcompile", "compiled graphs reduce gradients by themselves"),
-                ("hybrid_engine", "enabled", "DeepSpeed's hybrid engine reduces gradients itself"),
-            )
-        ),
-    ]
+    yield from _beside(config, _BESIDE_SPARSE, "the sparse collective", f"{key}.mode")
+    if sparse.compressor is not None:
+        yield from _beside(config, _BESIDE_COMPRESSOR, "a compressor", f"{key}.compressor")
 
 
 def _waves(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
-    mode, key = ours.wavelet.mode, f"{SECTION}.wavelet.mode"
-    if mode == "off":
-        return
-    yield (
-        ours.pipeline.stages > 1,
-        key,
-        mode,
-        f"the micro-batches of {ours.pipeline.stages} pipeline stages are in turns already",
-        'Use one stage, or mode "off"',
-    )
-    for name in ("curriculum_learning", "progressive_layer_drop", "flops_profiler"):
-        yield (
-            is_enabled(config, name),
-            f"{name}.enabled",
-            True,
-            "it changes or watches whole forward passes, which waves interleave",
-            f'Leave it out, or set {key} "off"',
-        )
-    yield (
-        ours.balance.is_active,
-        key,
-        mode,
-        "waves scale the losses of micro-batches that are alike on all ranks",
-        'Set it "off", or leave out wavemare.balance',
-    )
+    if ours.wavelet.mode != "off":
+        yield from _beside(config, _BESIDE_WAVES, "waves", f"{SECTION}.wavelet.mode")
 
 
 def _replicas(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
@@ -493,21 +358,15 @@ def _replicas(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         (local.mode == "average" and given.model_fields_set, "outer", given, average, _REMOVE),
     ):
         yield refused, f"{key}.{name}", value, reason, remedy
-    values = {**config, SECTION: ours.model_dump()}
-    for name, (allowed, reason) in _BESIDE_REPLICAS.items():
-        found: Any = values
-        for word in name.split("."):
-            found = found.get(word) if isinstance(found, Mapping) else None
-        yield found not in allowed, name, found, f"{reason}: {_ALONE}", f"{_REMOVE}, or {key}"
-    optimizer, plan = section_of(config, "optimizer").get("type"), f"{SECTION}.parallel"
+    yield from _beside(config, _BESIDE_REPLICAS, "local steps", key)
+    optimizer = section_of(config, "optimizer").get("type")
     half = is_enabled(config, "bf16") and not zero_section(config).get("stage", 0)
     rounding = "without ZeRO 1 or 2 the changes of bf16 weights are mostly rounding"
     for refused, name, found, reason in (
         (half, "bf16.enabled", True, rounding),
         (str(optimizer).lower() in _ONE_BIT, "optimizer.type", optimizer, "it exchanges by itself"),
-        (ours.parallel.given, plan, "...", _UNTESTED),
     ):
-        yield refused, name, found, f"{reason}: {_ALONE}", f"{_REMOVE}, or {key}"
+        yield refused, name, found, f"with local steps {reason}", f"{_REMOVE}, or {key}"
 
 
 def _health(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
@@ -546,24 +405,10 @@ def check_sequence_parallel(config: Mapping[str, Any], ours: WavemareConfig, sta
     Raises:
         ConfigError: Naming the key.
     """
-    zero = zero_section(config).get("stage", 0)
-    if zero != ZERO_WEIGHTS:
-        reason = (
-            "without ZeRO 3 DeepSpeed divides the gradients by too few ranks: they are as many "
-            "times too large as ranks share a sequence"
-        )
-        raise ConfigError("zero_optimization.stage", zero, reason, "Use 3, or leave out mpu")
-    for key, value, usual in (
-        ("pipeline.stages", stages, 1),
-        ("tensor_parallel.size", ours.tensor_parallel.size, 1),
-        ("expert_parallel.size", ours.expert_parallel.size, 1),
-        ("wavelet.mode", ours.wavelet.mode, "off"),
-        ("balance", ours.balance.model_dump(exclude_defaults=True), {}),
-        ("sparse_collective.mode", ours.sparse_collective.mode, "off"),
-    ):
-        if value != usual:
-            reason = "it does not go with an mpu whose ranks share sequences"
-            raise ConfigError(f"{SECTION}.{key}", value, reason, "Leave out one of the two")
+    section = ours.model_dump()
+    section["pipeline"]["stages"] = stages
+    values = {**config, SECTION: section}
+    _raise_first(_beside(values, _BESIDE_SEQUENCES, "an mpu whose ranks share sequences", "mpu"))
 
 
 def check_shares(balance: BalanceConfig, sizes: Mapping[str, int], data_ranks: int) -> None:

@@ -49,7 +49,6 @@ _NAMED = ("optimizer", "scheduler")
 _HALVES = ("fp16", "bf16")
 # Read or changed by options and plans before the whole section is checked.
 _OURS = ("balance", "parallel", "pipeline", "sparse_collective", "tensor_parallel")
-_OLD_OFFLOADS = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
 _ZERO_STAGES = (0, 1, 2, 3)
 # Of `optimizer.params`; "auto" is what the Trainer fills in.
 _NUMBERS = ("lr", "weight_decay", "eps", "momentum")
@@ -72,11 +71,10 @@ def is_enabled(config: Mapping[str, Any], name: str) -> bool:
     return bool(section_of(config, name).get("enabled"))
 
 
-def offloads(zero: Mapping[str, Any], name: str = "offload_optimizer") -> bool:
-    """Whether a section of ``zero_optimization`` moves something away; ``none`` is no device."""
-    section = section_of(zero, name)
-    old = name in _OLD_OFFLOADS and bool(zero.get(_OLD_OFFLOADS[name]))
-    return old or (bool(section) and section.get("device") != "none")
+def offloads(zero: Mapping[str, Any]) -> bool:
+    """Whether ``zero_optimization`` moves the optimizer away; ``none`` is no device."""
+    section = section_of(zero, "offload_optimizer")
+    return bool(zero.get("cpu_offload")) or (bool(section) and section.get("device") != "none")
 
 
 def refuse_idle(section: Section, key: str, mode: str) -> None:

@@ -123,8 +123,8 @@ SECTIONS = [
         ["Give less than 1"],
     ),
     (
-        {"wavemare.wavelet.mode": "sync", "wavemare.pipeline.stages": 2},
-        ["in turns already", "Use one stage"],
+        {"wavemare.pipeline.stages": 2, "wavemare.wavelet.mode": "sync"},
+        ["in turns already", "Leave it out, or wavemare.wavelet.mode"],
     ),
     ({f"{COMPRESSOR}.ratio": 0, **SPARSE}, ["Give more than 0"]),
     ({f"{COMPRESSOR}.threshold": 1.0, **SPARSE}, ["block_topk ignores it", "Leave it out"]),

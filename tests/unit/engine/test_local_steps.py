@@ -76,7 +76,7 @@ def test_what_replicas_cannot_go_with_is_refused_by_name(config, ours, key):
         check(ON, config, **ours)
     assert caught.value.key == key
     assert KEY in caught.value.remedy
-    assert "not with local steps" in caught.value.reason
+    assert "with local steps" in caught.value.reason
 
 
 def test_what_replicas_go_with_passes():

@@ -46,7 +46,7 @@ def refusal(section, config, **more):
         ({"pipeline": {"stages": 2}}, zero(1) | BF16, "bf16.enabled"),
         ({"tensor_parallel": {"size": 2}}, {}, "wavemare.tensor_parallel.size"),
         ({"parallel": {"split": 2}}, {}, "wavemare.parallel"),
-        ({"balance": {"mean": "tokens"}}, {}, "wavemare.balance"),
+        ({"balance": {"mean": "tokens"}}, {}, "wavemare.balance.mean"),
         (
             {"pipeline": {"stages": 2}, "sparse_collective": {"mode": "auto"}},
             {},
@@ -62,7 +62,7 @@ def refusal(section, config, **more):
         (
             {},
             zero(1, offload_optimizer={"device": "cpu"}),
-            "zero_optimization.offload_optimizer",
+            "zero_optimization.offload_optimizer.device",
         ),
         ({"expert_parallel": {"size": 3}}, {}, "wavemare.expert_parallel.size"),
     ],
@@ -169,14 +169,15 @@ def test_split_stages_need_enough_ranks():
 
 def test_what_balance_does_not_go_with():
     error = refusal({"balance": {"shares": [1, 1]}, "wavelet": {"mode": "sync"}}, {})
-    assert error.key == "wavemare.wavelet.mode"
+    assert error.key == "wavemare.balance.shares"
     assert "alike on all ranks" in str(error)
     assert "shares" in str(refusal({"balance": {"share": [1]}}, {}))
 
 
 WITHOUT_SUMS = {
     "zero_optimization.stage": zero(3),
-    "zero_optimization.offload_optimizer": zero(2, offload_optimizer={"device": "cpu"}),
+    "zero_optimization.offload_optimizer.device": zero(2, offload_optimizer={"device": "cpu"}),
+    "zero_optimization.cpu_offload": zero(2, cpu_offload=True),
     "zero_optimization.zenflow": zero(2, zenflow={"topk_ratio": 0.1}),
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
     "sequence_parallel_size": {"sequence_parallel_size": 2},
