@@ -10,7 +10,7 @@ from wavemare.comm.compressor import Compressor
 from wavemare.comm.config import MODES
 from wavemare.comm.executors import EXECUTORS_BY_MODE
 from wavemare.comm.kernels import DTYPES
-from wavemare.errors import ConfigError, did_you_mean
+from wavemare.errors import ConfigError, check_number, did_you_mean
 
 
 def bucket_key(
@@ -91,8 +91,7 @@ def check_settings(block: int, mode: str, deterministic: bool) -> None:
     Raises:
         ConfigError: A value is out of range.
     """
-    if block < 1:
-        raise ConfigError("block", block, "a block has at least one element", "Give 256")
+    check_number(ConfigError, "block", block, 1, whole=True)
     if mode in ("agsparse", "sparcml"):
         remedy = "Choose auto; bench sparse measures it"
         raise ConfigError("mode", mode, "it was removed", remedy)

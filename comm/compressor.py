@@ -26,7 +26,7 @@ from torch import Tensor
 from wavemare.comm.config import COMPRESSOR_OPTIONS, CompressorConfig, CompressorKind
 from wavemare.comm.kernels import num_blocks
 from wavemare.comm.kernels.words import sum_dtype
-from wavemare.errors import CheckpointError, ConfigError
+from wavemare.errors import CheckpointError, ConfigError, check_number
 
 # Elements that are converted or moved at a time: enough to hide the cost of a call, few enough
 # to stay in a core's cache.
@@ -60,8 +60,7 @@ class Compressor:
     """
 
     def __init__(self, block: int, config: CompressorConfig) -> None:
-        if block < 1:
-            raise ConfigError("block", block, "a block has at least one element", "Give 1 or more")
+        check_number(ConfigError, "block", block, 1, whole=True)
         self.block = block
         self.config = config
         self._steps: dict[str, int] = {}

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, check_number
 
 _PREFIX = "wavemare/interruption"
 _ASKED = "asked"
@@ -55,8 +55,7 @@ class Interruption:
     ) -> None:
         from deepspeed.accelerator import get_accelerator
 
-        if lead < 0:
-            raise ConfigError("lead", lead, "it is negative", "Give a number of steps, 0 or more")
+        check_number(ConfigError, "lead", lead, whole=True)
         self._lead = lead
         self._signals = tuple(signals)
         self._given_store = store

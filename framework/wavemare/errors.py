@@ -6,10 +6,14 @@ This module imports nothing, so that every area may use it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Real
+from typing import Any
 
 _LONGEST, _MOST_NAMES = 300, 24
+_LARGEST = sys.float_info.max
 
 
 class WavemareError(Exception):
@@ -87,6 +91,33 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
         return f"Did you mean {nearest[0]!r}?"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"Valid names are {', '.join(map(repr, names[:_MOST_NAMES]))}{more}"
+
+
+def check_number(
+    error: type[WavemareError],
+    key: str,
+    value: Any,
+    low: float = 0,
+    high: float = _LARGEST,
+    *,
+    whole: bool = False,
+) -> None:
+    """Raise an error unless a value is a number from ``low`` to below ``high``.
+
+    Args:
+        error: The kind of error.
+        key: See `WavemareError`.
+        value: See `WavemareError`.
+        low: The least number.
+        high: The first number that is too large.
+        whole: Whether it must be a whole number.
+    """
+    is_number = isinstance(value, int if whole else Real) and not isinstance(value, bool)
+    if is_number and low <= value < high:
+        return
+    bounds = f"of at least {low}" if high == _LARGEST else f"from {low} to below {high}"
+    kind = "whole" if whole else "finite"
+    raise error(key, value, f"it is no {kind} number {bounds}", "Give one, without quotes")
 
 
 def _shown(value: object) -> str:

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from wavemare.errors import PlanError
+from wavemare.errors import PlanError, check_number
 from wavemare.pipeline.clock.clock import execute
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Action, Kind, Plan
 
@@ -161,12 +160,7 @@ class Costs:
         for field in fields(self):
             value = getattr(self, field.name)
             for cost in value if isinstance(value, tuple) else (value,):
-                is_number = isinstance(cost, int | float) and not isinstance(cost, bool)
-                if not is_number or not math.isfinite(cost) or cost < 0:
-                    reason = f"{cost!r} is not a finite number of at least 0"
-                    raise PlanError(
-                        field.name, value, reason, "Give seconds, one or for each stage"
-                    )
+                check_number(PlanError, field.name, cost)
 
     def of(self, name: str, num_stages: int) -> tuple[float, ...]:
         """Return one cost for each stage.

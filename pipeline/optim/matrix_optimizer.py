@@ -8,7 +8,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from wavemare.errors import CheckpointError, ConfigError, ModelError
+from wavemare.errors import CheckpointError, ConfigError, ModelError, check_number
 
 SIDES = 2
 """Of a matrix."""
@@ -242,22 +241,6 @@ def adam_denominator(
     return denominator.mul_(1 - betas[0] ** state["step"])
 
 
-def check_number(
-    key: str, value: Any, low: float, high: float = math.inf, *, whole: bool = False
-) -> None:
-    """Check that a value is a number from ``low`` to below ``high``.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    kind = int if whole else Real
-    if isinstance(value, kind) and not isinstance(value, bool) and low <= value < high:  # type: ignore[operator]
-        return
-    bounds = f"{low} or more" if high == math.inf else f"from {low} to below {high}"
-    name = "whole number" if whole else "number"
-    raise ConfigError(key, value, f"it is no {name} that is {bounds}", "Give one")
-
-
 def check_betas(key: str, value: Any) -> None:
     """Check that a value is a pair of decays.
 
@@ -269,7 +252,7 @@ def check_betas(key: str, value: Any) -> None:
     except (TypeError, ValueError):
         raise ConfigError(key, value, "it is no pair of numbers", "Give two") from None
     for beta in (first, second):
-        check_number(key, beta, 0, 1)
+        check_number(ConfigError, key, beta, 0, 1)
 
 
 def _apply(group: Mapping[str, Any], weight: Tensor, update: Tensor | None) -> None:

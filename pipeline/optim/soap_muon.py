@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavemare.errors import ConfigError, did_you_mean
+from wavemare.errors import ConfigError, check_number, did_you_mean
 from wavemare.pipeline.optim.matrix_optimizer import (
     SIDES,
     MatrixOptimizer,
@@ -23,7 +23,6 @@ from wavemare.pipeline.optim.matrix_optimizer import (
     adam_denominator,
     adam_update,
     check_betas,
-    check_number,
 )
 
 
@@ -78,13 +77,13 @@ class SOAP(MatrixOptimizer):
         max_size: int = 1024,
         stage_aware: bool = True,
     ) -> None:
-        check_number("lr", lr, 0)
+        check_number(ConfigError, "lr", lr, 0)
         check_betas("betas", betas)
-        check_number("shampoo_beta", shampoo_beta, 0, 1)
-        check_number("eps", eps, 0)
-        check_number("weight_decay", weight_decay, 0)
-        check_number("refresh", refresh, 1, whole=True)
-        check_number("max_size", max_size, 0, whole=True)
+        check_number(ConfigError, "shampoo_beta", shampoo_beta, 0, 1)
+        check_number(ConfigError, "eps", eps, 0)
+        check_number(ConfigError, "weight_decay", weight_decay, 0)
+        check_number(ConfigError, "refresh", refresh, 1, whole=True)
+        check_number(ConfigError, "max_size", max_size, 0, whole=True)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -227,12 +226,12 @@ class Muon(MatrixOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        check_number("lr", lr, 0)
-        check_number("momentum", momentum, 0, 1)
-        check_number("weight_decay", weight_decay, 0)
-        check_number("ns_steps", ns_steps, 1, 100, whole=True)
+        check_number(ConfigError, "lr", lr, 0)
+        check_number(ConfigError, "momentum", momentum, 0, 1)
+        check_number(ConfigError, "weight_decay", weight_decay, 0)
+        check_number(ConfigError, "ns_steps", ns_steps, 1, 100, whole=True)
         check_betas("betas", betas)
-        check_number("eps", eps, 0)
+        check_number(ConfigError, "eps", eps, 0)
         if adjust_lr_fn not in _ADJUSTMENTS:
             remedy = did_you_mean(str(adjust_lr_fn), _ADJUSTMENTS)
             raise ConfigError("adjust_lr_fn", adjust_lr_fn, "there is no such adjustment", remedy)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
-from wavemare.errors import PlanError
+from wavemare.errors import PlanError, check_number
 from wavemare.pipeline.clock.clock import execute
 from wavemare.pipeline.plan.cursor import OF_A_STEP, PlanCursor
 from wavemare.pipeline.plan.plan import (
@@ -20,6 +20,7 @@ from wavemare.pipeline.plan.plan import (
     Action,
     Kind,
     Plan,
+    check_numbers,
     message_of,
 )
 
@@ -248,11 +249,8 @@ def check_shape(plan: Plan) -> None:
     Raises:
         PlanError: They are wrong; the message names the number or an action.
     """
-    numbers = {"stages": (plan.num_stages, 1), "micro_batches": (plan.micro_batches, 1)}
-    numbers |= {"steps": (plan.num_steps, 0), "send_slots": (plan.send_slots, 0)}
-    for key, (value, least) in numbers.items():
-        if value < least:
-            raise PlanError(key, value, "it is too small", f"Give {least} or more")
+    check_numbers(plan.num_stages, plan.micro_batches, plan.num_steps)
+    check_number(PlanError, "send_slots", plan.send_slots, whole=True)
     if plan.homes and len(plan.homes) != plan.num_stages:
         reason = f"these are {len(plan.homes)} ranks for {plan.num_stages} stages"
         raise PlanError("homes", plan.homes, reason, "Give the rank of each stage")

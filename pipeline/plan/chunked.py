@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
-from wavemare.errors import PlanError
+from wavemare.errors import PlanError, check_number
 from wavemare.pipeline.plan.lowering import StageSchedule, lower
 from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan, check_numbers
 
@@ -95,8 +95,7 @@ def interleaved(num_ranks: int, micro_batches: int, num_steps: int = 1, *, chunk
         PlanError: A number is out of range.
     """
     check_numbers(num_ranks, micro_batches, num_steps)
-    if chunks < 1:
-        raise PlanError("chunks", chunks, "a rank has at least one stage", "Give 1 or more")
+    check_number(PlanError, "chunks", chunks, 1, whole=True)
     if micro_batches % num_ranks:
         reason = f"{num_ranks} ranks take {num_ranks} micro-batches at a time"
         raise PlanError("micro_batches", micro_batches, reason, f"Give a multiple of {num_ranks}")

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from wavemare.errors import PlanError
+from wavemare.errors import PlanError, check_number
 
 __all__ = [
     "COLLECTIVES",
@@ -305,11 +305,9 @@ def check_numbers(num_stages: int, micro_batches: int, num_steps: int) -> None:
     Raises:
         PlanError: There is no stage or no micro-batch, or the number of steps is negative.
     """
-    for key, value in {"stages": num_stages, "micro_batches": micro_batches}.items():
-        if value < 1:
-            raise PlanError(key, value, "a plan has at least one", "Give 1 or more")
-    if num_steps < 0:
-        raise PlanError("steps", num_steps, "it is negative", "Give 0 or more")
+    check_number(PlanError, "stages", num_stages, 1, whole=True)
+    check_number(PlanError, "micro_batches", micro_batches, 1, whole=True)
+    check_number(PlanError, "steps", num_steps, whole=True)
 
 
 def _header(line: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from wavemare.errors import PlanError, did_you_mean
+from wavemare.errors import PlanError, check_number, did_you_mean
 from wavemare.pipeline.plan.automatic import automatic
 from wavemare.pipeline.plan.chunked import forward_only, interleaved, zb_h1, zbv
 from wavemare.pipeline.plan.lowering import (
@@ -105,8 +105,7 @@ def pipemare(
     Raises:
         PlanError: A number is out of range.
     """
-    if slack < 0:
-        raise PlanError("slack", slack, "it is negative", "Give 0 or more")
+    check_number(PlanError, "slack", slack, whole=True)
     return _build(
         "pipemare",
         num_stages,

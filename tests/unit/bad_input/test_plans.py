@@ -30,7 +30,7 @@ SCHEDULES = [
     (schedule().replace("plan", "plam"), "plan", "Write 'plan"),
     (schedule(stages="x"), "stages", "not a whole number"),
     (schedule(stages="9" * 30), "stages", "not a whole number"),
-    (schedule(stages=0), "stages", "too small"),
+    (schedule(stages=0), "stages", "at least 1"),
     (schedule(stages=MOST), "plan", "stage 2 does nothing"),
     (schedule(stages=1), "action", "has no stage 1"),
     (schedule(micro_batches=MOST), "action", "next optimizer step"),
@@ -83,7 +83,7 @@ LAYOUTS = [
     (layout(predicted={"step": 1}), "predicted.step", "no such key"),
     (layout(predicted={**SECONDS, "tokens_per_s": []}), "predicted.tokens_per_s", "it is a list"),
     (layout(predicted={**SECONDS, "step_s": -1}), "predicted.step_s", "at least 0"),
-    (layout(predicted={**SECONDS, "step_s": 10**400}), "predicted.step_s", "not a finite number"),
+    (layout(predicted={**SECONDS, "step_s": 10**400}), "predicted.step_s", "no finite number"),
 ]
 
 

@@ -75,7 +75,7 @@ def test_what_is_no_schedule_of_torch_is_refused(text, message):
         ("0F0,0B0,1F0\n1B0\n", "stage 1 is on rank"),
         ("0F0,2F0,2B0,0B0\n3F0,3B0,1F0,1B0\n", "ranks 0, 1 wait for each other in a circle"),
         ("0F0,0B0\n2F0,2B0\n", "'2F0': a plan of 2 stages has no stage 2"),
-        (",\n", "stages = 0: it is too small"),
+        (",\n", "stages = 0: it is no whole number of at least 1"),
         ("\n \n", "it is empty"),
     ],
 )

@@ -101,7 +101,7 @@ def test_an_empty_plan_has_an_empty_timeline():
     "name", ["forward_s", "backward_s", "step_s", "send_s", "reduce_s", "load_s"]
 )
 def test_costs_that_are_none_are_refused(name, cost):
-    with pytest.raises(PlanError, match="is not a finite number of at least 0") as info:
+    with pytest.raises(PlanError, match="no finite number of at least 0") as info:
         Costs(**({"forward_s": 1.0, "backward_s": 1.0} | {name: cost}))
     assert info.value.key == name
 

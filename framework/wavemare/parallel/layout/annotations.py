@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from wavemare.errors import PlanError, did_you_mean
+from wavemare.errors import PlanError, check_number, did_you_mean
 from wavemare.parallel.layout.regions import (
     Region,
     check_nesting,
@@ -162,8 +162,6 @@ def _caller() -> str:
 
 
 def _whole(key: str, value: int | None) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(key, value, "it is no whole number of at least 1", "Give 1 or more")
+    if value is not None:
+        check_number(PlanError, key, value, 1, whole=True)
     return value

@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from wavemare.errors import PlanError, did_you_mean
+from wavemare.errors import PlanError, check_number, did_you_mean
 from wavemare.pipeline.config import TRAINED
 
 if TYPE_CHECKING:
     from wavemare.parallel.layout.layout import Layout
 
 _ZERO_STAGES = (0, 1, 2, 3)
-_LARGEST = sys.float_info.max
 
 
 def check_layout(plan: Layout) -> None:
@@ -25,14 +23,15 @@ def check_layout(plan: Layout) -> None:
         PlanError: Naming the number that cannot be, the reason and the remedy.
     """
     for name in ("global_batch", "stages", "tensor_parallel", "data_parallel", "micro_steps"):
-        _check_whole(name, getattr(plan, name), 1)
-    _check_numbers("shares", plan.shares, 1)
+        check_number(PlanError, name, getattr(plan, name), 1, whole=True)
     if plan.num_layers is not None:
-        _check_whole("num_layers", plan.num_layers, 1)
-    if plan.cuts is not None:
-        _check_numbers("cuts", plan.cuts, 0)
-    if plan.order is not None:
-        _check_numbers("order", plan.order, 0)
+        check_number(PlanError, "num_layers", plan.num_layers, 1, whole=True)
+    for name, least in (("shares", 1), ("cuts", 0), ("order", 0)):
+        numbers = getattr(plan, name)
+        if not isinstance(numbers, tuple) and (numbers is not None or name == "shares"):
+            raise PlanError(name, numbers, "it is no tuple of whole numbers", "Give a tuple")
+        for place, number in enumerate(numbers or ()):
+            check_number(PlanError, f"{name}[{place}]", number, least, whole=True)
     for check in (_choices, _batch, _cuts, _memory, _order):
         for name, reason, remedy in check(plan):
             raise PlanError(name, getattr(plan, name), reason, remedy)
@@ -53,10 +52,7 @@ def check_seconds(key: str, value: Any, *, several: bool) -> None:
         reason = "it is no list of numbers" if several else "it is a list"
         raise PlanError(key, value, reason, "Make the plan again")
     for number in value if isinstance(value, tuple) else (value,):
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not 0 <= number <= _LARGEST:
-            reason = f"{number!r} is not a finite number of at least 0"
-            raise PlanError(key, value, reason, "Make the plan again")
+        check_number(PlanError, key, number)
 
 
 _Refusals = Iterator[tuple[str, str, str]]
@@ -126,16 +122,3 @@ def _order(plan: Layout) -> _Refusals:
         yield "order", reason, "Name one device for each rank"
     if order is not None and len(set(order)) != len(order):
         yield "order", "a device runs two ranks", "Name each device once"
-
-
-def _check_numbers(name: str, numbers: object, least: int) -> None:
-    if not isinstance(numbers, tuple):
-        raise PlanError(name, numbers, "it is no tuple of whole numbers", "Give a tuple")
-    for place, number in enumerate(numbers):
-        _check_whole(f"{name}[{place}]", number, least)
-
-
-def _check_whole(key: str, number: object, least: int) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        reason = f"it is no whole number of at least {least}"
-        raise PlanError(key, number, reason, f"Give {least} or more")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from wavemare.errors import PlanError
+from wavemare.errors import PlanError, check_number
 
 _FRAGMENTS = 4
 _LEAST = 8
@@ -45,9 +45,7 @@ class SlowLink:
 
     def __post_init__(self) -> None:
         for name, least in (("replicas", 2), ("ranks", 1), ("micro_batches", 1)):
-            if getattr(self, name) < least:
-                reason = f"there are at least {least}"
-                raise PlanError(name, getattr(self, name), reason, f"Give {least} or more")
+            check_number(PlanError, name, getattr(self, name), least, whole=True)
         for name in ("mbit", "step_s"):
             if not 0 < getattr(self, name) < math.inf:
                 reason = "it is not a positive number"

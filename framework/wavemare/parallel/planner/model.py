@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wavemare.errors import ModelError, PlanError, did_you_mean
+from wavemare.errors import ModelError, PlanError, check_number, did_you_mean
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -140,14 +140,6 @@ def model_costs(
     )
 
 
-def _whole(name: str, value: Any) -> int:
-    least = 0 if name in _ZERO_IS_FINE else 1
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        reason = f"it is no whole number of at least {least}"
-        raise ModelError(name, value, reason, "Give one, without quotes")
-    return value
-
-
 @dataclass(frozen=True)
 class _Sizes:
     """The numbers of a configuration under one name each; ``size`` is the bytes of a number."""
@@ -174,7 +166,9 @@ class _Sizes:
         def number(*names: str, default: int | None = None) -> int:
             for name in names:
                 if values.get(name) is not None:
-                    return _whole(name, values[name])
+                    least = int(name not in _ZERO_IS_FINE)
+                    check_number(ModelError, name, values[name], least, whole=True)
+                    return int(values[name])
             if default is None:
                 raise ModelError(names[0], None, "the configuration lacks it", "Give it")
             return default
@@ -182,9 +176,8 @@ class _Sizes:
         width = number("hidden_size", "n_embd")
         heads = number("num_attention_heads", "n_head")
         positions = number("max_position_embeddings", "n_positions")
-        if isinstance(sequence, bool) or not isinstance(sequence, int):
-            raise PlanError("sequence_length", sequence, "it is no whole number", "Give one")
-        if not 1 <= sequence <= positions:
+        check_number(PlanError, "sequence_length", sequence, 1, whole=True)
+        if sequence > positions:
             reason = f"the model has {positions} positions"
             raise PlanError("sequence_length", sequence, reason, f"Give 1 to {positions}")
         blocks = number("num_hidden_layers", "n_layer")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wavemare.errors import PlanError
+from wavemare.errors import PlanError, check_number
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster, Link
 from wavemare.parallel.planner.costs import (
@@ -241,15 +241,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "max_stages", "max_tensor_parallel", "keep"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(name, value, "it is no whole number of at least 1", "Give one")
+            check_number(PlanError, name, getattr(self, name), 1, whole=True)
         if self.global_batch > _LARGEST_BATCH:
             reason = "no search through its parts would end"
             remedy = f"Give at most {_LARGEST_BATCH}"
             raise PlanError("global_batch", self.global_batch, reason, remedy)
-        if not isinstance(self.margin, int | float) or not 0 <= self.margin < 1:
-            raise PlanError("margin", self.margin, "it is not from 0 to below 1", "Give a part")
+        check_number(PlanError, "margin", self.margin, 0, 1)
         stages = self.zero_stages
         if not isinstance(stages, Sequence) or not stages or any(s not in range(4) for s in stages):
             reason = "these are no stages of ZeRO"
