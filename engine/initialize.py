@@ -30,7 +30,7 @@ from wavemare.engine.config.resolve import (
 )
 from wavemare.engine.config.shape import BATCH_KEYS, ZERO_WEIGHTS, is_enabled, offloads
 from wavemare.engine.data_parallel import Engine
-from wavemare.engine.launch.group import compiled_ops_enabled
+from wavemare.engine.launch.group import compiled_ops_enabled, gather
 from wavemare.engine.optim.optimizers import clipping_limit, count_all_stages, take_optimizer
 from wavemare.engine.optim.policy import advise, check_replaceable
 from wavemare.engine.pipe.engine import DualPipeVEngine, PipelineEngine
@@ -209,8 +209,7 @@ def file_plan(pipeline: PipelineConfig, num_ranks: int) -> Plan | None:
         found = hashlib.sha256(str(plan).encode()).hexdigest()[:12]
     except (ConfigError, PlanError) as failure:
         error, found = failure, str(failure)
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, found)
+    ranks = gather(found)
     for rank, other in enumerate(ranks):
         if other != ranks[0]:
             reason = f"the ranks' plans differ: rank 0 has {ranks[0]}, rank {rank} has {other}"

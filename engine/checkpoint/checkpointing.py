@@ -55,9 +55,10 @@ from wavemare.engine.checkpoint.files import (
 )
 from wavemare.engine.checkpoint.manifest import FORMAT, read_manifest, resolve_tag, verify_contents
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
-from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group, gather
+from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group
 from wavemare.engine.config.sections import CheckpointConfig
 from wavemare.engine.context import EngineContext
+from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.seams import replaced

@@ -22,6 +22,7 @@ from torch import distributed
 from wavemare.comm.waits import joining
 from wavemare.engine.checkpoint.files import RankFiles
 from wavemare.engine.checkpoint.manifest import MANIFEST, FileRecord, checksum, keep_last
+from wavemare.engine.launch.group import gather
 from wavemare.errors import CheckpointError
 from wavemare.files import atomic_write_text, replace_folder, sync_folder
 
@@ -183,13 +184,6 @@ def background_group() -> Any:
         reason = "the process group has no store, in which writers could meet (backend MPI)"
         raise CheckpointError("wavemare.checkpoint.background", True, reason, "Leave it out")
     return distributed.new_group(backend="gloo", timeout=timedelta(weeks=1))
-
-
-def gather(value: Any, group: Any = None) -> list[Any]:
-    """Return the values of all ranks, by a collective."""
-    values = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(values, value, group=group)
-    return values
 
 
 def _free(folder: Path) -> str:

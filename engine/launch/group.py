@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from wavemare.engine.launch.environment import (
     RANK_VARIABLES,
@@ -43,6 +43,15 @@ def environment_world_size() -> int:
 def _first_number(names: tuple[str, ...], default: int) -> int:
     texts = (os.environ.get(name, "") for name in names)
     return next((int(text) for text in texts if text.isascii() and text.isdecimal()), default)
+
+
+def gather(value: Any, group: Any = None) -> list[Any]:
+    """Return the values of all ranks, by a collective."""
+    from torch import distributed
+
+    values = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def compiled_ops_enabled() -> bool:

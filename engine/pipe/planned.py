@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 
+from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.engine import Handlers, StepSchedule
 from wavemare.engine.pipe.grad_norm import LayerwiseNorm
@@ -209,9 +209,8 @@ class PlanEngine(FlushingEngine):
 
     def _plan_for_measured_times(self) -> None:
         """Search a plan for what passes took; all ranks have the same times, and find the same."""
-        ranks: list[Any] = [None] * self.num_stages
-        group = self.grid.get_pipe_parallel_group()
-        dist.all_gather_object(ranks, (self._events, self._saved_bytes), group=group)
+        own = self._events, self._saved_bytes
+        ranks = gather(own, self.grid.get_pipe_parallel_group())
         self._events = None
         costs, before = measured_costs([events for events, _ in ranks], self._homes), self.plan
         before_s = simulate(before, costs).makespan_s

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from wavemare.engine.experts import is_divided
+from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
 from wavemare.models.adapters import adapter_names, is_adapted, merged, whole_without_weights
 from wavemare.models.module import TransformerPipeline
@@ -235,13 +236,13 @@ _FIRST_READ = ("config.json", "adapter_config.json")
 
 def _agree(failure: Exception | None, folder: str | os.PathLike[str]) -> None:
     """Raise rank 0's failure on all ranks: the others would wait for it at the next collective."""
-    message = [str(failure) if failure is not None else None]
+    message = str(failure) if failure is not None else None
     if dist.is_initialized():
-        dist.broadcast_object_list(message, src=0)
-    if message[0] is not None:
+        message = gather(message)[0]
+    if message is not None:
         raise ModelError(
             "folder",
             os.fspath(folder),
-            f"the model could not be saved ({message[0]})",
+            f"the model could not be saved ({message})",
             "Free space or choose another folder",
         ) from failure

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
+from wavemare.engine.launch.group import gather
 from wavemare.models.activations import Activations, pack, split_batch, unpack
 from wavemare.models.families import Loss, family_of
 from wavemare.models.layers import PipelineLayer, TiedHead
@@ -39,7 +40,7 @@ def layer_times(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str
         Seconds for each layer, equal on all ranks.
     """
     own = _mean_by_kind(chain, _own_times(model, chain, inputs, texts=1, tokens=_TOKENS))
-    return [float(value) for value in _of_all_ranks(own).mean(axis=0)]
+    return [float(value) for value in np.mean(gather(own), axis=0)]
 
 
 def rank_times(
@@ -68,13 +69,7 @@ def rank_times(
     torch.distributed.barrier()
     with torch.autocast(get_accelerator().device_name(), dtype, enabled=dtype is not None):
         own = _own_times(model, chain, names, loss, texts=samples, tokens=sequence_length)
-    return _of_all_ranks(_mean_by_kind(chain, own))
-
-
-def _of_all_ranks(own: list[float]) -> NDArray[np.float64]:
-    table: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(table, own)
-    return np.array(table)
+    return np.array(gather(_mean_by_kind(chain, own)))
 
 
 def _own_times(

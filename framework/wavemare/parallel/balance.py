@@ -19,6 +19,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
+from wavemare.engine.launch.group import gather
 from wavemare.errors import PlanError
 from wavemare.models.timing import device_time
 from wavemare.parallel.layout.layout import Layout, Prediction
@@ -206,9 +207,7 @@ def measure_speeds(
         model.train(training)
         restore_random_state(random)
     large, small = points
-    lines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, _line(sizes, small, large))
-    return lines
+    return gather(_line(sizes, small, large))
 
 
 def example_samples(model: Any, sequence_length: int, samples: int) -> dict[str, Tensor]:

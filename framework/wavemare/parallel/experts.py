@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from wavemare.engine.waves.passes import wait
 from wavemare.errors import ModelError
+from wavemare.parallel.tensor.partition import check_equal_weights
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Types of models that are tested."""
@@ -52,7 +53,7 @@ def split_experts(model: Any, group: Any) -> Any:
     held = {"gate_up_proj", "down_proj"}  # of all experts, in dimension 0
     layers = [m for m in model.modules() if held == dict(m.named_parameters(recurse=False)).keys()]
     _check(model, layers, size)
-    _check_equal(whole)
+    check_equal_weights(whole)
     for layer in layers:
         count = layer.num_experts = layer.num_experts // size
         for parameter in layer.parameters():
@@ -153,16 +154,3 @@ def _check(model: Any, layers: list[Any], size: int) -> None:
         if layer.num_experts % size:
             reason = f"the model's {layer.num_experts} experts cannot be divided by it"
             raise ModelError(_KEY, size, reason, "Use a divisor of the number of experts")
-
-
-def _check_equal(model: nn.Module) -> None:
-    """Raise on all ranks, whoever divides experts, unless the sums of all weights are equal."""
-    own = {n: str(p.detach().sum(dtype=torch.float64).item()) for n, p in model.named_parameters()}
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
-    for other in ranks:
-        if other != ranks[0]:
-            first = min(n for n, _ in other.items() ^ ranks[0].items())
-            reason = f"the ranks hold different weights, for example {first}"
-            remedy = "Load the same weights on all ranks, or seed them alike before building it"
-            raise ModelError("model", type(model).__name__, reason, remedy)

@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_batch_sizes, zero_section
 from wavemare.engine.config.sections import ParallelConfig
+from wavemare.engine.launch.group import gather
 from wavemare.errors import PlanError
 from wavemare.models.convert import parameter_cost
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
@@ -64,16 +65,13 @@ def agree(plan: Layout) -> Layout:
     Raises:
         PlanError: The ranks hold different plans.
     """
-    text: list[Any] = [plan.to_json()]
-    dist.broadcast_object_list(text, src=0)
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, plan.digest)
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            reason = f"rank 0 has {digests[0][:12]}, rank {rank} has {digest[:12]}"
+    first, *others = gather(plan)
+    for rank, other in enumerate(others, 1):
+        if other.digest != first.digest:
+            reason = f"rank 0 has {first.digest[:12]}, rank {rank} has {other.digest[:12]}"
             remedy = "Annotate and configure the model alike on all ranks"
             raise PlanError("plan", plan.digest[:12], f"the ranks' plans differ: {reason}", remedy)
-    return Layout.from_json(text[0])
+    return first  # type: ignore[no-any-return]
 
 
 def _read(plan: str | dict[str, Any] | None) -> Layout:
@@ -81,17 +79,17 @@ def _read(plan: str | dict[str, Any] | None) -> Layout:
     if isinstance(plan, dict):
         return Layout.from_json(json.dumps(plan))
     path = Path(str(plan))
-    message: list[Any] = [None, None]
+    text = why = None
     if dist.get_rank() == 0:
         try:
-            message = [path.read_text(encoding="utf-8"), None]
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            message = [None, getattr(error, "strerror", None) or "it is not text"]
-    dist.broadcast_object_list(message, src=0)
-    if message[1] is not None:
-        reason = f"the file cannot be read ({message[1]})"
+            why = getattr(error, "strerror", None) or "it is not text"
+    text, why = gather((text, why))[0]
+    if why is not None:
+        reason = f"the file cannot be read ({why})"
         raise PlanError(f"{_KEY}.plan", str(path), reason, "Name a file of 'wavemare plan search'")
-    return Layout.from_json(message[0])
+    return Layout.from_json(text)
 
 
 def _tell_order(plan: Layout) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import psutil
 import torch
@@ -18,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 from torch import nn
 
+from wavemare.engine.launch.group import gather
 from wavemare.errors import PlanError
 from wavemare.models.timing import device_time
 from wavemare.parallel.planner.cluster import BETWEEN, WITHIN, Cluster, Device, Link
@@ -96,8 +96,7 @@ def probe_cluster(block: BlockSize, *, dtype: str = "fp32", limit_s: float = 20.
         node=socket.gethostname(),
         overhead_s=overhead_s,
     )
-    devices: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(devices, own)
+    devices = gather(own)
     nodes = [found.node for found in devices]
     within = _pair_link(_first_pair(nodes, same=True), device) or WITHIN
     between = _pair_link(_first_pair(nodes, same=False), device) or BETWEEN
@@ -225,7 +224,7 @@ def _pair_link(pair: tuple[int, int] | None, device: torch.device) -> Link | Non
         spent = 0.0
         if dist.get_rank() in pair:
             spent = _fixed_rounds(partial(_there_and_back, message, pair)) / 2
-        seconds.append(_from_rank(pair[0], spent))
+        seconds.append(gather(spent)[pair[0]])
     return _line(seconds, _SIZES)
 
 
@@ -249,7 +248,7 @@ def _reduction_link(device: torch.device) -> Link | None:
     for size in _SIZES:
         numbers = torch.ones(size // 4, device=device)
         spent = _fixed_rounds(partial(dist.all_reduce, numbers))
-        seconds.append(_from_rank(0, spent) / (2 * (ranks - 1)))
+        seconds.append(gather(spent)[0] / (2 * (ranks - 1)))
     return _line(seconds, [size / ranks for size in _SIZES])
 
 
@@ -262,12 +261,6 @@ def _fixed_rounds(run: Callable[[], object]) -> float:
         run()
         spent.append(device_time() - before)
     return median(spent)
-
-
-def _from_rank(rank: int, value: float) -> float:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return float(values[rank])
 
 
 def _line(seconds: Sequence[float], sizes: Sequence[float]) -> Link:

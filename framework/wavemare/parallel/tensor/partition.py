@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
+from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.vocabulary import VocabParallelEmbedding, VocabularyShare
 
@@ -58,6 +59,18 @@ class Partition:
         blocks = zip(*(part.chunk(self.blocks, self.dim) for part in parts), strict=True)
         whole = torch.cat([torch.cat(block, self.dim) for block in blocks], self.dim)
         return whole if self.tokens is None else whole[: self.tokens].clone()
+
+
+def check_equal_weights(model: nn.Module, group: Any = None) -> None:
+    """Raise on all ranks unless the sums of each weight are equal on them."""
+    own = {n: str(p.detach().sum(dtype=torch.float64).item()) for n, p in model.named_parameters()}
+    first, *others = gather(own, group)
+    for other in others:
+        if other != first:
+            name = min(n for n, _ in other.items() ^ first.items())
+            reason = f"the ranks hold different weights, for example {name}"
+            remedy = "Load the same weights on all ranks, or seed them alike before building it"
+            raise ModelError("model", type(model).__name__, reason, remedy)
 
 
 def split_parameter(whole: nn.Parameter, partition: Partition, group: Any) -> nn.Parameter:

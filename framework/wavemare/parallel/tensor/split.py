@@ -19,6 +19,7 @@ from torch import distributed as dist
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.pytorch_utils import Conv1D
 
+from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
 from wavemare.models.adapters import base_of, is_lora
 from wavemare.models.proof import plain_attention
@@ -32,7 +33,13 @@ from wavemare.parallel.tensor.layers import (
     reduce_from_group,
     sum_gradients,
 )
-from wavemare.parallel.tensor.partition import Partition, is_split, marked, split_parameter
+from wavemare.parallel.tensor.partition import (
+    Partition,
+    check_equal_weights,
+    is_split,
+    marked,
+    split_parameter,
+)
 from wavemare.parallel.tensor.plan import TensorPlan, plan_of
 from wavemare.parallel.tensor.vocabulary import (
     VocabParallelEmbedding,
@@ -82,7 +89,7 @@ def split_model(
         split = _Split(inner, plan, group, weights)
         trial = _Trial(inner, plan) if verify else None
     if weights is None:
-        _check_equal(inner, group)
+        check_equal_weights(inner, group)
     try:
         with _together(inner, group):
             split.apply()
@@ -438,36 +445,11 @@ def _together(model: Any, group: Any) -> Iterator[None]:
         yield
     except Exception as failure:
         error = failure
-    failed = torch.tensor(float(error is not None), device=_device(group))
-    dist.all_reduce(failed, group=group)
+    failed = any(gather(error is not None, group))
     if error is not None:
         raise error
     if failed:
         raise _refusal(model, "another rank has failed, whose error says why")
-
-
-def _device(group: Any) -> str:
-    return "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"  # NCCL alone
-
-
-def _check_equal(model: nn.Module, group: Any) -> None:
-    """Raise unless the sums of all weights are equal on all ranks."""
-    with torch.no_grad():
-        sums = torch.stack([value.sum(dtype=torch.float64) for value in model.parameters()])
-    sums = sums.to(_device(group))
-    least, largest = sums.clone(), sums
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    different = (least != largest) & ~(least.isnan() & largest.isnan())
-    if bool(different.any()):
-        names = [name for name, _ in model.named_parameters()]
-        first = names[int(different.nonzero()[0])]
-        raise ModelError(
-            "model",
-            type(model).__name__,
-            f"the ranks hold different weights, for example {first}",
-            "Load the same weights on all ranks, or seed them alike before building the model",
-        )
 
 
 def _found(base: nn.Module, name: str) -> Any:
@@ -563,20 +545,16 @@ class _Trial:
         # A gradient that is zero but for rounding is measured by the others.
         sizes = [float(self._expected[name].abs().max()) for name in names]
         least = 1e-3 * max(sizes)
-        differences = torch.tensor(
-            [
-                _difference(found[name], self._expected[name], max(size, least))
-                for name, size in zip(names, sizes, strict=True)
-            ]
-        )
-        differences = differences.to(_device(group))
-        dist.all_reduce(differences, op=dist.ReduceOp.MAX, group=group)
-        worst = int(differences.argmax())
-        if not differences[worst] <= _TOLERANCE:
+        own = [
+            (_difference(found[name], self._expected[name], max(size, least)), name)
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        worst, name = max(gather(max(own), group))
+        if not worst <= _TOLERANCE:
             raise _refusal(
                 self._model,
-                f"{names[worst]} of the split model differs by {differences[worst]:.1e} of the "
-                "largest element, so the plan of its class leaves something out",
+                f"{name} of the split model differs by {worst:.1e} of the largest element, so the "
+                "plan of its class leaves something out",
             )
 
 
