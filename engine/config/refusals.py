@@ -61,6 +61,8 @@ _BESIDE_STAGED_EXPERTS: _Beside = {
     "wavemare.pipeline.schedule": (("1f1b",), _UNTESTED),
     "wavemare.sparse_collective.mode": (("off",), _UNTESTED),
 }
+_SCHEDULE_OF = {"pipemare": "pipemare", "chunks": "interleaved", "memory_limit": "auto"}
+"""By the key of a pipeline the only schedule that reads it."""
 _BESIDE_PIPEMARE: _Beside = {
     "fp16.enabled": (_OFF, "stages are at different steps, and a loss scale is that of one step"),
     "torch_autocast.enabled": (_OFF, "casts that it keeps would be of old weights"),
@@ -256,33 +258,19 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
 
 def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     pipeline, key = ours.pipeline, f"{SECTION}.pipeline"
-    asynchronous = pipeline.is_asynchronous
-    yield (
-        not asynchronous and "pipemare" in pipeline.model_fields_set,
-        f"{key}.pipemare",
-        pipeline.pipemare.model_dump(exclude_unset=True),
-        f"it has no effect on the schedule {pipeline.schedule!r}",
-        f'Set {key}.schedule to "pipemare", or remove the key',
-    )
-    yield (
-        pipeline.chunks is not None and pipeline.schedule != "interleaved",
-        f"{key}.chunks",
-        pipeline.chunks,
-        f"it has no effect on the schedule {pipeline.schedule!r}",
-        f'Set {key}.schedule to "interleaved", or remove the key',
-    )
-    limit = pipeline.memory_limit
-    yield (
-        limit is not None and pipeline.schedule != "auto",
-        f"{key}.memory_limit",
-        limit,
-        f"it has no effect on the schedule {pipeline.schedule!r}",
-        f'Set {key}.schedule to "auto", or remove the key',
-    )
+    given = pipeline.model_dump(exclude_unset=True)
+    for name, user in _SCHEDULE_OF.items():
+        yield (
+            given.get(name) is not None and pipeline.schedule != user,
+            f"{key}.{name}",
+            given.get(name),
+            f"it has no effect on the schedule {pipeline.schedule!r}",
+            f'Set {key}.schedule to "{user}", or remove the key',
+        )
     yield (
         math.isnan(pipeline.memory_share) and pipeline.memory_bytes is None,
         f"{key}.memory_limit",
-        limit,
+        pipeline.memory_limit,
         "it is neither a share of 1F1B's activations nor bytes",
         'Give one such as "0.63x" or "4GB"',
     )
@@ -291,7 +279,7 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         yield from _beside(config, _BESIDE_SPLIT_PASSES, feature, key)
         if pipeline.schedule != "zb-h1":
             yield from _beside(config, _BESIDE_CHUNKS, feature, key)
-    if not asynchronous:
+    if not pipeline.is_asynchronous:
         return
     yield from _beside(config, _BESIDE_PIPEMARE, feature, key)
     yield (
