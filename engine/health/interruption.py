@@ -54,12 +54,13 @@ class Interruption:
         rank: int | None = None,
     ) -> None:
         from deepspeed.accelerator import get_accelerator
+        from torch import distributed
 
         check_number(ConfigError, "lead", lead, whole=True)
         self._lead = lead
         self._signals = tuple(signals)
         self._given_store = store
-        self._rank = _default_rank() if rank is None else rank
+        self._rank = distributed.get_rank() if rank is None else rank
         self._pace = _Pace(get_accelerator())
         self._previous: dict[int, Any] = {}
         self._process = os.getpid()
@@ -69,9 +70,15 @@ class Interruption:
         self._stopped = False
 
     def __enter__(self) -> Self:
+        from torch.distributed import distributed_c10d
+
         self._stop_at, self._stopped = None, False
-        store = _default_store() if self._given_store is None else self._given_store
-        self._store = _own_part(store, self._rank)
+        store = self._given_store
+        if store is None:
+            store = distributed_c10d._get_default_store()
+        # A part that no earlier loop has written: each rank counts its own, and all enter the same.
+        loops = store.add(f"{_PREFIX}/{self._rank}/loops", 1)
+        self._store = distributed_c10d.PrefixStore(f"{_PREFIX}/{loops}", store)
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
                 self._previous[number] = signal.signal(number, self._note)
@@ -179,24 +186,3 @@ class _Pace:
             self._last_step.synchronize()
         self._last_step = self._accelerator.Event()
         self._last_step.record()
-
-
-def _default_rank() -> int:
-    from torch import distributed
-
-    return distributed.get_rank()
-
-
-def _default_store() -> Any:
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()
-
-
-def _own_part(store: Any, rank: int) -> Any:
-    """Return a part of the store that all ranks share, and that no earlier loop has written."""
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    # Every rank counts its own loops; all of them enter the same ones.
-    loops = store.add(f"{_PREFIX}/{rank}/loops", 1)
-    return PrefixStore(f"{_PREFIX}/{loops}", store)
