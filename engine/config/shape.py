@@ -7,13 +7,11 @@ true to some of its readers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from difflib import get_close_matches
-from numbers import Real
 from typing import Any
 
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, check_number
 from wavemare.section import Section
 
 SECTION = "wavemare"
@@ -146,15 +144,8 @@ def _check_named(name: str, section: Mapping[str, Any]) -> None:
 
 
 def _check_number(key: str, value: Any) -> None:
-    if value is None or value == "auto":
-        return
-    if isinstance(value, str):
-        raise ConfigError(key, value, "it is a text, not a number", "Write it without quotes")
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigError(key, value, "it is not a number", "Give a number of 0 or more")
-    number: Any = value  # of any library
-    if not 0 <= number < math.inf:
-        raise ConfigError(key, value, "it is not from 0 to below infinity", "Give such a number")
+    if value is not None and value != "auto":
+        check_number(ConfigError, key, value)
 
 
 def check_complete(config: Mapping[str, Any]) -> None:

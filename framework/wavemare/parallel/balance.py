@@ -59,19 +59,25 @@ def balance_replicas(
     shares = shares_for(lines, micro * ranks)
     steps = batch["gradient_accumulation_steps"]
     rank_s = tuple(steps * line.seconds(share) for line, share in zip(lines, shares, strict=True))
+    stage_s = (max(rank_s) / steps,)
+    predicted = _prediction(rank_s, stage_s, batch["train_batch_size"] * sequence_length)
     return Layout(
         data_parallel=ranks,
         global_batch=batch["train_batch_size"],
         micro_steps=steps,
         shares=shares,
         zero_stage=zero_stage,
-        predicted=Prediction(
-            step_s=max(rank_s),
-            tokens_per_s=batch["train_batch_size"] * sequence_length / max(rank_s),
-            stage_s=(max(rank_s) / steps,),
-            rank_s=rank_s,
-            memory_bytes=(),
-        ),
+        predicted=predicted,
+    )
+
+
+def _prediction(rank_s: tuple[float, ...], stage_s: tuple[float, ...], tokens: int) -> Prediction:
+    return Prediction(
+        step_s=max(rank_s),
+        tokens_per_s=tokens / max(rank_s),
+        stage_s=stage_s,
+        rank_s=rank_s,
+        memory_bytes=(),
     )
 
 
@@ -149,12 +155,10 @@ def plan_stages(
         global_batch=batch["train_batch_size"],
         micro_steps=steps,
         shares=shares,
-        predicted=Prediction(
-            step_s=max(rank_s),
-            tokens_per_s=batch["train_batch_size"] * sequence_length / max(rank_s),
-            stage_s=tuple(map(float, scaled.max(axis=0))),
-            rank_s=rank_s,
-            memory_bytes=(),
+        predicted=_prediction(
+            rank_s,
+            tuple(map(float, scaled.max(axis=0))),
+            batch["train_batch_size"] * sequence_length,
         ),
     )
 

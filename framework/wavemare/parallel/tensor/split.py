@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
 from wavemare.models.adapters import base_of, is_lora
-from wavemare.models.proof import plain_attention
+from wavemare.models.proof import example_batch, plain_attention
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     InputCopies,
@@ -491,11 +491,7 @@ class _Trial:
     def _run(self, what: str) -> dict[str, Tensor]:
         model: Any = self._model
         modes = {module: module.training for module in model.modules()}
-        ids = torch.arange(16, device=next(model.parameters()).device).view(2, 8) * 7 + 3
-        batch = {
-            "input_ids": ids % model.config.vocab_size,
-            "attention_mask": (ids < ids[-1, -3]).long(),
-        }
+        batch: dict[str, Any] = example_batch(model, ("input_ids", "attention_mask"))
         if "use_cache" in inspect.signature(model.forward).parameters:
             batch["use_cache"] = False
         # In 16 bits rounding would hide what a plan leaves out; to fp32 and back changes no bit.
@@ -514,7 +510,8 @@ class _Trial:
                     weights = torch.linspace(-1, 1, logits.numel(), device=logits.device)
                     loss = (logits.flatten().float() * weights).sum()
                 else:
-                    labels = batch["input_ids"].masked_fill(ids % 3 == 0, -100)
+                    labels = batch["input_ids"].clone()
+                    labels[:, ::3] = -100
                     loss = model(**batch, labels=labels).loss
                 kept = [model.get_parameter(name) for name in self._kept]
                 given = torch.autograd.grad(loss, kept, allow_unused=True) if kept else ()
