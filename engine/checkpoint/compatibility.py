@@ -81,16 +81,10 @@ def check_checkpoint_fits(
         CheckpointError: It was saved by another topology, plan or tying of weights.
     """
     plan, layout = manifest.get("plan"), engine.layout
-    heads = plan["layout"].get("colocated") if plan is not None else None
     untied, own = manifest.get("untied"), untied_weights(engine)
     converts = keeps_adam_alone(engine) and engine.settings.expert_parallel.size == 1
     convert = _universal_remedy(folder) if converts else f"go on from {_EXPORTED}"
     rows: list[tuple[object, str, str]] = [
-        (
-            heads,
-            f"its heads {heads} are split over the data ranks, which was removed",
-            "Export the model with save_pretrained of the version that saved it, and go on from it",
-        ),
         (
             untied is not None and untied != own,
             f"the weights with copies of their own are {untied} in it, in this run {own}",
