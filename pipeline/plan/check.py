@@ -104,10 +104,7 @@ class Report:
     A tick is the time of one forward or backward pass; everything else takes none.
 
     Args:
-        schedule: The plan's schedule.
-        num_stages: Length of the pipeline.
-        micro_batches: Micro-batches per optimizer step.
-        num_steps: Optimizer steps.
+        plan: The plan.
         actions: For each rank the number of its actions.
         peak_activations: For each stage the most micro-batches whose forward pass was done and
             whose backward pass was not, or not all of it; 0 where there are no backward passes.
@@ -122,10 +119,7 @@ class Report:
         messages: How many messages of each kind are sent.
     """
 
-    schedule: str
-    num_stages: int
-    micro_batches: int
-    num_steps: int
+    plan: Plan = field(compare=False)
     actions: tuple[int, ...]
     peak_activations: tuple[int, ...]
     peak_memory: tuple[float, ...]
@@ -154,10 +148,11 @@ class Report:
         return sum(self.idle_ticks) / (self.ticks * len(self.idle_ticks)) if self.ticks else 0.0
 
     def __str__(self) -> str:
+        plan = self.plan
         sent = [f"{self.messages.get(kind, 0)} {name}" for kind, name in _MESSAGES.items()]
         lines = [
-            f"{self.schedule}: stages {self.num_stages}, micro-batches per step "
-            f"{self.micro_batches}, optimizer steps {self.num_steps}",
+            f"{plan.schedule}: stages {plan.num_stages}, micro-batches per step "
+            f"{plan.micro_batches}, optimizer steps {plan.num_steps}",
             f"length: {self.ticks} ticks of one pass each",
             f"bubble: {self.bubble:.1%} of all ticks",
             f"messages: {', '.join(sent)}",
@@ -369,10 +364,7 @@ def _report(
     ticks = round(max(rank[-1] for rank in ends))
     sends = [action.kind for cursor in cursors for sent in cursor.sent.values() for action in sent]
     return Report(
-        schedule=plan.schedule,
-        num_stages=plan.num_stages,
-        micro_batches=plan.micro_batches,
-        num_steps=plan.num_steps,
+        plan=plan,
         actions=tuple(map(len, plan.ranks)),
         peak_activations=tuple(cursor.peak if plan.num_steps else 0 for cursor in cursors),
         peak_memory=tuple(map(memory.peak, plan.ranks)) if memory else (),
