@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,8 @@ class SplitBackward:
         splitter = SplitBackward(chunk)
         with splitter.step():
             outputs = chunk(inputs)
-            splitter.backward_input(0, [outputs], grads)  # I; inputs.grad is there
+            with splitter.input_pass(0):  # I
+                outputs.backward(grads)  # inputs.grad is there
             splitter.backward_weight(0)  # W; the weights' grad is there
 
     Args:
@@ -93,7 +94,7 @@ class SplitBackward:
         finally:
             self._restore()
             self._split = []
-            self.drop()
+            self._queues.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -122,19 +123,6 @@ class SplitBackward:
         finally:
             self._micro_batch = None
 
-    def backward_input(
-        self, micro_batch: Hashable, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> None:
-        """Compute all gradients of a micro-batch but the deferred ones.
-
-        Args:
-            micro_batch: Names the queue.
-            outputs: Of the chunk, or its loss.
-            grads: Of the outputs; None for a scalar.
-        """
-        with self.input_pass(micro_batch):
-            torch.autograd.backward(outputs, grads)
-
     def backward_weight(self, micro_batch: Hashable) -> None:
         """Compute and accumulate the deferred gradients of a micro-batch: W.
 
@@ -152,10 +140,6 @@ class SplitBackward:
             for layer, products in reversed(queue.items())
         ]
         torch.autograd.backward(passes)
-
-    def drop(self) -> None:
-        """Forget all deferred gradients, and free what they keep."""
-        self._queues.clear()
 
     @property
     def kept_bytes(self) -> dict[Hashable, int]:
