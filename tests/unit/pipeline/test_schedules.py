@@ -16,7 +16,6 @@ from wavemare.pipeline.plan.plan import COMPUTE, Kind
 from wavemare.pipeline.plan.schedules import (
     SCHEDULES,
     build_plan,
-    drain_boundary,
     inference,
     one_f_one_b,
     pipemare,
@@ -159,37 +158,6 @@ def test_pipemare_runs_on_the_clock(
         backwards = [(m, version) for kind, m, version in got if kind is Kind.BACKWARD]
         stale = [(m, forwards[m]) for m, version in backwards if forwards[m] < version]
         assert corrections == (stale if correct else [])
-
-
-@pytest.mark.parametrize(
-    ("step", "options", "boundary"),
-    [
-        (3, {}, None),
-        (3, {"last_step": 7}, 100 + 4 * 5),
-        (3, {"warmup_steps": 4}, 100 + 5),
-        (3, {"warmup_steps": 3}, None),
-        (3, {"drain_interval": 3}, 100 + 3 * 5),
-        (3, {"drain_interval": 4}, 100 + 5),
-        (3, {"drain_interval": 10, "last_step": 9}, 100 + 6 * 5),
-        (3, {"drain_interval": 10, "last_step": 12}, 100 + 7 * 5),
-        (3, {"warmup_steps": 5, "drain_interval": 10, "last_step": 9}, 100 + 5),
-    ],
-)
-def test_the_next_drain(step, options, boundary):
-    assert drain_boundary(step, 100, 5, **options) == boundary
-
-
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_plans_are_made_by_name(name):
-    plan = build_plan(name, 3, 6, 2)
-    assert plan == SCHEDULES[name](3, 6, 2)
-    chunks = 2 if name in {"auto", "interleaved", "zbv"} else 1
-    assert (plan.schedule, plan.num_stages, plan.micro_batches) == (name, 3 * chunks, 6)
-    assert plan.num_steps == (0 if name == "inference" else 2)
-    waves = {"accumulation", "in-phase", "tick-tock"}
-    assert len(plan.ranks) == (1 if name in waves else 3)
-    own = {"auto": 3, "interleaved": 2, "zb-h1": 2, "zbv": 3}
-    assert plan.send_slots == {"pipemare": 2, "1f1b-paired": 3, **own}.get(name, 0)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
