@@ -290,7 +290,7 @@ def write_table(folder, kind, text_folder):
     return {"data": folder / "corpus", "tokenizer": folder / "tokenizer"}
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "megatron"])
+@pytest.mark.parametrize("kind", [pytest.param("jsonl", marks=SLOW), "megatron"])
 def test_other_kinds_of_data_reach_the_model(
     recipe, small_options, recipe_config, text_folder, tmp_path, kind
 ):

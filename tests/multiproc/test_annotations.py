@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models laid out by annotations train as they do in one process."""
 
-from pathlib import Path
-
 import pytest
 
 pytestmark = pytest.mark.world_size(2)
 
 EXACT = 1e-6
-
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "annotations.md"
 
 
 def check_training(result):
@@ -71,16 +66,6 @@ def test_another_plan_goes_on_from_a_universal_checkpoint(launch_once):
         assert first != second
         assert result["losses"] == pytest.approx(result["expected"], abs=EXACT)
         assert result["losses"] != pytest.approx(result["fresh"], abs=1e-3)
-
-
-@pytest.mark.nightly
-def test_the_programs_of_the_documentation_run(launch_once):
-    results = launch_once("annotations.py", "documented", PAGE)
-    degrees = [case[:3] for case in results[0].values()]
-    pipeline, split = [2, 1, 1], [1, 2, 1]
-    assert degrees == [pipeline, split, pipeline, split]
-    assert results[0] == results[1]
-    assert all(0.5 < case[3] < 5 for case in results[0].values())
 
 
 @pytest.mark.nightly

@@ -7,7 +7,6 @@ import pytest
 
 CASES = [
     "gpt2-quiet-untied/fp32",
-    "gpt2-quiet-untied/sgd-zero",
     "gpt2-quiet-untied/sgd-bf16",
     "gpt2-quiet-untied/sgd-checkpoints",
     "gpt2-quiet/sgd-zero",

@@ -194,33 +194,3 @@ def test_the_first_rank_alone_tells_how_stale_gradients_are_and_what_the_policy_
     assert [results[5]["told"] for results in grid[1:]] == [[], [], []]
     assert all(results[5]["kind"].endswith(".SOAP") for results in grid)
     assert all(result["told"] == [] for results in grid for result in results[:5])
-
-
-def test_what_cannot_work_is_refused_by_name(launch_once):
-    base = {"engine": "data", "type": "SOAP", "zero": 1, "steps": 1}
-    cpu = {"offload_optimizer": {"device": "cpu"}}
-    pipeline = {**base, "engine": "1f1b"}
-    refused = [
-        ({**base, "zero": 3}, "zero_optimization.stage", "ZeRO 3"),
-        ({**base, "zero_options": cpu}, "zero_optimization.offload_optimizer.device", "CPUAdam"),
-        ({**base, "params": {"refesh": 3}}, "optimizer.params.refesh", "'refresh'"),
-        ({**base, "params": {"refresh": 0}}, "optimizer.params.refresh", "1 or more"),
-        ({**base, "params": {"betas": [0.9, 1.5]}}, "optimizer.params.betas", "below 1"),
-        ({**base, "type": "NAdam", "params": {"momentum": 1}}, "optimizer.params.momentum", "'mom"),
-        ({**base, "type": "NAdam", "params": {"lr": -1.0}}, "optimizer.params.lr", "-1.0"),
-        ({**pipeline, "type": "Muon", "params": {"adam_rl": 1}}, "optimizer.params", "'adam_lr'"),
-        ({**pipeline, "type": "Muon", "params": {"adam_lr": "x"}}, "optimizer.params.adam_lr", ""),
-    ]
-    fine = [
-        {**base, "name": "soap"},
-        {**base, "type": "NAdam", "name": "nadam"},
-        {**pipeline, "type": "Muon", "name": "MUON"},
-    ]
-    found = run(launch_once, [*(case for case, *_ in refused), *fine])
-    for results in found:
-        for (case, key, part), result in zip(refused, results, strict=False):
-            assert result.get("error") == "ConfigError", case
-            assert result["key"].startswith(key), result
-            assert part in result["message"], result
-        kinds = [result["kind"].rpartition(".")[2] for result in results[len(refused) :]]
-        assert kinds == ["SOAP", "NAdam", "Muon"]

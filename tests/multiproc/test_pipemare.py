@@ -37,7 +37,6 @@ CASES = {
         "clipped epochs": ["epochs", on(2, 1, config=CLIPPED)],
         "slack 1 of 2": ["slack", on(2, 1, slack=1)],
         "slack 2 of 2": ["slack", on(2, 1, slack=2)],
-        "given": ["given", on(2, 2)],
         "wrapped 2": ["wrapped", on(2, 1)],
         **{
             f"overflow {guard}": ["overflow", on(2, 2, bad=BAD, guard=guard, config=SPOILT)]
@@ -184,11 +183,6 @@ def test_half_precision_weights_are_the_rounded_masters_after_corrections(found)
 def test_an_evaluation_drains_more_activations_than_a_step_has(found, name):
     for ours in found(name):
         assert ours["evaluated"] == ours["planned"]
-
-
-def test_an_iterator_may_be_set_before_the_first_step(found):
-    for ours, expected in found("given"):
-        assert ours == expected
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])

@@ -11,8 +11,6 @@ EXPECTED = {
     "no pipeline": ("ConfigError", "wavemare.pipeline.stages", "2", "or 1 stage"),
     "no stages": ("ConfigError", SCHEDULE, "pipemare", "Give a PipelineModule"),
     "model axis": ("ConfigError", SCHEDULE, "pipemare", "the axes pipe and data alone"),
-    "fp16": ("ConfigError", "fp16.enabled", "True", '"bf16": {"enabled": true}'),
-    "zero": ("ConfigError", "zero_optimization.stage", "2", "0 or 1"),
 }
 NAMED = {"two waves": "DualPipeVModule", "no pipeline": "Linear", "no stages": "Linear"}
 

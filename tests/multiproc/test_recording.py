@@ -4,9 +4,7 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from wavemare.cli import app
 from wavemare.report import read_run
 
 OURS = ["replicas", "loop", "pipeline"]
@@ -78,15 +76,3 @@ def test_checkpoints_of_a_trainer_are_listed(runs, name):
     waits = [e for e in runs[name].events if e["kind"] == "checkpoint" and e["rank"] == 0]
     assert [event["tag"] for event in waits] == ["checkpoint-12", "checkpoint-13"]
     assert all(event["seconds"] > 0 for event in waits)
-
-
-def test_one_page_compares_them(results, tmp_path):
-    folders = sorted(str(path) for path in Path(results[0]["folder"]).iterdir())
-    page = tmp_path / "report.html"
-    done = CliRunner().invoke(app, ["report", *folders, "--output", str(page)])
-    assert done.exit_code == 0, done.output
-    text = page.read_text()
-    assert "4 runs compared" in text
-    for name in OURS:
-        assert f"Steps 10 to 13: {name}" in text
-    assert "Steps 10 to 13: stock" not in text  # DeepSpeed's own engine tells of none

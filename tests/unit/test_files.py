@@ -13,12 +13,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_file_is_written_into_new_folders(tmp_path):
-    files.atomic_write_text(tmp_path / "a" / "b.txt", "caf\u00e9\n")
-    assert (tmp_path / "a" / "b.txt").read_bytes() == b"caf\xc3\xa9\n"
-    assert names(tmp_path / "a") == ["b.txt"]
-
-
 def test_file_has_the_mode_that_open_would_give(tmp_path):
     (tmp_path / "plain").write_text("x")
     files.atomic_write_text(tmp_path / "ours", "x")
@@ -153,24 +147,6 @@ def test_discarded_folder_never_comes_back(tmp_path, monkeypatch):
     assert not target.exists()
     files.restore_folder(target)
     assert not target.exists()
-
-
-def test_contents_then_names_then_the_folder_reach_the_disk(tmp_path, monkeypatch):
-    order = []
-    synchronize, replace = os.fsync, os.replace
-
-    def fsync(descriptor):
-        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split(".")[-1])
-        synchronize(descriptor)
-
-    def rename(old, new):
-        order.append("rename")
-        replace(old, new)
-
-    monkeypatch.setattr(files.os, "fsync", fsync)
-    monkeypatch.setattr(files.os, "replace", rename)
-    files.atomic_write_text(tmp_path / "latest", "step-2")
-    assert order == ["tmp", "rename", tmp_path.name.split(".")[-1]]
 
 
 def test_old_folder_comes_back_if_the_rename_fails(tmp_path, monkeypatch):

@@ -160,12 +160,6 @@ def test_each_setting_changes_what_is_learnt():
     assert trained(config())[1] == base
 
 
-def test_the_policys_choice_has_its_memory():
-    pipeline, _ = trained(config(pipemare={"optimizer_policy": "auto"}), steps=3)
-    assert pipeline.memory()["optimizer"] > 3
-    assert pipeline.memory()["correction"] > 0.5
-
-
 STALE = "2 micro-batches per optimizer step on 4 stages"
 CHOSEN = "SOAP in the place of AdamW"
 
@@ -192,12 +186,6 @@ def test_it_tells_what_the_engine_tells_at_its_start(values, said):
         assert part in line
 
 
-def test_other_delays_are_not_those_that_it_tells_of():
-    first, second = SimulatedPipeline(gpt(), config(), delays="one-step").advice.splitlines()
-    assert "delays are of one-step" in first
-    assert STALE in second
-
-
 @pytest.mark.parametrize(
     ("kind", "params", "made"),
     [
@@ -216,21 +204,6 @@ def test_optimizers_by_their_names(kind, params, made):
     values = config(optimizer={"type": kind, "params": {"lr": 0.01, **params}})
     pipeline, _ = trained(values, steps=1)
     assert {type(optimizer) for optimizer in pipeline.optimizers} == {made}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "refreshes"), [("1f1b", [10] * 4), ("pipemare", [6, 8, 13, 40])]
-)
-def test_stages_refresh_their_bases_as_those_of_the_engines(schedule, refreshes):
-    values = config(schedule=schedule, optimizer={"type": "SOAP", "params": {"lr": 0.01}})
-    pipeline, _ = trained(values, steps=1)
-    assert [o.param_groups[0]["refresh"] for o in pipeline.optimizers] == refreshes
-
-
-def test_the_last_stage_keeps_no_update():
-    pipeline, _ = trained(config(stages=2, pipemare={"error_feedback": True}), steps=1)
-    first, last = (sum(p.nbytes for p in stage.parameters()) for stage in pipeline.stages)
-    assert pipeline.memory()["optimizer"] == pytest.approx(2 + first / (first + last), abs=0.01)
 
 
 def test_muon_leaves_embeddings_and_head_to_adamw():
@@ -272,14 +245,6 @@ def test_what_does_not_exist_is_named(changes, key):
     with pytest.raises(ConfigError) as caught:
         SimulatedPipeline(gpt(), config(**changes))
     assert caught.value.key == key
-
-
-def test_each_stage_can_have_its_own_delay():
-    for given, same in (([3, 2, 1, 0], "pipeline"), ([2, 2, 2, 2], "one-step")):
-        assert trained(config(), delays=given)[1] == trained(config(), delays=same)[1]
-    assert trained(config(), delays=[2, 1, 1, 0])[1] != trained(config())[1]
-    with pytest.raises(ConfigError, match=r"delays = \[1, 0\]: there are 4 stages"):
-        trained(config(), delays=[1, 0])
 
 
 def test_delays_that_do_not_exist_are_named():

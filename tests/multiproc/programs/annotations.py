@@ -5,8 +5,6 @@ The second argument names the part; every rank leaves what it saw as JSON.
 """
 
 import json
-import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from common import difference, leave, refusal, train_plainly, weights_digest
 from deepspeed.utils import groups
 from tensor_models import batch, build
@@ -210,58 +207,7 @@ def grid():
     return result
 
 
-def documented():
-    """Each program of the documentation, with small models of the names that it loads."""
-    text = Path(sys.argv[3]).read_text()
-    os.chdir(sys.argv[1])
-    configuration, *_ = blocks(text, "json")
-    models = small_models()
-    if torch.distributed.get_rank() == 0:
-        Path("ds.json").write_text(configuration)
-        for folder, model in models.items():
-            model.save_pretrained(folder)
-    torch.distributed.barrier()
-    result = {}
-    for number, program in enumerate(blocks(text, "python")):
-        groups.mpu = None
-        names: dict[str, Any] = {"wavemare": wavemare, **vars(transformers)}
-        names |= {kind.__name__: kind for kind in map(type, models.values())}
-        exec(compile(program, f"block {number}", "exec"), names)
-        plan = names["engine"].layout
-        made = next(
-            m for m in models.values() if m.config.model_type == names["model"].config.model_type
-        )
-        data = iter([batch(made, seed) for seed in range(8)])
-        loss = float(names["engine"].train_batch(data))
-        result[program] = [plan.stages, plan.tensor_parallel, plan.data_parallel, loss]
-    return result
-
-
-def small_models():
-    """Models with as many layers as those of the documentation."""
-    transformers.set_seed(3)
-    gpt2 = transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=12, n_head=2)
-    bert = transformers.BertConfig(
-        vocab_size=40,
-        hidden_size=8,
-        num_hidden_layers=12,
-        num_attention_heads=2,
-        intermediate_size=8,
-        max_position_embeddings=16,
-        num_labels=3,
-    )
-    return {
-        "gpt2": transformers.GPT2LMHeadModel(gpt2),
-        "bert-base-uncased": transformers.BertForSequenceClassification(bert),
-    }
-
-
-def blocks(text, language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
 PARTS = {
-    "documented": documented,
     "lines": lines,
     "given": given,
     "refusals": refusals,

@@ -97,6 +97,21 @@ def training():
     }
 
 
+def annotated():
+    """The models that the page loads, in folders of their names."""
+    write(
+        "ds.json", {"train_micro_batch_size_per_gpu": 2, "optimizer": DS["optimizer"], SECTION: {}}
+    )
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    bert = transformers.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)
+    if torch.distributed.get_rank() == 0:
+        gpt2().save_pretrained("gpt2")
+        transformers.BertForSequenceClassification(bert).save_pretrained("bert-base-uncased")
+    torch.distributed.barrier()
+    kinds = (transformers.GPT2LMHeadModel, transformers.BertForSequenceClassification)
+    return {"wavemare": wavemare, **{kind.__name__: kind for kind in kinds}}
+
+
 def engine():
     built, *_ = wavemare.initialize(model=gpt2(), config=PIPELINE)
     return {"engine": built, "steps": 2, "batches": batches()}
@@ -176,7 +191,7 @@ def write(name, values):
     torch.distributed.barrier()
 
 
-PRELUDES = (nothing, training, engine, observed, model, simulation, sums, shares)
+PRELUDES = (nothing, training, annotated, engine, observed, model, simulation, sums, shares)
 PRELUDES += (cluster, megatron, grid, texts)
 CHECKS = (train_config, make_optimizer)
 

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``wavemare.hf.Trainer`` with data, arguments and layouts that are less common."""
 
-import importlib.util
 import random
 import sys
-from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from common import leave
 from hf_common import Rows, losses, pad, plain_model
 from hf_pipeline import compared, reference, trainer_of
-from transformers import TrainerCallback
 
 import wavemare
 import wavemare.hf
@@ -135,57 +131,6 @@ def halves(kind, section):
     return found
 
 
-def classified():
-    """Metrics of a classification's own logits, in a pipeline, with the labels beside them."""
-    seen: dict[str, Any] = {}
-
-    def metrics(prediction):
-        seen["inputs"] = list(prediction.inputs.shape)
-        right = prediction.predictions.argmax(-1) == prediction.label_ids
-        return {"accuracy": float(numpy.mean(right))}
-
-    trainer = trainer_of(
-        "bert",
-        "classified",
-        PIPELINE,
-        compute_metrics=metrics,
-        include_for_metrics=["inputs"],
-        eval_accumulation_steps=2,
-    )
-    trainer.train()
-    found = trainer.evaluate()
-    trainer.save_model()
-    torch.distributed.barrier()
-    loaded = type(trainer.model).from_pretrained(trainer.args.output_dir).eval()
-    rows = Rows("bert", 7, seed=1).rows
-    with torch.no_grad():
-        logits = loaded(torch.stack([row["input_ids"] for row in rows])).logits
-    labels = torch.stack([row["labels"] for row in rows])
-    expected = float((logits.argmax(-1) == labels).float().mean())
-    return {"accuracy": found["eval_accuracy"], "expected": expected, **seen}
-
-
-class Main(TrainerCallback):
-    """Which process integrations log on."""
-
-    def __init__(self):
-        self.is_main: set[bool] = set()
-
-    def on_log(self, args, state, control, **kwargs):
-        self.is_main.add(state.is_world_process_zero)
-
-
-def logged():
-    main = Main()
-    has_writer = importlib.util.find_spec("tensorboardX") is not None
-    changes = {"report_to": ["tensorboard"] if has_writer else []}
-    trainer = trainer_of("gpt2", "logged", PIPELINE, callbacks=[main], **changes)
-    trainer.train()
-    torch.distributed.barrier()
-    files = list(Path(trainer.args.output_dir).rglob("events.out.tfevents*"))
-    return {"main": sorted(main.is_main), "files": len(files), "writer": has_writer}
-
-
 CASES = {
     "streamed": streamed,
     "workers": read_by_workers,
@@ -197,8 +142,6 @@ CASES = {
     "noisy": noisy,
     "bf16_zero": lambda: halves("gpt2", {}),
     "bf16_1f1b": lambda: halves("gpt2", PIPELINE),
-    "classified": classified,
-    "logged": logged,
 }
 
 if __name__ == "__main__":

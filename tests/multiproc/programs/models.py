@@ -229,13 +229,6 @@ def zero(folder, name):
     return {"moved": differences}
 
 
-def cuts(folder, name):
-    return {
-        str(partition): to_pipeline(build(name), num_stages=2, partition=partition).parts
-        for partition in ("time", "parameters", "uniform", "type:block", [0, 5])
-    }
-
-
 def memory(folder, name, **options):
     """Which parameters live on when the caller has dropped the model."""
     gc.collect()
@@ -315,7 +308,6 @@ if __name__ == "__main__":
         "save-untied": save_untied,
         "load-untied": load_untied,
         "zero": zero,
-        "cuts": cuts,
         "failure": failure,
         "memory": memory,
         "memory-untied": lambda f, n: memory(f, n, untie=True),

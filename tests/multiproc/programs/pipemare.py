@@ -281,14 +281,6 @@ def wrapped(num_stages, micro_batches):
     return {"wrapped": found[0], "bare": found[1], "held": held}
 
 
-def given(num_stages, micro_batches):
-    """The iterator set before the first step, and given to each."""
-    engine, other = build(num_stages, micro_batches), build(num_stages, micro_batches)
-    engine.set_dataiterator(batches())
-    losses = [float(engine.train_batch()) for _ in range(4)]
-    return [losses, train(other, batches(), 4)]
-
-
 def reload(num_stages, micro_batches, folder):
     """A checkpoint loaded in the middle of a run that goes on, against fresh engines."""
 

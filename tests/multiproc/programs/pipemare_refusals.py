@@ -72,8 +72,6 @@ def refused():
         "no pipeline": lambda: build(torch.nn.Linear(WIDTH, WIDTH)),
         "no stages": lambda: build(torch.nn.Linear(WIDTH, WIDTH), stages=1),
         "model axis": lambda: build(model_axis(), stages=1),
-        "fp16": lambda: build(pipeline, fp16={"enabled": True}),
-        "zero": lambda: build(pipeline, zero_optimization={"stage": 2}),
     }
     return {name: refusal(case) for name, case in cases.items()} | {"no data": no_data()}
 

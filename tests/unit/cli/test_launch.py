@@ -54,12 +54,6 @@ def test_run_returns_and_explains_the_exit_code(capfd, code, bare, expected, sai
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_variables_reach_the_ranks(capfd):
-    program = "import os; print(os.environ['MARK'], 'PATH' in os.environ)"
-    assert launch.run([sys.executable, "-c", program], {"MARK": "x"}) == 0
-    assert capfd.readouterr().out == "x True\n"
-
-
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signal_ends_all_processes_in_silence(tmp_path, wait_for, number):
     program = tmp_path / "launcher.py"

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
@@ -79,19 +79,6 @@ def slow_largest(scores, k):
 
 @every_kind
 @every_dtype
-def test_all_blocks_have_their_turn_and_as_many_are_sent_as_was_asked_for(kind, dtype):
-    compressor = MAKERS[kind]()
-    weights = torch.randn(RAGGED)
-    chosen = [compressor.step("b", gradient, weights) for gradient in gradients(400, dtype)]
-    counts = torch.stack(chosen).sum(1)
-    assert 0 < counts.sum() < counts.numel() * 30
-    assert torch.stack(chosen).any(0).all()
-    if kind != "block_threshold":
-        assert counts.unique().tolist() == [3]
-
-
-@every_kind
-@every_dtype
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 67, RAGGED])
 def test_a_step_is_that_of_the_slow_twin(kind, dtype, numel):
     compressor = MAKERS[kind]()
@@ -135,19 +122,6 @@ def test_largest_beside_their_weights_are_those_of_the_slow_twin(values, k, data
     k = min(k, len(values))
     mask = top_k_ratio(1, ratio=k / len(values)).select(flat, -weights)
     assert mask.tolist() == slow_largest(scores, k)
-
-
-def test_a_norm_that_equals_the_threshold_is_sent():
-    flat = torch.tensor([3.0, 4.0, 4.0, 2.99, 0.0, 5.0])
-    assert threshold_of(2, threshold=5.0).select(flat).tolist() == [True, False, True]
-
-
-def test_equal_blocks_are_taken_from_the_front():
-    flat = torch.ones(1000)
-    assert top_k(10, ratio=0.07).select(flat).nonzero().flatten().tolist() == list(range(7))
-    flat[500:520] = 2
-    expected = [0, 1, 2, 3, 4, 50, 51]
-    assert top_k(10, ratio=0.07).select(flat).nonzero().flatten().tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -229,14 +203,6 @@ def test_weights_that_are_not_finite_send_their_block():
     assert mask.nonzero().flatten().tolist() == [4, 6]
 
 
-def test_zero_weights_do_not_crowd_out_the_others():
-    gradient = torch.tensor([1.0, 1.0, 1.0, 8.0, 0.0])
-    weights = torch.tensor([0.0, 0.0, 0.5, 2.0, 0.0])
-    ratio = top_k_ratio(1, ratio=0.2)
-    assert ratio.select(gradient, weights).tolist() == [False, False, False, True, False]
-    assert ratio.select(gradient, torch.zeros(5)).tolist() == [False, False, False, True, False]
-
-
 @every_kind
 def test_warmup_sends_everything_and_keeps_nothing(kind):
     compressor = MAKERS[kind](warmup_steps=3)
@@ -261,17 +227,6 @@ def test_density_falls_geometrically_after_the_steps_that_send_all():
     # No step sends less than later ones.
     config = CompressorConfig(ratio=0.5, density_warmup_steps=9)
     assert [config.share(step) for step in (0, 9)] == [0.5, 0.5]
-
-
-@every_kind
-def test_a_state_of_version_0_1_goes_on(kind):
-    compressor = MAKERS[kind]()
-    compressor.step("b", next(gradients(1)), torch.ones(RAGGED))
-    state = compressor.state_dict()
-    state["settings"].pop("density_warmup_steps", None)
-    resumed = MAKERS[kind]()
-    resumed.load_state_dict(state)
-    assert same(waiting(resumed), waiting(compressor))
 
 
 @every_kind
@@ -387,31 +342,10 @@ def test_a_bucket_that_changes_is_refused_and_leaves_no_trace(changed):
 
 
 @pytest.mark.parametrize(
-    ("values", "made"),
-    [
-        ({}, {"type": "block_topk", "ratio": 0.01}),
-        ({"type": "block_topk_ratio", "ratio": 0.5}, {"ratio": 0.5}),
-        ({"type": "block_randomk", "seed": 4, "warmup_steps": 2}, {"seed": 4, "warmup_steps": 2}),
-        ({"type": "block_threshold", "threshold": 0.5}, {"threshold": 0.5}),
-        ({"error_feedback": False}, {"error_feedback": False}),
-    ],
-)
-def test_configuration(values, made):
-    config = CompressorConfig.parse(values)
-    found = make_compressor(config, 64).settings()
-    assert found | made | {"block": 64} == found
-    assert found["type"] == config.type
-    assert CompressorConfig.parse(config.model_dump()) == config
-
-
-@pytest.mark.parametrize(
     ("values", "key"),
     [
         ({"threshold": 0.5}, "threshold"),
-        ({"type": "block_randomk", "threshold": 0.5}, "threshold"),
         ({"type": "block_threshold"}, "threshold"),
-        ({"type": "block_threshold", "threshold": None}, "threshold"),
-        ({"type": "block_threshold", "threshold": 0.0}, "threshold"),
         ({"type": "block_threshold", "threshold": float("nan")}, "threshold"),
         ({"type": "block_threshold", "threshold": 0.5, "ratio": 0.1}, "ratio"),
         (
@@ -419,26 +353,12 @@ def test_configuration(values, made):
             "density_warmup_steps",
         ),
         ({"seed": 1}, "seed"),
-        ({"type": "block_topk_ratio", "seed": 1}, "seed"),
         ({"type": "block_randomk", "seed": -1}, "seed"),
         ({"ratio": 1.5}, "ratio"),
-        ({"warmup_steps": -1}, "warmup_steps"),
         ({"type": "topk"}, "type"),
-        ({"rato": 0.1}, "rato"),
     ],
 )
 def test_configuration_that_is_refused_by_its_key(values, key):
     with pytest.raises(ConfigError) as caught:
         CompressorConfig.parse(values, "wavemare.comm.compressor")
     assert caught.value.key == f"wavemare.comm.compressor.{key}"
-
-
-@settings(max_examples=20)
-@given(data=st.binary(min_size=4, max_size=200), share=st.floats(0.1, 1))
-def test_any_bits_are_conserved_or_sent(data, share):
-    flat = torch.from_numpy(np.frombuffer(data[: len(data) // 4 * 4], np.float32).copy())
-    compressor, before = top_k(3, ratio=share), flat + 0.0
-    sent = spread(compressor.step("b", flat), 3, len(flat))
-    assert same(flat[sent], before[sent])
-    assert same(waiting(compressor)[~sent], before[~sent])
-    assert waiting(compressor).isfinite().all()

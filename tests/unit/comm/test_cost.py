@@ -50,16 +50,6 @@ def test_bytes_are_those_that_are_counted(ranks, blocks, density, seed):
     assert abs(moved["pushpull"].down - down.mean()) <= slack
 
 
-@given(ranks=st.integers(2, 6), density=st.sampled_from([0.05, 0.5, 1]), seed=st.integers(0, 99))
-def test_push_pull_never_moves_more_than_dense_or_packed(ranks, density, seed):
-    # Alike on all ranks but for their places, as the formulas of the papers have it.
-    base = random_table(1, 64, density, seed)[0]
-    table = np.stack([np.roll(base, 7 * rank) for rank in range(ranks)])
-    moved = traffic(Masks.of(table), 256)
-    assert moved["pushpull"].up <= moved["packed"].up + 1e-6
-    assert moved["pushpull"].up <= moved["dense"].up + 1e-6
-
-
 def test_each_constant_counts_as_often_as_it_is_used():
     table = np.array([[1, 1, 0, 0, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0, 0, 0, 0]], dtype=bool)
     masks, size = Masks.of(table), 100

@@ -43,12 +43,6 @@ def test_the_same_masks_make_the_same_plan(density, ranks, last, factor):
     assert one.predicted_s == two.predicted_s
 
 
-def test_equally_good_executors_are_told_apart_by_name():
-    free = Constants(*(0.0,) * 9)
-    for allowed in (SPARSE_MODES, SPARSE_MODES[::-1]):
-        assert choose_executor(THIN, 1024, free, allowed).executor == "allgather"
-
-
 def test_full_masks_are_dense_and_thin_ones_sparse():
     assert choose_executor(FULL, 1024, SLOW_WIRE, SPARSE_MODES).executor == "ordered"
     assert choose_executor(THIN, 1024, SLOW_WIRE, SPARSE_MODES).executor in {
@@ -126,15 +120,6 @@ def test_a_correction_settles_at_what_is_measured():
     assert predicted == pytest.approx(2 * plain, rel=1e-6)
 
 
-def test_the_first_call_of_an_executor_teaches_nothing():
-    selector = Selector(SLOW_WIRE, SPARSE_MODES)
-    before = selector.choose("key", THIN, 1024)
-    selector.learn("key", before.executor, 50.0)
-    after = selector.choose("key", THIN, 1024)
-    assert after.executor == before.executor
-    assert after.predicted_s == before.predicted_s
-
-
 def test_what_is_not_used_any_more_is_tried_again():
     selector = Selector(SLOW_WIRE, SPARSE_MODES)
     before = selector.choose("key", THIN, 1024)
@@ -159,9 +144,3 @@ def test_a_reduce_scatter_is_half_of_it():
         assert moved[name].up < moved_whole[name].up
         assert half.predicted_s[name] < whole.predicted_s[name]
     assert moved["ordered"].up == moved_whole["ordered"].up / 2
-
-
-def test_no_blocks_at_all():
-    plan = choose_executor(Masks.of(np.zeros((3, 0), dtype=bool)), 1024, SLOW_WIRE, SPARSE_MODES)
-    assert plan.executor in SPARSE_MODES
-    assert "density 0.0000, union 0.0000" in str(plan)

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a `SparseComm` refuses before anything is sent, measures at start and tells of calls."""
 
-import threading
-from collections import deque
 from dataclasses import astuple
 
-import numpy as np
 import pytest
 import torch
 
 from wavemare.comm import SparseComm
-from wavemare.comm.blocks.layout import OwnedRange, ranges_of
 from wavemare.comm.config import CompressorConfig
 from wavemare.comm.selection.calibration import calibrate
 from wavemare.comm.statistics import Statistics, Totals
@@ -57,24 +53,6 @@ def test_what_the_caller_gave_is_refused_before_anything_is_sent(alone, call):
         assert flat.sum() == 4
 
 
-def test_a_plan_is_made_of_tensors_and_arrays_and_prints_as_a_table(alone):
-    with SparseComm(alone) as comm:
-        table = torch.rand(4, 1000) < 0.1
-        plan = comm.plan(table)
-        assert str(plan) == str(comm.plan(np.asarray(table)))
-    lines = str(plan).splitlines()
-    assert "1000 blocks of 1024 bytes on 4 ranks" in lines[0]
-    assert len(lines) == 4
-    assert lines[1].startswith(f"> {plan.executor}")
-
-
-def test_empty_pieces_may_lie_anywhere_on_a_border():
-    ranges = [OwnedRange(5, 5, 0), OwnedRange(5, 10, 1), OwnedRange(0, 5, 0)]
-    assert ranges_of(ranges, 10, 2) == ranges
-    with pytest.raises(ConfigError):
-        ranges_of([OwnedRange(0, 6, 0), OwnedRange(5, 10, 1)], 10, 2)
-
-
 @pytest.mark.parametrize(
     ("num_rows", "density"), [(0, 0.0), (1, 1.0), (1 << 24, 2**-24), ((1 << 24) + 1, None)]
 )
@@ -105,37 +83,3 @@ def test_totals_of_some_calls():
         "sparse_calls_ordered": 1,
     }
     assert totals.take() == {}
-
-
-def test_a_call_that_ends_while_totals_are_taken_counts_in_the_next_ones():
-    begun, goes_on = threading.Event(), threading.Event()
-
-    class Slow(deque):
-        def append(self, call):
-            begun.set()
-            goes_on.wait(60)
-            super().append(call)
-
-    totals = Totals(Slow())
-    worker = threading.Thread(target=totals.add, args=(Statistics("ordered"),))
-    worker.start()
-    begun.wait(60)
-    assert totals.take() == {}
-    goes_on.set()
-    worker.join()
-    assert totals.take()["sparse_calls_ordered"] == 1
-
-
-@pytest.mark.parametrize("mode", ["pushpull", "allgather"])
-def test_rows_travel_as_the_mode_says(alone, mode):
-    with SparseComm(alone, mode=mode) as comm:
-        handle = comm.allreduce_rows_(torch.arange(4), torch.ones(4, 3), 9)
-    assert handle.stats.executor == f"rows-{mode}"
-
-
-@pytest.mark.parametrize("mode", ["allgather", "streaming"])
-def test_a_reduce_scatter_is_never_made_by_another_mode(alone, mode):
-    with SparseComm(alone, mode=mode) as comm:
-        with pytest.raises(ConfigError, match=rf"{mode}.*reduce_scatter_.*auto, ordered or push"):
-            comm.reduce_scatter_(torch.ones(8), [0, 8])
-        comm.allreduce_(torch.ones(8))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,13 +121,6 @@ def test_a_state_without_position_is_refused():
     del state["consumed_samples"]
     with pytest.raises(CheckpointError, match=r"data\.consumed_samples.*does not hold it"):
         loader.load_state_dict(state)
-
-
-def test_plain_datasets_are_indexed_and_stacked():
-    dataset = [{"input_ids": torch.tensor([i, i])} for i in range(4)]
-    loader = load(dataset, micro=2, shuffle=False)
-    assert next(loader)["input_ids"].tolist() == [[0, 0], [1, 1]]
-    assert iter(loader) is loader
 
 
 @given(

@@ -179,15 +179,6 @@ def test_the_library_is_complete_and_ordered():
     assert library[names.index("json/decoder.py")]["text"] == source
 
 
-def test_validation_is_a_small_share():
-    corpus = load_text(None)
-    train, validation = (sum(map(len, part["text"])) for part in (corpus.train, corpus.validation))
-    assert train > 5_000_000
-    assert 0.01 < validation / (train + validation) < 0.10
-    everything = sorted([*corpus.train["text"], *corpus.validation["text"]])
-    assert everything == sorted(read_stdlib()["text"])
-
-
 def test_what_is_left_out(tmp_path):
     (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = '\xe9'\n")
     (tmp_path / "broken.py").write_bytes(b"x = '\xe9'\n")

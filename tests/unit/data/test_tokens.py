@@ -20,11 +20,6 @@ from wavemare.data.tokens import (
 from wavemare.errors import ConfigError, DataError
 
 
-def test_vocab_size_is_counted_where_it_is_not_declared(make_store):
-    assert make_store([[1, 9], [4]]).vocab_size == 10
-    assert make_store([[1, 9], [4]], vocab_size=50).vocab_size == 50
-
-
 @pytest.mark.parametrize("place", [0, 7, 1 << 24, (1 << 24) + 8])
 def test_the_largest_token_and_its_first_place(place):
     tokens = np.zeros((1 << 24) + 10, dtype=np.uint8)

@@ -4,14 +4,11 @@
 import json
 import shutil
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from wavemare.engine.checkpoint import checkpointing as checkpoint
 from wavemare.engine.checkpoint import compatibility as checkpoint_checks
-from wavemare.engine.checkpoint import manifest as lists
 from wavemare.engine.checkpoint.compatibility import check_checkpoint_fits
 from wavemare.engine.checkpoint.manifest import (
     MANIFEST,
@@ -23,7 +20,6 @@ from wavemare.engine.checkpoint.manifest import (
     verify_contents,
 )
 from wavemare.engine.config.resolve import WavemareConfig, check_config
-from wavemare.engine.config.sections import CheckpointConfig
 from wavemare.errors import CheckpointError, ConfigError
 
 TOPOLOGY = {"world_size": 2, "data": 1, "pipe": 2, "model": 1, "zero_stage": 1, "cuts": [0, 3, 6]}
@@ -39,12 +35,6 @@ def checkpoints(tmp_path):
         (folder / MANIFEST).write_text(json.dumps(content))
     (tmp_path / "latest").write_text("step-2")
     return tmp_path
-
-
-def test_a_whole_checkpoint_is_accepted(checkpoints):
-    assert resolve_tag(checkpoints, None) == "step-2"
-    assert resolve_tag(checkpoints, "step-1") == "step-1"
-    assert read_manifest(checkpoints / "step-2")["topology"] == TOPOLOGY
 
 
 @pytest.mark.parametrize(
@@ -182,23 +172,6 @@ def test_a_file_that_a_pattern_would_find_is_refused_and_a_note_is_not(three):
     assert caught.value.value.endswith("rank_9.pt")
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_together_the_ranks_read_each_file_once(three, monkeypatch, parts):
-    read = []
-
-    def spy(path):
-        read.append((part, path.name))
-        return checksum(path)
-
-    monkeypatch.setattr(lists, "checksum", spy)
-    manifest = read_manifest(three / "a")
-    for part in range(parts):
-        verify_contents(three / "a", manifest, part=part, parts=parts)
-    assert sorted(name for _, name in read) == [f"rank_{n}.pt" for n in range(4)]
-    if parts == 2:  # 9 + 5 and 7 + 2 bytes
-        assert {name for part, name in read if part == 0} == {"rank_1.pt", "rank_0.pt"}
-
-
 def test_a_list_of_sizes_alone_is_still_read(checkpoints):
     verify_contents(checkpoints / "step-2", read_manifest(checkpoints / "step-2"))
 
@@ -229,21 +202,6 @@ def test_a_broken_latest_names_what_is_there(three):
     assert "['a', 'b', 'c']" in caught.value.remedy
 
 
-@pytest.mark.parametrize(
-    ("section", "match"),
-    [
-        ({"keep": 0}, "keep"),
-        ({"keep": True}, "keep"),
-        ({"background": 1}, "background"),
-        ({"verify": "no"}, "verify"),
-        ({"backgroud": True}, "background"),
-    ],
-)
-def test_the_section_is_strict(section, match):
-    with pytest.raises(ConfigError, match=match):
-        CheckpointConfig.parse(section, "wavemare.checkpoint")
-
-
 @pytest.mark.parametrize("background", [True, False])
 def test_two_writers_in_the_background_are_refused(background):
     config = {"wavemare": {"checkpoint": {"background": background}}}
@@ -251,17 +209,3 @@ def test_two_writers_in_the_background_are_refused(background):
     refused = pytest.raises(ConfigError, match=r"checkpoint\.writer")
     with refused if background else nullcontext():
         check_config({**config, "checkpoint": {"writer": {"type": "fast"}}}, world_size=1)
-
-
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), KeyError("topology")])
-def test_what_one_rank_cannot_read_all_refuse(monkeypatch, error):
-    met = []
-    monkeypatch.setattr(checkpoint, "gather", lambda value: met.append(value) or met)
-
-    def check():
-        raise error
-
-    told = f"checkpoint = 'run/step_2': it cannot be read \\({type(error).__name__}"
-    with pytest.raises(CheckpointError, match=told):
-        checkpoint.agree(Path("run/step_2"), check)
-    assert len(met) == 1

@@ -68,21 +68,6 @@ def test_without_latest_nothing_is_named_nor_removed(tmp_path):
     assert (tmp_path / "latest").read_text() == "one"
 
 
-def test_older_ones_go_when_the_new_one_is_named(tmp_path, monkeypatch):
-    for tag in ("1", "2", "3"):
-        prepare(tmp_path, tag).complete()
-    real, seen = checkpoint_save.keep_last, []
-
-    def spy(folder, count, latest, runs):
-        seen.append(((tmp_path / "latest").read_text(), latest, names(tmp_path)))
-        return real(folder, count, latest, runs)
-
-    monkeypatch.setattr(checkpoint_save, "keep_last", spy)
-    prepare(tmp_path, "4", keep=2).complete()
-    assert seen == [("4", "4", ["1", "2", "3", "4", "latest"])]
-    assert names(tmp_path) == ["3", "4", "latest"]
-
-
 def test_what_a_name_promises_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     done = []
 

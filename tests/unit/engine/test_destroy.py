@@ -58,25 +58,3 @@ def test_the_watchdog_is_given_back_once():
     engine.destroy()
     assert engine.done.count("release") == 1
     assert engine.done.count("saving") == 1
-
-
-def test_saving_is_watched_to_its_end():
-    engine = Engine()
-    engine.destroy()
-    saving, sparse, _ = engine.places
-    assert str(saving) == "finish_saving"
-    assert not saving.outside
-    assert sparse.outside
-
-
-def test_saving_within_a_call_leaves_that_calls_place():
-    engine = Engine()
-    with PROGRESS.doing("save_checkpoint"):
-        place = PROGRESS.place
-        engine.finish_saving()
-        assert str(PROGRESS.place) == str(place)
-        place = PROGRESS.place
-        engine.finish_saving()  # nothing is written
-        assert PROGRESS.place is place
-    assert str(engine.places[0]) == "finish_saving"
-    assert PROGRESS.place.outside

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The feed of a stage that reads ahead: which batch of which iterator comes next."""
 
-import weakref
 from collections import deque
 
 import pytest
@@ -18,24 +17,6 @@ def numbered(epoch, length):
 
 def feed():
     return Feed(next)
-
-
-def test_the_same_iterator_again_or_none_changes_nothing():
-    ours, data = feed(), numbered(0, 3)
-    ours.use(data)
-    assert ours.newest == 1
-    ours.use(data)
-    ours.use(None)
-    assert ours.newest == 1
-    assert ours.next_inputs() == (1, (0, 0))
-
-
-def test_an_iterator_given_before_the_first_ended_is_read_at_once():
-    ours = feed()
-    ours.use(numbered(0, 3))
-    assert ours.next_inputs() == (1, (0, 0))
-    ours.use(numbered(1, 3))
-    assert ours.next_inputs() == (2, (1, 0))
 
 
 def test_labels_let_older_iterators_go():
@@ -58,17 +39,6 @@ def test_labels_that_ended_say_so():
 def test_no_iterator_at_all_says_so():
     with pytest.raises(DataError, match="there is no iterator"):
         feed().next_inputs()
-
-
-def test_all_stages_but_the_last_keep_only_the_newest_iterator():
-    first, known = Feed(next, keeps_older=False), []
-    for epoch in range(10):
-        data = (number for number in [epoch])
-        known.append(weakref.ref(data))
-        first.use(data)
-        del data
-    assert [reference() is not None for reference in known] == [False] * 9 + [True]
-    assert first.next_inputs() == (10, 9)
 
 
 def test_dropped_batches_are_counted_and_passed_over_on_the_last_stage():
@@ -103,15 +73,6 @@ def test_batches_read_ahead_from_several_iterators_are_passed_over_in_each():
     assert last.next_labels(source) == batch == (0, 3)
 
 
-def test_batches_given_back_outlive_a_new_iterator():
-    ours, stream = feed(), numbered(0, 4)
-    ours.use(item for item in stream)
-    read = [ours.next_inputs() for _ in range(2)]
-    ours.put_back(read[1:])
-    ours.use(item for item in stream)
-    assert [ours.next_inputs() for _ in range(2)] == [(1, (0, 1)), (2, (0, 2))]
-
-
 def test_the_end_is_none_and_the_data_goes_on_with_another_iterator():
     ours = feed()
     assert ours.goes_on
@@ -126,16 +87,6 @@ def test_the_end_is_none_and_the_data_goes_on_with_another_iterator():
     assert ours.next_inputs() == (2, (1, 0))
     assert ours.next_inputs() is None
     assert not ours.goes_on
-
-
-def test_an_error_of_the_data_is_passed_on():
-    def broken(iterator):
-        raise OSError("disk")
-
-    ours = Feed(broken)
-    ours.use(numbered(0, 1))
-    with pytest.raises(OSError, match="disk"):
-        ours.next_inputs()
 
 
 @given(

@@ -12,7 +12,6 @@ from wavemare.engine.health.nonfinite_trace import (
     Finding,
     are_finite,
     loss_of,
-    tensors_of,
     trace,
 )
 
@@ -145,12 +144,6 @@ def test_are_finite(value, dtype):
     tensors[1][0, 1] = value
     assert not are_finite(tensors)
     assert are_finite([])
-
-
-def test_tensors_of_what_modules_return():
-    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
-    value = {"x": (a, [b]), "y": torch.ones(1, dtype=torch.int64), "z": None, "w": {"v": c}}
-    assert [t.numel() for t in tensors_of(value)] == [1, 2, 3]
 
 
 def test_loss_of_what_models_return():

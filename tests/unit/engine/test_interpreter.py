@@ -9,7 +9,6 @@ from deepspeed.runtime.pipe import schedule
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Recorder
 from wavemare.engine.pipe.engine import PipelineEngine, PlanInterpreter, StepSchedule
-from wavemare.pipeline.plan.lowering import Pair
 from wavemare.pipeline.plan.plan import Action, Kind
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8, 11) for m in (1, 2, 3, 4, 5, 7, 8, 16, 23)]
@@ -84,25 +83,6 @@ def test_passes_and_messages_have_deepspeeds_order_and_buffers(num_stages, micro
         assert len(found) == len(expected)
 
 
-@pytest.mark.parametrize(("num_stages", "micro_batches"), SIZES)
-def test_blocking_sends_and_receives_meet_without_a_deadlock(num_stages, micro_batches):
-    queues = [
-        [name for name, *_ in calls(num_stages, micro_batches, s)[1] if name in {*SENDS, *RECEIVES}]
-        for s in range(num_stages)
-    ]
-    progress = True
-    while progress:
-        progress = False
-        for stage, queue in enumerate(queues):
-            if not queue or queue[0] not in SENDS:
-                continue
-            other = queues[stage + SENDS[queue[0]]]
-            if other and other[0] == queue[0].replace("send", "recv"):
-                del queue[0], other[0]
-                progress = True
-    assert queues == [[]] * num_stages
-
-
 class Noting(Stage):
     def __init__(self):
         super().__init__(3, 1, 1)
@@ -122,14 +102,6 @@ def test_each_action_is_noted_with_its_position_and_the_rank_at_the_other_end():
     expected = zip(actions, range(3), [0, None, 20], strict=True)
     assert engine.seen == [*expected]
     assert PROGRESS.plan == ("1RA0", "1F0", "1SA0")
-
-
-def test_adjacent_passes_run_together_only_where_asked():
-    pair = Pair(Action(Kind.BACKWARD, 1, 0), Action(Kind.FORWARD, 1, 2))
-    engine = Noting()
-    engine._exec_schedule(StepSchedule(pair, overlap=True))
-    assert [action for action, *_ in engine.seen] == [pair]
-    assert StepSchedule(pair).actions == [*pair]
 
 
 def test_an_error_names_the_action():

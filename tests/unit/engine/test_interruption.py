@@ -156,23 +156,6 @@ def test_a_negative_lead_is_refused():
         one(lead=-1)
 
 
-def test_it_stops_as_soon_as_it_can():
-    with one(lead=2) as interruption:
-        assert not interruption.stops_after(1)
-        os.kill(os.getpid(), SIGNALS[0])
-        assert [interruption.stops_after(step) for step in (2, 3, 4, 5)] == [0, 0, 0, 1]
-
-
-def test_rank_0_needs_no_signal_of_its_own():
-    store = HashStore()
-    with one(store) as first, one(store, rank=1, signals=SIGNALS[1:2]) as second:
-        os.kill(os.getpid(), SIGNALS[1])
-        assert not second.stops_after(1)
-        assert not first.stops_after(1)
-        assert first.stops_after(2)
-        assert second.stops_after(2)
-
-
 def test_handlers_are_put_back():
     noted: list[int] = []
     signal.signal(SIGNALS[0], lambda number, _: noted.append(number))

@@ -2,16 +2,14 @@
 """Flat messages: a layout described and read back, aligned views, and bits that arrive as sent."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.engine.pipe.p2p import DESCRIPTION, MessageLayout, RecvQueue, SendQueue
-from wavemare.errors import CommError, ModelError
-from wavemare.pipeline.plan.plan import Kind
+from wavemare.engine.pipe.p2p import DESCRIPTION, MessageLayout
+from wavemare.errors import ModelError
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -114,13 +112,6 @@ def test_a_message_keeps_no_graph_alive():
     assert not layout.tensors(message)[0].requires_grad
 
 
-def test_the_place_of_missing_tensors_is_kept():
-    layout = MessageLayout.of(2, (torch.zeros(5), torch.zeros(7)))
-    message = layout.pack([1.0, 2.0], [], CPU)
-    assert message.numel() == layout.size
-    assert layout.header(message) == [1.0, 2.0]
-
-
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
 def test_a_type_that_no_stage_can_send_is_refused_by_name(dtype):
     with pytest.raises(ModelError) as caught:
@@ -139,91 +130,3 @@ def test_as_many_tensors_as_a_description_holds_and_no_more():
         MessageLayout(0, ((1,),) * (most + 1), (torch.float32,) * (most + 1)).describe()
     assert "fewer tensors" in caught.value.remedy
     assert str(DESCRIPTION.numbers) in caught.value.remedy
-
-
-class Wire:
-    """Stands in for ``torch.distributed``: notes what is posted, sent and waited for, in order."""
-
-    def __init__(self):
-        self.log = []
-        self.messages = {}
-
-    def work(self, name, on_wait=lambda: None):
-        def wait():
-            self.log.append(f"wait {name}")
-            on_wait()
-
-        return SimpleNamespace(wait=wait)
-
-    def isend(self, message, rank, group):
-        self.log.append(f"send {message.tolist()} to {rank} in {group}")
-        return self.work(f"send {message.tolist()}")
-
-    def irecv(self, message, rank, group):
-        self.log.append(f"post {message.numel()} from {rank} in {group}")
-        return self.work(f"recv {message.numel()}", lambda: message.fill_(message.numel()))
-
-
-@pytest.fixture
-def wire(monkeypatch):
-    wire = Wire()
-    monkeypatch.setattr("torch.distributed.isend", wire.isend)
-    monkeypatch.setattr("torch.distributed.irecv", wire.irecv)
-    return wire
-
-
-def of_bytes(length):
-    return MessageLayout(0, ((length,),), (torch.uint8,))
-
-
-def message(*values):
-    return torch.tensor(values, dtype=torch.uint8)
-
-
-def test_a_send_queue_waits_for_the_oldest_only_when_all_slots_are_taken(wire):
-    queue = SendQueue(3, "down", slots=2)
-    for number in range(4):
-        queue.send(message(number))
-    queue.flush()
-    queue.flush()
-    assert wire.log == [
-        "send [0] to 3 in down",
-        "send [1] to 3 in down",
-        "wait send [0]",
-        "send [2] to 3 in down",
-        "wait send [1]",
-        "send [3] to 3 in down",
-        "wait send [2]",
-        "wait send [3]",
-    ]
-
-
-def test_a_receive_queue_posts_ahead_and_gives_in_the_order_of_posting(wire):
-    queue, layouts = RecvQueue(5, "up", CPU), {0: of_bytes(2), 1: of_bytes(3), 2: of_bytes(1)}
-    receives = [(Kind.RECV_GRAD, 0, number) for number in layouts]
-    queue.expect(receives)
-    for _ in receives:
-        assert queue.post_expected(lambda receive: layouts[receive[2]], slots=2)
-        queue.wait()
-    assert not queue.post_expected(lambda receive: layouts[receive[2]], slots=2)
-    arrived = {receive: message.tolist() for receive, (*_, message) in queue.arrived.items()}
-    assert arrived == dict(zip(receives, [[2, 2], [3, 3, 3], [1]], strict=True))
-    assert wire.log == [
-        "post 2 from 5 in up",
-        "post 3 from 5 in up",
-        "wait recv 2",
-        "post 1 from 5 in up",
-        "wait recv 3",
-        "wait recv 1",
-    ]
-
-
-def test_what_is_posted_since_a_step_without_data_has_to_come_in_the_next_one(wire):
-    queue, receive = RecvQueue(5, "up", CPU), (Kind.RECV_GRAD, 0, 1)
-    for _ in range(2):
-        queue.expect([receive, (Kind.RECV_GRAD, 0, 2)])
-        assert queue.post_expected(lambda _: of_bytes(2), slots=1)
-    assert wire.log == ["post 2 from 5 in up"]
-    with pytest.raises(CommError) as caught:
-        queue.expect([(Kind.RECV_GRAD, 0, 0), receive])
-    assert caught.value.value == "0RG1"

@@ -63,10 +63,6 @@ def test_shares_are_of_the_time_since_the_last_call(clock):
     assert recorder.shares() == (0.0, 0.0)
 
 
-def test_no_time_at_all_is_no_share(clock):
-    assert Recorder().shares() == (0.0, 0.0)
-
-
 def test_events_are_kept_on_demand_alone_and_make_a_timeline(clock):
     recorder = Recorder()
     spend(recorder, clock, Kind.FORWARD, 1.0)

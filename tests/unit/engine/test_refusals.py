@@ -73,13 +73,6 @@ def test_what_is_not_tested_with_divided_experts(section, config, key):
     assert "size" in error.remedy or "stage" in error.remedy
 
 
-def test_the_defaults_change_nothing():
-    ours = WavemareConfig.of({})
-    assert (ours.guard.nonfinite, ours.guard.max_skips) == ("stop", 10)
-    assert ours.wavelet.mode == ours.sparse_collective.mode == "off"
-    assert ours.watchdog.timeout_s == 600
-
-
 @pytest.mark.parametrize("seconds", [0, float("inf")])
 def test_a_time_limit_is_a_positive_number(seconds):
     error = refusal({"watchdog": {"timeout_s": seconds}}, {})

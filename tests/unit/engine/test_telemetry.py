@@ -32,33 +32,6 @@ def test_reports_reach_the_first_stage_over_all_others():
     assert chain[2].reports[3] == chain[3].reports[3]
 
 
-def test_a_stages_own_report_is_not_overwritten_by_what_it_hears():
-    ours, later = Telemetry(1, 3), Telemetry(2, 3)
-    ours.end_step((0.9, 0.1), 0.5)
-    later.end_step((0.8, 0.2), 0.25)
-    ours.unpack(later.pack())
-    assert ours.reports[1] == StageReport(0.9, 0.1, 0.0, 0.5)
-    assert ours.reports[2] == StageReport(0.8, 0.2, 0.0, 0.25)
-
-
-def test_as_many_numbers_are_told_as_announced():
-    assert len(Telemetry(0, 5).pack()) == Telemetry(0, 5).num_numbers == 5 * 4
-    assert all(map(math.isnan, Telemetry(0, 5).pack()))
-
-
-def test_staleness_is_the_mean_of_one_step_alone():
-    telemetry = Telemetry(0, 1)
-    for staleness in (1, 1, 1, 0):
-        telemetry.note_staleness(staleness)
-    telemetry.end_step((0.5, 0.5), math.nan)
-    assert telemetry.reports[0].staleness == 0.75
-    telemetry.note_staleness(3)
-    telemetry.end_step((0.5, 0.5), math.nan)
-    assert telemetry.reports[0].staleness == 3
-    telemetry.end_step((0.5, 0.5), math.nan)
-    assert telemetry.reports[0].staleness == 0
-
-
 def metrics_of(*busy):
     telemetry = Telemetry(0, len(busy))
     telemetry.reports = [StageReport(share, 1 - share) for share in busy]
@@ -70,12 +43,6 @@ def test_the_bubble_is_what_is_not_computed_and_unevenness_explains_a_part():
     assert found["bubble"] == pytest.approx(0.25)
     # In 1 s of work of the slowest, the others compute 0.5 s and 1 s: 0.5 of 3 s are idle.
     assert found["bubble_predicted"] == pytest.approx(0.5 / 3)
-
-
-def test_even_stages_that_never_wait_have_no_bubble():
-    found = metrics_of(1.0, 1.0)
-    assert (found["bubble"], found["bubble_predicted"]) == (0.0, 0.0)
-    assert metrics_of(0.6, 0.6)["bubble_predicted"] == 0.0
 
 
 def test_no_bubble_is_told_before_all_stages_have_reported_or_when_none_worked():

@@ -75,36 +75,6 @@ def test_a_rank_of_which_nothing_is_known_may_compute(unreachable):
     assert diagnose([status(0)], [unreachable], [], 5) is None
 
 
-def test_the_summary_of_a_thousand_ranks_fits_a_screen():
-    many = [PeerAddress(rank, "node", rank, "127.0.0.1", 1, "") for rank in range(1000)]
-    statuses = [status(rank) for rank in range(999)]
-    unreachable = [UnreachablePeer(many[999], gone=True)]
-    diagnosis = diagnose(statuses, unreachable, many[999:], 5)
-    summary = diagnosis.summary(many, statuses, unreachable, "", "")
-    assert len(summary.splitlines()) < 25
-    assert "rank 999" in summary
-
-
-def test_progress_says_where_the_thread_is_and_what_it_finished():
-    progress = Progress()
-    assert progress.place.outside
-    with progress.doing("train_batch"):
-        with progress.doing("forward"):
-            assert str(progress.place) == "forward"
-        assert str(progress.finished) == "forward"
-        assert str(progress.place) == "train_batch"
-        progress.at(Action(Kind.RECV_GRAD, 2, 5, 1), peer=3)
-        assert str(progress.place) == "recv grad of micro-batch 5 (2RG5@1)"
-        assert progress.place.peer == 3
-    assert progress.place.outside
-    assert list(progress.reading(iter([1, 2]))) == [1, 2]
-    assert progress.broken is None
-    with pytest.raises(ZeroDivisionError), progress.doing("train_batch"), progress.doing("step"):
-        _ = 1 / 0
-    assert str(progress.broken) == "step"
-    assert progress.place.outside
-
-
 def test_a_report_shows_the_plan_around_the_action(tmp_path):
     progress = Progress()
     progress.actions, progress.position = ("1RA0", "1F0", "1SA0"), 2
@@ -294,14 +264,6 @@ def test_an_engine_may_be_collected_by_the_watchdogs_own_thread(clock, start, ca
     assert not threads()
     assert current() is None
     assert not caplog.records
-
-
-def test_a_watchdog_starts_and_stops_without_a_trace():
-    Watchdog(WatchdogConfig()).start().stop()
-    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for _ in range(50):
-        Watchdog(WatchdogConfig()).start().stop()
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
 @pytest.mark.parametrize(

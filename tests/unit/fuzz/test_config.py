@@ -77,12 +77,6 @@ def test_any_value_as_our_section(value):
     assert error is None or error.key.startswith("wavemare")
 
 
-@FUZZ
-@given(st.dictionaries(st.sampled_from([*VALID, "amp", "tensorboard"]), VALUES, max_size=4))
-def test_any_values_of_sections(config):
-    examine(config)
-
-
 def damaged_text(text, data):
     """Valid JSON after some characters were changed."""
     for _ in range(data.draw(st.integers(1, 4))):
@@ -103,18 +97,6 @@ def read(file, content):
 def test_damaged_files(tmp_path, data):
     text = damaged_text(json.dumps(VALID, indent=1), data)
     read(tmp_path / "config.json", text.encode("utf-8", "surrogatepass"))
-
-
-@FUZZ
-@given(st.binary(max_size=60))
-def test_files_of_any_bytes(tmp_path, content):
-    read(tmp_path / "config.json", content)
-
-
-@FUZZ
-@given(st.text(max_size=30) | VALUES)
-def test_names_of_any_kind(name):
-    refusal(load_config, ConfigError, name)
 
 
 @FUZZ

@@ -151,13 +151,3 @@ def test_damaged_files(changed, tmp_path, change, rank, match):
 def test_options_without_effect_are_refused(checkpoints, tmp_path, source, to, options, name):
     with pytest.raises(ModelError, match=rf"^{name} = .*no effect from {source} to {to}"):
         convert(checkpoints / source, tmp_path / "no", to, options)
-
-
-def test_targets(checkpoints, tmp_path, monkeypatch):
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    convert(checkpoints / "megatron", ".", "hf")
-    assert (tmp_path / "empty" / "config.json").is_file()
-    (tmp_path / "file").touch()
-    with pytest.raises(ModelError, match="TARGET"):
-        convert(checkpoints / "hf", tmp_path / "file" / "below", "megatron")

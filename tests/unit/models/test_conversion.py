@@ -35,21 +35,6 @@ def test_construction_is_silent_and_leaves_no_trace(name, make_model, capfd):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_masks_and_tables_are_made_once_per_micro_batch(make_model, make_batch, monkeypatch):
-    model = make_model("qwen3").eval()
-    module = to_pipeline(model, num_stages=1)
-    calls = []
-    rotary = type(model.model.rotary_emb)
-    forward = rotary.forward
-    monkeypatch.setattr(
-        rotary, "forward", lambda self, *args: (calls.append(1), forward(self, *args))[1]
-    )
-    inputs, _ = module.split_batch(make_batch(model))
-    for _ in range(2):
-        module(tuple(tensor.clone() for tensor in inputs))
-    assert len(calls) == 2
-
-
 def test_tables_made_under_inference_mode_are_not_used_for_training(make_model, make_batch):
     model = make_model("llama")
     module = to_pipeline(model, num_stages=1, inputs=["input_ids"])
@@ -123,26 +108,6 @@ def test_what_a_forward_does_for_some_batches_only_is_refused(when, make_model):
         to_pipeline(model, num_stages=1)
 
 
-class WindowedForCausalLM(transformers.LlamaForCausalLM):
-    """A decoder with a sliding window of which its configuration's layers say nothing."""
-
-    def forward(self, input_ids, attention_mask=None, **kwargs):
-        ages = torch.arange(input_ids.shape[1])[:, None] - torch.arange(input_ids.shape[1])
-        seen = (ages >= 0) & (ages < self.config.sliding_window)
-        seen = seen & attention_mask.bool()[:, None, None]
-        return super().forward(input_ids, attention_mask=seen, **kwargs)
-
-
-def test_an_ignored_sliding_window_is_refused(make_model):
-    # The window is wider than the proof's texts, so it shows only because it is narrowed.
-    config = make_model("llama").config
-    config.layer_types = ["full_attention"] * 3
-    config.sliding_window = 40
-    with pytest.raises(ModelError, match="in evaluation mode"):
-        to_pipeline(WindowedForCausalLM(config), num_stages=1)
-    assert config.sliding_window == 40
-
-
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -191,26 +156,6 @@ def test_what_a_configuration_does_outside_the_layers_is_refused(family, key, va
 )
 def test_families_whose_layers_do_everything_are_taken(family, changes):
     to_pipeline(small_weights(family, **changes), num_stages=1)
-
-
-class CappedForCausalLM(transformers.LlamaForCausalLM):
-    """A decoder with soft-capped logits, of which its configuration says nothing."""
-
-    def forward(self, *args, labels=None, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.logits = torch.tanh(output.logits / 30) * 30
-        if labels is not None:
-            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
-        return output
-
-
-def test_small_weights_hide_no_cap_and_no_mask():
-    config = transformers.LlamaConfig(**SMALL, initializer_range=1e-6, sliding_window=4)
-    with pytest.raises(ModelError, match=r"evaluation mode .* differ"):
-        to_pipeline(CappedForCausalLM(config), num_stages=1)
-    config.layer_types = ["full_attention"] * 2
-    with pytest.raises(ModelError, match=r"evaluation mode .* differ"):
-        to_pipeline(WindowedForCausalLM(config), num_stages=1)
 
 
 def test_unsupported_classes_are_refused_by_name(make_model):
@@ -292,15 +237,6 @@ def test_missing_entries_are_filled():
     assert positions.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert labels is IDS
     assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in inputs)
-
-
-def test_given_entries_are_ordered_and_become_integers():
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    batch = {"labels": IDS, "attention_mask": mask, "input_ids": IDS.int()}
-    inputs, _ = split_batch(batch, ALL[:2])
-    assert torch.equal(inputs[0], IDS)
-    assert inputs[1].tolist() == [[1, 1, 0], [1, 0, 0]]
-    assert inputs[1].dtype == torch.int64
 
 
 def test_an_undeclared_mask_of_ones_is_dropped():

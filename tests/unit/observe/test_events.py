@@ -29,13 +29,6 @@ def test_nothing_is_written_before_the_folder_is_open(tmp_path):
     ]
 
 
-def test_a_rank_with_nothing_to_say_leaves_no_file(tmp_path):
-    events = Events(tmp_path, rank=0)
-    events.open()
-    events.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_warnings_are_noted_and_shown(tmp_path, capsys, caplog):
     events = Events(tmp_path, rank=0, clock=lambda: 1.0)
     shown = []

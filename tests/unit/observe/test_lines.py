@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from io import FileIO
-from pathlib import Path
 
 from wavemare.observe import lines as module
 from wavemare.observe.lines import Events, Lines, read_events, read_metrics
@@ -33,29 +32,6 @@ print("trained")
 
 def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "wavemare"]
-
-
-def test_lines_are_added_to_what_is_there(tmp_path):
-    lines = Lines(tmp_path / "deep" / "file", tmp_path)
-    lines.add("")
-    assert not (tmp_path / "deep").exists()
-    lines.add("one\ntwo\n")
-    assert (tmp_path / "deep" / "file").read_text() == "one\ntwo\n"  # at once
-    lines.close()
-    lines.close()
-    lines.add("ö\n")
-    lines.close()
-    assert (tmp_path / "deep" / "file").read_text(encoding="utf-8") == "one\ntwo\nö\n"
-
-
-def test_a_full_disk_is_told_once_with_its_reason(tmp_path, caplog):
-    lines = Lines(Path("/dev/full"), tmp_path)
-    for _ in range(3):
-        lines.add("1234567\n")
-    lines.close()
-    (warning,) = warnings_of(caplog)
-    assert "/dev/full cannot be written (No space left on device)" in warning
-    assert "the training goes on" in warning
 
 
 def test_a_file_system_that_tells_at_the_end(tmp_path, monkeypatch, caplog):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training loop of one's own leaves in its run folder, and what is told of memory."""
 
-import json
 import warnings
 from types import SimpleNamespace
 
@@ -101,16 +100,6 @@ def test_the_traced_steps(tmp_path, first, last, trace_steps, warmup_steps, trac
         assert (rank.first_step, len(rank.steps), rank.stage) == (*traced, 1)
 
 
-def test_a_step_that_raises_is_traced_no_longer(tmp_path):
-    with Recording(tmp_path, pipeline_engine(), steps=3) as recording:
-        with recording.step(1):
-            assert PROGRESS.follower is not None
-        with pytest.raises(ValueError, match="bad batch"), recording.step(2):
-            raise ValueError("bad batch")
-        assert PROGRESS.follower is None
-    assert not (tmp_path / "timeline").exists()
-
-
 def test_a_trace_that_cannot_be_written_is_left_out(tmp_path, caplog):
     (tmp_path / "timeline").write_text("somebody's own")
     train(tmp_path, pipeline_engine(), steps=3)
@@ -175,32 +164,3 @@ def test_a_loop_that_ends_early_leaves_the_steps_it_had(tmp_path):
     facts = read_run(tmp_path)
     assert len(facts.trace.ranks[0].steps) == 1
     assert facts.summary["results"]["stopped_after"] == 1
-
-
-def test_a_loop_without_an_engine(tmp_path):
-    train(tmp_path, None, steps=2)
-    facts = read_run(tmp_path)
-    assert [line["loss"] for line in facts.metrics] == [1.0, 0.5]
-    assert facts.trace is None
-    assert facts.layout["stages"] == 1
-
-
-@pytest.mark.parametrize(
-    ("stages", "configured", "schedule"),
-    [(4, None, "1f1b"), (1, None, "data parallel"), (2, "pipemare", "pipemare")],
-)
-def test_the_summary_says_how_the_model_is_laid_out(tmp_path, stages, configured, schedule):
-    engine = pipeline_engine(configured)
-    engine.num_stages = stages
-    train(tmp_path, engine, steps=2)
-    layout = read_run(tmp_path).summary["layout"]
-    assert (layout["stages"], layout["schedule"], layout["zero_stage"]) == (stages, schedule, 1)
-
-
-def test_only_rank_0_writes_the_runs_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    train(tmp_path, pipeline_engine(), steps=2)
-    assert not (tmp_path / "metrics.jsonl").exists()
-    assert {event["rank"] for event in read_events(tmp_path)} == {1}
-    assert json.loads((tmp_path / "timeline" / "rank_00001.json").read_text())["rank"] == 1

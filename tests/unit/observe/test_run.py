@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from wavemare.errors import ConfigError, DataError
@@ -54,20 +52,6 @@ def test_a_line_is_on_disk_when_log_returns_and_what_json_cannot_say_is_null(tmp
     )
     run.log(4, loss=math.nan)
     assert read_metrics(run.metrics_file)[-1] == {"step": 4, "loss": None}
-
-
-@settings(max_examples=25)
-@given(last=st.integers(0, 12), resumed=st.integers(1, 12))
-def test_resumed_run_has_each_step_once(tmp_path_factory, last, resumed):
-    folder = tmp_path_factory.mktemp("run")
-    first = Run(folder, rank=0)
-    for step in range(last + 1):
-        first.log(step, loss=float(step))
-    second = Run(folder, rank=0)
-    second.begin(done=resumed)
-    assert steps(second) == list(range(min(resumed, last) + 1))
-    second.log(resumed + 1, loss=0.0)
-    assert steps(second)[-1] == resumed + 1
 
 
 def test_torn_last_line_is_cut_off(tmp_path):

@@ -61,14 +61,6 @@ def test_pipe_gets_one_line_per_log_interval_and_the_last(clock, draw):
     assert all(character.isprintable() for line in lines for character in line)
 
 
-def test_terminal_shows_the_newest_figures_below_the_line(clock, draw):
-    text = draw(train(clock, 45, seconds=0.5), terminal=True)
-    assert final_lines(text)[-2:] == [
-        "step 45/45  loss 0.2500  lr 1.00e-03  2.00k tokens/s",
-        "  pipeline    idle 40%",
-    ]
-
-
 def final_lines(text):
     """Return what a terminal shows in the end."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text).splitlines()

@@ -74,13 +74,6 @@ def test_every_model_has_the_common_names():
         assert cuts == (0, blocks[0], len(chain.layers) - 1, len(chain.layers))
 
 
-def test_two_stages_of_one_name_both_patterns():
-    with pytest.raises(PlanError) as error:
-        wavemare.annotate(gpt2(), {"stages": {"s0": ["layers.0-2"], "s1": ["h.2-3"]}})
-    assert "'layers.0-2'" in str(error.value)
-    assert "'h.2-3'" in str(error.value)
-
-
 def test_the_innermost_of_two_patterns_counts():
     stages = {"s0": ["transformer"], "s1": ["h.2-3", "ln_f", "lm_head"]}
     with pytest.raises(PlanError) as error:  # a stage within a stage
@@ -113,11 +106,3 @@ def test_a_number_of_stages_is_balanced_by_parameters():
     made = plan(model, 2)
     assert made.cuts == balanced_cuts(weights, 2)
     assert made.schedule == "pipemare"
-
-
-def test_split_modules():
-    model = wavemare.annotate(gpt2(), {"split": {"size": 2, "modules": ["layers.0-3"]}})
-    assert plan(model, 4).tensor_parallel == 2
-    model = wavemare.annotate(gpt2(), {"split": {"size": 2, "modules": ["layers.0-2"]}})
-    with pytest.raises(PlanError, match=r"leaves transformer\.h\.3 whole"):
-        plan(model, 4)

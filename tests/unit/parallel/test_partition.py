@@ -47,23 +47,6 @@ def test_nothing_of_a_part_shares_memory_with_the_whole():
         assert part.untyped_storage().nbytes() == part.nbytes
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_gets_queries_keys_and_values_of_its_heads(size, as_rank):
-    heads, width = 4, 8
-    model = build("gpt2")
-    weight = model.transformer.h[0].attn.c_attn.weight.detach()
-    bias = model.transformer.h[0].attn.c_attn.bias.detach()
-    for rank, shard in enumerate(parts_of(model, size, as_rank)):
-        columns = []
-        for what in range(3):  # queries, keys, values
-            for head in range(heads):
-                if head // (heads // size) == rank:
-                    start = what * heads * width + head * width
-                    columns += range(start, start + width)
-        assert torch.equal(shard["transformer.h.0.attn.c_attn.weight"], weight[:, columns])
-        assert torch.equal(shard["transformer.h.0.attn.c_attn.bias"], bias[columns])
-
-
 @pytest.mark.parametrize(
     ("tokens", "ranks", "rows", "held"),
     [

@@ -31,19 +31,6 @@ def test_ranks_draw_their_own_numbers_inside_and_common_ones_outside():
     assert len({tuple(inside.tolist()) for _, inside, _ in draws}) == 8
 
 
-def test_regions_differ_from_each_other_and_repeat_with_the_seed():
-    assert torch.equal(draw(1)[1], draw(1)[1])
-    assert not torch.equal(draw(1)[1], draw(1, seed=6)[1])
-    torch.manual_seed(5)
-    random = SplitRandom(0)
-    regions = []
-    for _ in range(3):
-        random.enter(CPU)
-        regions.append(tuple(torch.rand(4).tolist()))
-        random.leave()
-    assert len(set(regions)) == 3
-
-
 class Failing(nn.Module):
     def __init__(self, p):
         super().__init__()

@@ -6,7 +6,7 @@ import re
 from contextlib import contextmanager, nullcontext
 
 import pytest
-from annotation_models import bert, gpt2, plan
+from annotation_models import gpt2, plan
 from torch import nn
 
 import wavemare
@@ -49,12 +49,6 @@ def test_a_replica_is_data_parallel():
         plan(model, 4)
 
 
-def test_models_of_any_class_are_replicated():
-    with wavemare.replica():
-        model = nn.Sequential(nn.Linear(2, 2))
-    assert degrees(model, 2) == (1, 1, 2, None)
-
-
 def test_stages_in_a_pipeline():
     model = gpt2()
     with pipeline(micro_batches=8):
@@ -90,25 +84,6 @@ def test_stages_in_a_replica_are_a_replicated_pipeline(count, around, split):
             plan(model, 8 * parts)
 
 
-def test_split_stages_are_three_dimensional():
-    model = gpt2()
-    with pipeline(schedule="pipemare"):
-        with wavemare.stage("s0"), wavemare.split(2):
-            assign(model, "transformer.wte", "transformer.h.0", "transformer.h.1")
-        with wavemare.stage("s1"), wavemare.split(2):
-            assign(model, "transformer.h.2", "transformer.h.3")
-    assert degrees(model, 8) == (2, 2, 2, (0, 4, 8))
-    assert plan(model, 8).schedule == "pipemare"
-    with pytest.raises(PlanError, match="2 x 2 x 1 is not the number of processes"):
-        plan(model, 3)
-
-
-def test_a_split_in_a_replica():
-    with wavemare.replica(), wavemare.split(2):
-        model = bert()
-    assert degrees(model, 4) == (1, 2, 2, None)
-
-
 REFUSED = [
     ("split", "stage", "nothing stands in a split"),
     ("split", "replica", "nothing stands in a split"),
@@ -134,16 +109,6 @@ def test_scopes_that_do_not_nest_name_both_places(outer, inner, reason):
         pass
     with wavemare.replica():  # no scope stayed open
         pass
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner", "reason"), [case for case in REFUSED if case[:2] != ("stage", "stage")]
-)
-def test_modules_made_apart_that_do_not_nest_name_both_places(outer, inner, reason):
-    with getattr(parallel, inner)(*ARGUMENTS[inner]):
-        part = nn.Sequential(nn.Linear(2, 2))
-    with refused_at_two_places(reason), getattr(parallel, outer)(*ARGUMENTS[outer]):
-        regions_of(nn.Sequential(part))
 
 
 def test_a_pipeline_needs_a_stage_between_it_and_a_split():

@@ -106,16 +106,6 @@ def test_1f1b_plans_are_sound(num_stages, micro_batches, num_steps):
     assert report.max_staleness == (0,) * num_stages
 
 
-@many
-@given(num_stages=stages, micro_batches=sizes)
-def test_inference_plans_are_sound(num_stages, micro_batches):
-    report = check(inference(num_stages, micro_batches))
-    assert report.ticks == micro_batches + num_stages - 1
-    assert report.idle_ticks == (num_stages - 1,) * num_stages
-    assert report.peak_activations == report.max_staleness == (0,) * num_stages
-    assert report.staleness == ((),) * num_stages
-
-
 def test_the_report_is_readable():
     report = check(pipemare(2, 2, 2, norms=True))
     assert str(report).splitlines() == [
@@ -156,33 +146,22 @@ ASYNCHRONOUS = pipemare(2, 2, 2, norms=True, correct=True)
     ("changes", "message"),
     [
         ({"r0": {"0L1@0": ""}}, "action = '0F1@0': 0L1 does not come before it"),
-        ({"r1": {"1RA1@0": ""}}, "action = '1F1@0': 1RA1 does not come before it"),
-        ({"r0": {"0RG1@0": ""}}, "action = '0B1@0': 0RG1 does not come before it"),
         ({"r1": {"1F1@0 1B1@0": "1B1@0 1F1@0"}}, "'1B1@0': 1F1 does not come before it"),
-        ({"r1": {"1B1@0 1SG1@0": "1SG1@0 1B1@0"}}, "'1SG1@0': 1B1 does not come before it"),
-        ({"r0": {"0F1@0 0SA1@0": "0SA1@0 0F1@0"}}, "'0SA1@0': 0F1 does not come before it"),
         ({"r0": {"0R1@0": ""}}, "'0S1@0': 0R1 does not come before it"),
-        ({"r1": {"1B1@0": ""}}, "'1SG1@0': 1B1 does not come before it"),
         ({"r1": {"1B1@0 1SG1@0 1R1@0": "1R1@0 1B1@0 1SG1@0"}}, "'1R1@0': 1B1 does not come"),
         ({"r0": {"0F1@0": "0F1@0 0F1@0"}}, "'0F1@0': it is done a second time"),
-        ({"r1": {"1B3@1": "1B3@1 1B2@1"}}, "'1B2@1': it is done a second time"),
         ({"r1": {"1S1@0": "1S1@0 1R1@1"}}, "'1R1@1': the next .* step is that of micro-batch 3"),
         ({"r1": {"1S1@0": "", "1R1@0": "", "1SN1@0": ""}}, "'1RA2@1': the weights' version is 0"),
         ({"r0": {"0SA3@1": ""}}, "action = '0SA3': it is missing"),
-        ({"r1": {"1SG3@1": ""}}, "action = '1SG3': it is missing"),
         ({"r1": {"1R3@1": "", "1SN3@1": "", "1S3@1": ""}}, "steps = 2: stage 1 does 1 optimizer"),
         ({"r1": {"1SN1@0": ""}}, "'0RN1@0': the next message .* is that of 1SG2@1"),
-        ({"r1": {"1SN3@1": ""}}, "'0RN3@1': its message is never sent"),
         ({"r0": {"0RN3@1": ""}}, "'1SN3@1': its message is never received. Add 0RN3"),
         ({"r0": {"0F2@0": "0F2@1"}}, "'0F2@1': the weights' version is 0 here"),
-        ({"r0": {"0B2@1": "0B2@0"}}, "'0B2@0': the weights' version is 1 here"),
-        ({"r0": {"0C2@0": "0C2@1"}}, "'0C2@1': the weights' version is 0 here"),
         ({"r0": {"0U2@1": ""}}, "'0RG3@1': it would see the weights that 0C2@0 has put in"),
         ({"r0": {"0C2@0": ""}}, "'0U2@1': 0C2 does not come before it"),
         ({"r0": {"0C2@0 0RG2@1 0B2@1": "0RG2@1 0B2@1 0C2@0"}}, "'0C2@0': the backward pass comes"),
         ({"r0": {"0B3@1": "0C3@1 0B3@1"}}, "'0R3@1': it would see the weights that 0C3@1"),
         ({"r1": {"1SG1@0": "1SG1@0 1RG1@0"}}, "'1RG1@0': this stage has nothing of this kind"),
-        ({"r0": {"0F1@0": "0F1@0 0RA1@0"}}, "'0RA1@0': this stage has nothing of this kind"),
         ({"r0": {"0L3@1": "0L3@1 0L4@1"}}, "'0F4': the plan has 4 micro-batches"),
         ({"r0": {"0F1@0": "0F1@0 1F1@0"}}, "'1F1@0': it is on rank 0, but stage 1 is on rank 1"),
         ({"r0": {"0F1@0": "0F1@0 2F1@0"}}, "'2F1@0': a plan of 2 stages has no stage 2"),
@@ -192,22 +171,6 @@ ASYNCHRONOUS = pipemare(2, 2, 2, norms=True, correct=True)
 def test_a_damaged_plan_is_refused_by_its_action(changes, message):
     with pytest.raises(PlanError, match=message):
         check(edited(ASYNCHRONOUS, **changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"r1": {"1RN0@0 1SN0@0": "1SN0@0 1RN0@0"}}, "'1SN0@0': 1RN0 does not come before it"),
-        ({"r1": {"1RT0@0 1ST0@0": "1ST0@0 1RT0@0"}}, "'1ST0@0': 1RT0 does not come before it"),
-        ({"r0": {"0RN0@0 0ST0@0": "0ST0@0 0RN0@0"}}, "'0ST0@0': 0RN0 does not come before it"),
-        ({"r2": {"2R0@0 2SN0@0": "2SN0@0 2R0@0"}}, "'2SN0@0': 2R0 does not come before it"),
-        ({"r2": {"2RT0@0 2S0@0": "2S0@0 2RT0@0"}}, "'2RT0@0': the weights' version is 1 here"),
-        ({"r2": {"2RT0@0": ""}}, "'1ST0@0': its message is never received. Add 2RT0"),
-    ],
-)
-def test_a_norm_is_told_once_it_is_known(changes, message):
-    with pytest.raises(PlanError, match=message):
-        check(edited(pipemare(3, 1, 1, norms=True), **changes))
 
 
 def test_backward_passes_belong_to_their_step():
@@ -322,16 +285,12 @@ def test_a_rank_may_hold_several_stages():
     ("swap", "message"),
     [
         ({"0F0 1F0": "1F0 0F0"}, "'1F0': 0F0 does not come before it"),
-        ({"1B0 0L1/1 0F1/1 0B0": "0B0 0L1/1 0F1/1 1B0"}, "'0B0': 1B0 does not come before it"),
         ({"2F0 2B0 1B0": "2F0 1B0 2B0"}, "'2F0': the last stage does not go backward next.*1B0"),
         ({"0L1/1 ": "", "0F1/1": "0L1/1 0F1/1 1SA1/1"}, "'1SA1/1': this stage has nothing of"),
-        ({"0L0 0F0 1F0 2F0": "0L0 0F0 1F0 2L0 2F0"}, "'2L0': this stage has nothing of this kind"),
         ({"0R1 ": "0R1/1 "}, "'0R1/1': an optimizer step is that of both waves"),
-        ({"0R1 ": ""}, "'0S1': 0R1 does not come before it"),
         ({"1S1": ""}, "steps = 1: stage 1 does 0 optimizer steps"),
         ({"/1": ""}, "'0F1': wave 0 still has micro-batch 0 under way. Put 0B0 before it"),
         ({"/1": "/2"}, "'0F1/2': there are two waves"),
-        ({"1F1/1": "1F1", "1B1/1": "1B1"}, "'1F1': 0F1 does not come before it"),
         ({"0F0 1F0": "0F0 0XO0 1F0"}, "'0XO0': this stage has nothing of this kind to do"),
     ],
 )
@@ -345,16 +304,6 @@ def test_a_damaged_plan_of_waves_is_refused_by_its_action(swap, message):
         text = text.replace(old, new)
     with pytest.raises(PlanError, match=message):
         check(with_rank(plan, 0, parsed(text)))
-
-
-def test_a_wave_is_not_free_when_the_other_one_is():
-    text = "0L0 0F0 1F0 1B0 0L1/1 0F1/1 0B0 0L2/1 0F2/1 1F1/1 1B1/1 0B1/1 1F2/1 1B2/1 0B2/1 "
-    text += "0R2 1R2 0S2 1S2"
-    plan = Plan("tick-tock", 2, 3, 1, (tuple(parsed(text)),))
-    with pytest.raises(PlanError, match="'0F2/1': wave 1 still has micro-batch 1 under way"):
-        check(plan)
-    free = text.replace("L2/1", "L2").replace("F2/1", "F2").replace("B2/1", "B2")
-    assert check(with_rank(plan, 0, parsed(free))).peak_activations == (2, 1)
 
 
 def test_a_plan_of_waves_reports_two_micro_batches_at_its_first_stages():

@@ -36,16 +36,11 @@ VEE = Plan.parse(str(zbv(2, 2)).replace("@0", ""))
     [
         # Complete.
         ([(" 3I0", "")], "'3SG0': 3I0 does not come before it"),
-        ([(" 3W1", "")], "'0R1': 3W1 does not come before it"),
         ([(" 3W0", " 3B0")], "'3B0': it is done a second time"),
-        ([(" 3I0", " 3B0")], "'3W0': it is done a second time"),
         ([(" 3I0", " 3I0 3I0")], "'3I0': it is done a second time"),
-        ([(" 0F1", "")], "'0SA1': 0F1 does not come before it"),
         # Order, also where a boundary has no message.
         ([(" 1F0 2F0", " 2F0 1F0")], "'2F0': 1F0 does not come before it"),
-        ([(" 2I0", " "), (" 1I0", " 1I0 2I0")], "'2W0': 2I0 does not come before it"),
         ([(" 2I1 2W1 1I1 1SG1", " 1I1 1SG1 2I1 2W1")], "'1I1': 2I1 does not come before it"),
-        ([(" 3F0 3I0", " 3I0 3F0")], "'3I0': 3F0 does not come before it"),
         ([(" 0I0 0W0", " 0W0 0I0")], "'0W0': 0I0 does not come before it"),
         # The order of the gradients of the weights.
         (
@@ -54,9 +49,7 @@ VEE = Plan.parse(str(zbv(2, 2)).replace("@0", ""))
         ),
         # Step.
         ([(" 0W1 0R1", " 0R1 0W1")], "'0R1': 0W1 does not come before it"),
-        ([(" 0R1 0N1", " 0N1 0R1")], "'0N1': 0R1 does not come before it"),
         ([(" 0N1 0S1", " 0S1 0N1")], "'0S1': 0N1 does not come before it"),
-        ([(" 0N1", "")], "'0S1': 0N1 does not come before it"),
         (
             [(" 0R1 0N1 0S1", " 3R1 3N1 3S1")],
             r"'3R1': a rank steps once, .* as stage 0\. Write 0R1",
@@ -65,7 +58,6 @@ VEE = Plan.parse(str(zbv(2, 2)).replace("@0", ""))
         ([(" 2SA1", "")], "'2SA1': it is missing"),
         ([(" 3RA0 3F0", " 3RA0 3RA0 3F0")], "'3RA0': it is done a second time"),
         ([(" 2F0 2SA0", " 2RA0 2F0 2SA0")], "'2RA0': this stage has nothing of this kind to do"),
-        ([(" 3RA0", " 3L0 3RA0")], "'3L0': this stage has nothing of this kind to do"),
         # It ends.
         ([(" 1SG1", ""), (" 1N1", " 1N1 1SG1")], r"1N1 <-- waits for 0N1(.|\n)*in a circle"),
         (
@@ -80,11 +72,8 @@ VEE = Plan.parse(str(zbv(2, 2)).replace("@0", ""))
         ([("homes=0,1,1,0", "homes=0,1,0,1")], "it is on rank 0, but stage 3 is on rank 1"),
         ([(" homes=0,1,1,0", "")], r"there are 4 stages on 2 ranks\. Add homes=0,1,1,0"),
         ([("homes=0,1,1,0", "homes=0,,1,0")], "homes = '': it is not a whole number"),
-        ([("homes=0,1,1,0", "homes=")], "homes = '': it is not a whole number"),
-        ([("send_slots=2", "send_slots=0")], "send_slots = 0: sends that block are for plans of"),
         # What only plans have that are never empty, or waves.
         ([(" 0I0", " 0C0 0I0 0U0")], "'0C0': this stage has nothing of this kind to do"),
-        ([(" 0I0", " 0I0/1")], "'0I0/1': only a plan with all stages on one rank has a second"),
     ],
 )
 def test_a_damaged_plan_is_refused_by_its_action(changes, message):

@@ -18,7 +18,6 @@ from wavemare.pipeline.staleness.correction import (
     WeightStashing,
     make_correction,
 )
-from wavemare.pipeline.staleness.staleness import MODES, resolve_mode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(7, 5), (3,), (2, 3, 2)]
@@ -57,25 +56,6 @@ def step(correction, params, seed=0):
 def places(params):
     """Return which memory the parameters have, and in which form."""
     return [(p.untyped_storage().data_ptr(), p.data_ptr(), p.stride(), p.dtype) for p in params]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_exact_gives_each_held_version_and_the_newest_back_bitwise(dtype, depth):
-    params = parameters(dtype)
-    correction = WeightStashing(params, depth)
-    history, home = [copies(params)], places(params)
-    for number in range(2 * depth + 1):
-        step(correction, params, seed=number)
-        history.append(copies(params))
-        # Each order of ages, as several micro-batches of a step ask for several of them.
-        for age in [*range(min(depth, number + 1), 0, -1), 1]:
-            correction.correct(age)
-            assert equal(params, history[-1 - age])
-            assert not {p[1] for p in places(params)} & {p[1] for p in home}
-            correction.restore()
-            assert equal(params, history[-1])
-            assert places(params) == home
 
 
 @modes
@@ -226,13 +206,6 @@ def test_off_changes_nothing():
         square.backward()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_corrections_are_made_by_mode_and_staleness(mode):
-    for oldest in range(4):
-        made = make_correction(mode, parameters(), oldest)
-        assert made.mode == resolve_mode(mode, oldest)
-
-
 @pytest.mark.parametrize(("base", "decay"), [(None, 0.5), (0.125, 0.5), (0.001, 0.1)])
 def test_decay_comes_from_the_staleness_or_from_the_base(base, decay):
     param = Parameter(torch.zeros(1, dtype=torch.float64))
@@ -269,18 +242,6 @@ def test_a_saved_state_goes_on_alike(mode, drained):
             assert equal(params, others)
             correction.restore()
             loaded.restore()
-
-
-def test_a_deeper_state_gives_its_newest_versions():
-    params = parameters()
-    deep, shallow = WeightStashing(params, 3), WeightStashing(params, 1)
-    history = []
-    for number in range(3):
-        history.append(copies(params))
-        step(deep, params, seed=number)
-    shallow.load_state_dict(deep.state_dict())
-    shallow.correct(1)
-    assert equal(params, history[-1])
 
 
 def test_states_of_another_mode_or_stage_are_refused():

@@ -352,21 +352,6 @@ def test_autocast_gives_the_old_models_gradients(name, mode):
 
 
 @modes
-@pytest.mark.parametrize("inside", [False, True])
-@kinds
-def test_a_micro_batch_that_goes_backward_before_a_step_is_untouched(kind, mode, inside):
-    module = made(kind)
-    correction = make_correction(mode, module.parameters(), AGE)
-    step(correction, module, sgd(module.parameters()), 0)
-    x = drawn(0)
-    with correction.forward(1) if inside else nullcontext():
-        out = call(module, x)
-    correction.correct(0)
-    found = gradients(module, x, out)
-    assert equal(found, twin_gradients(copy.deepcopy(module), x))
-
-
-@modes
 @kinds
 def test_a_graph_holds_no_version_of_the_weights(kind, mode):
     module = made(kind)

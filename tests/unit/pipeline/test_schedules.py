@@ -161,27 +161,6 @@ def test_pipemare_runs_on_the_clock(
         assert corrections == (stale if correct else [])
 
 
-@pytest.mark.parametrize(
-    ("warmup_steps", "drain_interval", "left"),
-    [(0, 0, None), (4, 0, 1), (3, 0, None), (0, 3, 3), (0, 4, 1), (0, 10, 7), (5, 10, 1)],
-)
-def test_the_next_drain(warmup_steps, drain_interval, left):
-    assert steps_to_drain(3, warmup_steps, drain_interval) == left
-
-
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_plans_are_made_by_name(name):
-    plan = build_plan(name, 3, 6, 2)
-    assert plan == SCHEDULES[name](3, 6, 2)
-    chunks = 2 if name in {"auto", "interleaved", "zbv"} else 1
-    assert (plan.schedule, plan.num_stages, plan.micro_batches) == (name, 3 * chunks, 6)
-    assert plan.num_steps == (0 if name == "inference" else 2)
-    waves = {"accumulation", "in-phase", "tick-tock"}
-    assert len(plan.ranks) == (1 if name in waves else 3)
-    own = {"auto": 3, "interleaved": 2, "zb-h1": 2, "zbv": 3}
-    assert plan.send_slots == {"pipemare": 2, "1f1b-paired": 3, **own}.get(name, 0)
-
-
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(PlanError, match=r"no such schedule\. Did you mean 'pipemare'\?"):
         build_plan("pipmare", 2, 2, 1)

@@ -205,12 +205,6 @@ def test_early_stages_refresh_more_often_for_the_same_work_together(num_stages):
     assert len(set(periods)) == num_stages
 
 
-def test_the_periods_of_four_stages():
-    assert [refresh_of(stage, 4) for stage in range(4)] == [6, 8, 13, 40]
-    assert refresh_of(0, 1) == 10
-    assert refresh_of(0, 8, base=1) == 1
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -12,7 +12,6 @@ from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind
 from wavemare.pipeline.wave.schedule import (
     accumulation,
-    group_segments,
     in_phase,
     tick_tock,
 )
@@ -80,32 +79,9 @@ def test_the_order_of_passes(plan, expected):
     assert text(passes(plan)) == expected
 
 
-def test_accumulation_takes_one_micro_batch_after_the_other():
-    assert text(accumulation(2, 2).ranks[0]) == (
-        "0L0 0F0 1F0 1B0 0B0 0L1 0F1 1F1 1B1 0B1 0R1 1R1 0S1 1S1"
-    )
-
-
 @pytest.mark.parametrize("make", [accumulation, in_phase, tick_tock])
 def test_a_model_that_is_only_a_head(make):
     assert text(make(1, 2).ranks[0]) == "0L0 0F0 0B0 0L1 0F1 0B1 0R1 0S1"
-
-
-@pytest.mark.parametrize(
-    ("up", "down", "forward", "backward"),
-    [
-        ((), (), [[0], [1], [2], [3]], [[4, 3], [2], [1], [0]]),
-        ((0, 1, 0, 1, 0), (), [[0, 1], [2, 3]], [[4, 3, 2], [1, 0]]),
-        ((1, 0, 1, 0, 0), (), [[0], [1, 2], [3]], [[4, 3], [2, 1], [0]]),
-        ((), (0, 1, 0, 1, 0), [[0], [1, 2], [3]], [[4, 3], [2, 1], [0]]),
-        ((), (0, 0, 0, 0, 1), [[0, 1, 2, 3]], [[4], [3, 2, 1, 0]]),
-        ((), (1, 0, 0, 0, 0), [[0, 1, 2, 3]], [[4, 3, 2, 1, 0]]),
-    ],
-)
-def test_groups(up, down, forward, backward):
-    found = group_segments(5, up, down)
-    assert [[*group] for group in found.forward] == forward
-    assert [[*group] for group in found.backward] == backward
 
 
 # Properties of all of them.
@@ -213,17 +189,6 @@ def test_collectives_run_behind_the_other_wave_as_long_as_it_has_work(row, micro
     # The measure itself: without groups there is nothing in between.
     alone = accumulation(3, 2)
     assert unhidden(alone, {"sums_output": [], "sums_gradient": [False, True, False]})
-
-
-@some
-@given(row=rows(), micro_batches=st.integers(1, 3).map(lambda pairs: 2 * pairs))
-def test_in_phase_collectives_have_the_other_wave_in_between(row, micro_batches):
-    size, sums = row
-    assume(any(sums["sums_output"]) or any(sums["sums_gradient"]))
-    for before, after in pairwise(passes(in_phase(size, micro_batches, **sums))):
-        flags = sums["sums_output" if before.kind is Kind.FORWARD else "sums_gradient"]
-        starts = bool(flags) and flags[before.stage]
-        assert not starts or after.micro_batch != before.micro_batch
 
 
 # What is refused.

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
-from wavemare.pipeline.clock.simulate import Costs, simulate, utilisation
+from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Kind
 from wavemare.pipeline.plan.schedules import one_f_one_b
 from wavemare.pipeline.wave.gain import decide, predict, step_time, sums_of
@@ -164,24 +164,6 @@ def test_contention_slows_what_runs_beside_a_collective(c, contention, micro_bat
         work_s = (end_s - start_s - beside_s) + beside_s / (1 + contention)
         nominal = costs.forward_s if action.kind is Kind.FORWARD else costs.backward_s
         assert work_s == pytest.approx(nominal[action.stage])
-
-
-def test_passes_and_sums_in_one_picture():
-    """Two segments, then a head: 1 for each pass, 1 for each sum of the first segment's output."""
-    costs = Costs(1.0, 1.0, sum_output_s=(1.0, 0.0, 0.0))
-    plan = tick_tock(3, 2, sums_output=(True, False, False))
-    timeline = simulate(plan, costs)
-    assert [
-        f"{e.action._replace(version=-1)} {e.start_s:g}-{e.end_s:g}"
-        for e in timeline.ranks[0]
-        if e.action.kind in COMPUTE | COLLECTIVES
-    ] == [
-        *("0F0 0-1", "0XO0 1-2", "1F0 2-3", "2F0 3-4", "2B0 4-5", "1B0 5-6"),
-        *("0F1/1 6-7", "0XO1/1 7-8", "0B0 7-8", "1F1/1 8-9", "2F1/1 9-10"),
-        *("2B1/1 10-11", "1B1/1 11-12", "0B1/1 12-13"),
-    ]
-    assert (timeline.makespan_s, timeline.collectives_s, timeline.exposed_s) == (13, 2, 1)
-    assert utilisation(timeline) == (12 / 13,)
 
 
 def test_optimizer_steps_wait_for_all_sums():

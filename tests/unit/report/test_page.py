@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app
 from wavemare.report import read_run, run_page
-from wavemare.report.sections import differences
 
 
 def points(figure, name):
@@ -117,12 +116,6 @@ def test_runs_are_compared(run_folder, tmp_path, figures_of, sample):
     row = '<td>deepspeed.zero_optimization.stage</td><td><span class="none">not known</span></td>'
     assert f"{row}<td>null</td>" in html
     assert "<td>arguments.prompt</td>" not in html
-
-
-def test_differences():
-    configurations = [{"a": {"b": 1, "c": [1]}, "d": None}, {"a": {"b": 1, "c": [2]}, "d": None}]
-    assert differences(configurations) == [("a.c", [1], [2])]
-    assert differences([{"a": {}}, {"a": {"b": 1}}]) == [("a", {}, None), ("a.b", None, 1)]
 
 
 def test_the_command_writes_a_page_that_stands_alone(run_folder, tmp_path):

@@ -45,12 +45,6 @@ def test_a_loop_of_ones_own_writes_the_configuration_as_it_was_given(run_folder)
     assert run.pipemare == {"slack": 1}
 
 
-def test_a_checkpoint_that_lost_a_file_is_not_complete(run_folder):
-    (run_folder / "checkpoints/step-4/weights.pt").write_bytes(b"1234")
-    (checkpoint,) = read_run(run_folder).checkpoints
-    assert not checkpoint.complete
-
-
 def test_checkpoints_of_a_trainer_are_found_where_it_saves(run_folder, tmp_path):
     output = tmp_path / "trained"
     for step in (10, 100):
@@ -75,15 +69,6 @@ def test_checkpoints_of_a_trainer_are_found_where_it_saves(run_folder, tmp_path)
     html = run_page([read_run(run_folder)])
     for cell in ("checkpoint-10", "2023-11-14 22:13:20", "7.5s", "checkpoint-100 (latest)"):
         assert f"<td>{cell}</td>" in html, cell
-
-
-def test_checkpoints_that_are_not_on_this_machine_are_none(run_folder):
-    for elsewhere in (str(run_folder / "gone"), "a\0b", "a" * 300):
-        config = {"configuration": {"checkpoints": elsewhere}}
-        (run_folder / "config.json").write_text(json.dumps(config))
-        assert read_run(run_folder).checkpoints == []
-    (run_folder / "config.json").write_text('{"configuration": {"checkpoints": 7}}')
-    assert len(read_run(run_folder).checkpoints) == 1
 
 
 def test_a_run_that_goes_on_is_read(run_folder):

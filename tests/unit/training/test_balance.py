@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--balance`` where ranks or the configuration disagree with it."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,23 +44,6 @@ def test_unlike_files_are_refused(monkeypatch, tmp_path):
     ranks_that_read(monkeypatch, "0123456789ab")
     with pytest.raises(PlanError, match="rank 1 0123456789ab"):
         balancing(tmp_path, None, plan=PLAN).measure(LanguageModel(), {}, sequence_length=8)
-
-
-def test_a_mean_that_was_asked_for_is_kept(monkeypatch, tmp_path):
-    ranks_that_read(monkeypatch, PLAN.digest[:12])
-    for given, mean in [({}, "tokens"), ({"mean": "samples"}, "samples")]:
-        found = balancing(tmp_path, None, {"wavemare": {"balance": given}}, PLAN)
-        found.measure(LanguageModel(), {}, sequence_length=8)
-        assert found.config["wavemare"]["balance"]["mean"] == mean
-
-
-def test_waves_stay_without_weights(monkeypatch, tmp_path):
-    equal = replace(PLAN, shares=(4, 4))
-    plan = replace(equal, wavelet=True, tensor_parallel=2)
-    ranks_that_read(monkeypatch, plan.digest[:12])
-    found = balancing(tmp_path, None, plan=plan)
-    found.measure(LanguageModel(), {}, sequence_length=8)
-    assert "balance" not in found.config["wavemare"]
 
 
 def test_what_auto_would_drop_is_refused(monkeypatch, tmp_path):

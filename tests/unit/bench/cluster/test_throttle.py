@@ -2,7 +2,6 @@
 """Processes get their share of a core by quotas of the kernel; nothing stays; ranks ask for it."""
 
 import os
-import re
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,45 +70,6 @@ def test_quotas_are_written_as_the_kernel_reads_them():
     assert quota_files("cgroup v2", 0.05) == {"cpu.max": "1000 20000"}
     assert quota_files("cgroup v1", None) == {"cpu.cfs_quota_us": "-1"}
     assert quota_files("cgroup v2", None) == {"cpu.max": "max 10000"}
-
-
-def test_groups_of_version_2_get_the_controller(tmp_path, monkeypatch):
-    """A folder behaves as control groups do: new folders have files, and need not keep them."""
-    files = ("cgroup.procs", "cgroup.subtree_control", "cpu.weight", "cpu.max")
-    mkdir, rmdir, write = Path.mkdir, Path.rmdir, Path.write_text
-    written = []
-
-    def make(path):
-        mkdir(path)
-        for name in files:
-            write(path / name, "")
-
-    def remove(path):
-        for name in files:
-            (path / name).unlink()
-        rmdir(path)
-
-    def note(path, text):
-        name = re.sub(r"wavemare-[^/]+", "HOME", str(path.relative_to(tmp_path)))
-        written.append((name, text))
-        return write(path, text)
-
-    (tmp_path / "cgroup.controllers").touch()
-    monkeypatch.setattr(Path, "mkdir", make)
-    monkeypatch.setattr(Path, "rmdir", remove)
-    monkeypatch.setattr(Path, "write_text", note)
-    with Throttle(tmp_path) as throttle:
-        assert throttle.way == "cgroup v2"
-        throttle.limit(17, 0.25)
-    assert [each for each in written if "trial" not in each[0]] == [
-        ("cgroup.subtree_control", "+cpu"),
-        ("HOME/cgroup.subtree_control", "+cpu"),
-        ("HOME/cpu.weight", "10000"),
-        ("HOME/17/cpu.max", "2500 10000"),
-        ("HOME/17/cgroup.procs", "17"),
-        ("cgroup.procs", "17"),
-    ]
-    assert not list(tmp_path.glob("wavemare-*"))
 
 
 def test_folders_without_quotas_are_refused(tmp_path):

@@ -48,12 +48,6 @@ def test_rows_are_ordered_and_compared_at_equal_micro_batches():
     assert "utilisation" not in ours
 
 
-def test_without_the_baseline_there_is_no_ratio():
-    request = PipelineRequest(micro_batches=(8,), systems=("torch-zbv",))
-    (row,) = build_rows(request, {("torch-zbv", 8): rounds(1.0)})
-    assert (row["ratio"], row["ideal"], row["waiting"], row["ranks"]) == (None, None, None, None)
-
-
 def test_waiting_is_that_of_the_busiest_rank():
     idle = Sample(10.0, Busy(compute_s=2.0, step_s=1.0, message_s=6.0))
     busy = Sample(10.0, Busy(compute_s=5.0, step_s=3.0, message_s=1.0))

@@ -43,11 +43,6 @@ def test_too_few_micro_batches_are_those_that_the_libraries_refuse(stages, micro
     assert (obstacle is not None) == dual_refuses
 
 
-def test_other_systems_take_one_micro_batch():
-    for name in (BASELINE, "torch-zbv", "wavemare-zbv", "wavemare-pipemare", BOUND):
-        assert PipelineRequest(stages=8).obstacle(name, 1) is None
-
-
 @pytest.mark.parametrize(
     ("name", "idle"),
     [("interleaved", 1 / 2), ("zb-h1", 1 / 3), ("zbv", 1 / 6), ("auto-v", 1 / 6)],

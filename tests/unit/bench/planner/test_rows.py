@@ -3,9 +3,8 @@
 
 import pytest
 
-from wavemare.bench.planner.request import PlannerJob, PlannerRequest
+from wavemare.bench.planner.request import PlannerJob
 from wavemare.bench.planner.rows import choice_rows, cut_rows, share_rows
-from wavemare.bench.result import draw, result_table
 from wavemare.errors import CommError
 from wavemare.parallel.layout.layout import Layout, Prediction
 
@@ -95,14 +94,3 @@ def test_the_choice_stands_beside_the_fastest():
     assert other["ratio"] == 1.0
     assert chosen["error"] == pytest.approx(2.0 / 2.5 - 1)
     assert (chosen["cuts"], other["cuts"]) == (None, [0, 3, 6, 9, 12])
-
-
-def test_the_table_and_the_picture_show_every_row(shown, check_picture):
-    request = PlannerRequest()
-    rows = shares() + cuts() + choice()
-    result = {"throttle": "cgroup v1", "baseline": "equal", "rows": rows}
-    text = shown(result_table(request, result))
-    assert "unlike devices by cgroup v1" in text
-    for word in ("8,4", "0,2,6", "1.333", "1.500", "1f1b, rank 0 slow", "yes", "6,6,2,2"):
-        assert word in text
-    check_picture(lambda file: draw(request, result, file))

@@ -4,7 +4,6 @@
 import numpy as np
 import pytest
 
-from wavemare.bench.result import draw, result_table
 from wavemare.bench.sparse.measure import (
     Sample,
     active_blocks,
@@ -83,13 +82,6 @@ def test_skipped_systems_have_a_reason():
         ("torch-sparse", 0.5),
     ]
     assert all("dense bytes" in row["reason"] for row in skipped)
-
-
-def test_the_table_and_the_picture_show_each_row(shown, check_picture):
-    text = shown(result_table(request(), result()))
-    assert "2 ranks over 8 Mbit/s" in text
-    assert all(name in text for name in ("mpi-dense", "gloo-dense", "wavemare-auto", "pushpull"))
-    check_picture(lambda file: draw(request(), result(), file))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -4,7 +4,6 @@
 import pytest
 import torch
 
-from wavemare.bench.result import draw, result_table
 from wavemare.bench.sparse.request import STEP_BASELINE as BASELINE
 from wavemare.bench.sparse.request import STEP_BOUND as BOUND
 from wavemare.bench.sparse.request import SparseRequest
@@ -65,23 +64,6 @@ def test_the_row_has_the_figures_of_the_collectives():
     assert (row["density"], row["union"]) == (0.25, 0.5)
     stock = rows(times())[BASELINE]
     assert (stock["executor"], stock["bytes_up"], stock["link_bytes_up"]) == (None, None, 100.0)
-
-
-@pytest.mark.parametrize("result", [times(), times(with_bound=False)])
-def test_tables_and_pictures_show_each_system(result, shown, check_picture):
-    text = shown(result_table(REQUEST, result))
-    assert "2 ranks over 8 Mbit/s: BERT" in text
-    for row in result["rows"]:
-        assert row["system"] in text
-    check_picture(lambda file: draw(REQUEST, result, file))
-
-
-def test_batches_depend_on_step_and_rank():
-    batch = words_of_step(REQUEST, 3, 1)["input_ids"]
-    assert batch.shape == (8, 64)
-    assert torch.equal(batch, words_of_step(REQUEST, 3, 1)["input_ids"])
-    for step, rank in ((3, 0), (4, 1)):
-        assert not torch.equal(batch, words_of_step(REQUEST, step, rank)["input_ids"])
 
 
 def test_words_are_as_frequent_as_in_a_language():

@@ -3,7 +3,6 @@
 
 import pytest
 
-from wavemare.bench.result import draw, result_table
 from wavemare.bench.wave.measure import Sample, Setting, build_result, exposed_share
 from wavemare.bench.wave.request import SYSTEMS, WaveRequest
 from wavemare.pipeline.clock.simulate import Costs
@@ -97,12 +96,3 @@ def test_memory_is_compared_with_one_wave_and_with_two():
     assert found["tick-tock"]["of_accumulation"] == 1.01
     assert found["tick-tock"]["of_in_phase"] == 0.505
     assert [name for name, row in found.items() if not row["bitwise"]] == ["domino"]
-
-
-def test_the_table_and_picture_show_every_system(shown, check_picture):
-    times = shown(result_table(REQUEST, result()))
-    assert "2 layers of 768" in times
-    assert times.count("tick-tock") == 2
-    assert "1.600" in times
-    assert "800" in times
-    check_picture(lambda file: draw(REQUEST, result(), file))

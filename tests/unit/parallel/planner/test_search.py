@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from wavemare.engine.config.resolve import check_config
-from wavemare.errors import ModelError, PlanError
+from wavemare.errors import PlanError
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.planner import Cluster, Device, Link, plan
 from wavemare.parallel.planner.costs import Variant
@@ -160,12 +160,6 @@ def test_64_devices_of_3_types_and_100_layers():
     check_memory(found, 0.05)
 
 
-def test_like_devices_get_the_equal_plan():
-    found = plan(gpt2(), "4xV100", global_batch=64, sequence_length=128)
-    assert found.best.balanced
-    assert found.gain == pytest.approx(1.0, abs=0.02)
-
-
 def test_two_card_generations_get_shares_by_speed():
     """8 V100 and 8 P100 as replicas: 40 and 24 of 512 samples, and nearly the bound's gain."""
     devices = [
@@ -208,24 +202,6 @@ def test_memory_moves_a_plan_to_recomputation_or_partition():
     narrow = search_plans(costs, Cluster(devices=(tight,) * 2), Settings(global_batch=32))
     assert narrow.best.predicted.tokens_per_s <= wide.best.predicted.tokens_per_s
     check_memory(narrow, 0.05)
-
-
-def test_settings_are_kept():
-    found = plan(
-        gpt2(), "2xV100,2xP100", global_batch=32, sequence_length=64, zero_stages=(1,), keep=2
-    )
-    assert {p.zero_stage for p in found.plans} == {1}
-    assert len(found.plans) <= 2
-    assert {p.schedule for p in found.plans} == {"1f1b"}
-    for wrong in ({"margin": 1}, {"zero_stages": (4,)}, {"keep": 0}):
-        with pytest.raises(PlanError):
-            Settings(global_batch=8, **wrong)
-
-
-def test_a_model_file_that_is_no_mapping(tmp_path):
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match="no mapping"):
-        plan(tmp_path, "2xT4", global_batch=8, sequence_length=64)
 
 
 def test_types_of_a_probe_are_names_and_speeds():

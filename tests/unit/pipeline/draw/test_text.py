@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.draw import grid
-from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan
+from wavemare.pipeline.plan.plan import COMPUTE, Kind, Plan
 from wavemare.pipeline.plan.schedules import build_plan, one_f_one_b, pipemare
 
 SCHEDULES = st.sampled_from(["1f1b", "inference", "pipemare"])
@@ -43,21 +43,6 @@ def test_pipemare_never_does():
     )
 
 
-def test_wide_plans_are_folded():
-    text = grid(one_f_one_b(2, 2), width=20)
-    assert text == lines(
-        """
-    tick   0   1   2
-    rank 0 F0  F1  ..
-    rank 1 ..  F0  B0
-
-    tick   3   4   5
-    rank 0 B0  ..  B1*
-    rank 1 F1  B1* ..
-    """.rstrip(" ")
-    )
-
-
 @pytest.mark.parametrize("width", [1, 20, 40, 80, 133])
 def test_blocks_keep_the_width_and_lose_nothing(width):
     text = grid(pipemare(12, 3, 4), width=width)
@@ -77,12 +62,6 @@ def test_a_norm_from_the_other_end_holds_a_rank_up():
 def test_stages_are_named_where_a_rank_has_several():
     text = grid(plan_of("0F0 1F0 1B0/1 0B0 0S0"))
     assert text.splitlines()[1].split()[2:] == ["0F0", "1F0", "1B0/1", "0B0*"]
-
-
-def test_stages_on_one_rank_take_their_step_together():
-    text = grid(plan_of("0F0 1F0 1B0 0B0 0R0 1R0 0S0 1S0 0F1 1F1 1B1 0B1 0S1 1S1"))
-    cells = text.splitlines()[1].split()[2:]
-    assert cells == ["0F0", "1F0", "1B0", "0B0*", "0F1", "1F1", "1B1", "0B1*"]
 
 
 def test_a_stuck_plan_is_refused():
@@ -126,20 +105,3 @@ def test_each_pass_stands_in_its_first_possible_tick(
     assert found == earliest(plan)
     steps = sum(cell.endswith("*") for row in rows for cell in row)
     assert steps == plan.num_steps * num_stages
-
-
-NUMBERS = st.integers(0, 10**6)
-ACTIONS = st.builds(
-    Action, st.sampled_from(Kind), NUMBERS, NUMBERS, st.integers(-1, 99), st.integers(0, 1)
-)
-PLANS = st.builds(
-    Plan,
-    st.sampled_from(["1f1b", "x-y"]),
-    NUMBERS,
-    NUMBERS,
-    NUMBERS,
-    st.lists(st.lists(ACTIONS, max_size=6).map(tuple), max_size=4).map(tuple),
-    st.integers(0, 3),
-)
-HEADER = "# plan schedule=pipemare stages=2 micro_batches=1 steps=1 send_slots=2 ranks=2"
-COLUMNS = "rank,index,kind,stage,micro_batch,version,wave"

@@ -97,7 +97,9 @@ def copy_case(subject, kernels, flat, block, index, offset=64):
 
 
 def check_gather_and_scatter(subject):
-    for dtype, block in product(DTYPES, (64, 256, 100)):
+    # Rows are copied by their bytes: one type of each width.
+    dtypes = DTYPES if subject.long else (SINGLE, BF16, DOUBLE)
+    for dtype, block in product(dtypes, (64, 256, 100)):
         for numel in sizes(block, subject.long):
             flat = bucket(dtype, numel, block, seed=numel, dense=0.5)
             order = torch.randperm(num_blocks(numel, block))
