@@ -19,7 +19,6 @@ from wavemare.pipeline.plan.schedules import (
     inference,
     one_f_one_b,
     pipemare,
-    steps_to_drain,
 )
 
 stages = st.integers(1, 16)
