@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks exchange before they move data: what each calls, and masks."""
+"""Messages that ranks exchange before data: the call of each rank, and masks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Agreement:
                     "collective",
                     own,
                     f"rank {rank} calls {other} instead",
-                    "Let all ranks call the same collectives, on equal buckets, in one order",
+                    "Let all ranks call the same collectives, on equal buckets, in the same order",
                 )
         return [Reported(*numbers[same:]) for numbers in headers]
 

@@ -22,9 +22,9 @@ Mode = Literal[
 ]
 MODES: tuple[str, ...] = Mode.__args__  # type: ignore[attr-defined]
 LOOSE_MODES = frozenset({"dense", "packed"})
-"""Those that do not sum in the order of the ranks."""
+"""Modes that do not sum in the order of the ranks."""
 HALVES = ("ordered", "pushpull")
-"""Those of which the first half leaves the sums at their owners, as a reduce-scatter does."""
+"""Modes whose first half is a reduce-scatter: it leaves the sums at their owners."""
 
 
 CompressorKind = Literal["block_topk", "block_randomk", "block_threshold", "block_topk_ratio"]
@@ -52,20 +52,20 @@ class CompressorConfig(Section):
     """Share of the blocks of a bucket that is sent; not for ``block_threshold``."""
 
     threshold: float | None = Field(default=None, gt=0, allow_inf_nan=False, validate_default=True)
-    """L2 norm from which on a block is sent; for ``block_threshold`` alone."""
+    """Smallest L2 norm of a block that is sent; only for ``block_threshold``."""
 
     seed: int = Field(default=0, ge=0)
-    """Of the choice of blocks; for ``block_randomk`` alone."""
+    """Seed of the choice of blocks; only for ``block_randomk``."""
 
     error_feedback: bool = True
     """Whether blocks that are not sent are added to the next gradient; else they are lost."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """So many first optimizer steps send everything."""
+    """Number of first optimizer steps that send everything."""
 
     density_warmup_steps: int = Field(default=0, ge=0)
-    """So many steps after these send more blocks than ``ratio``: at first a quarter, then by the
-    same factor fewer in each step; not for ``block_threshold``."""
+    """Steps after these in which the share of sent blocks falls geometrically from a quarter to
+    ``ratio``; not for ``block_threshold``."""
 
     def share(self, step: int) -> float:
         """Return the share of the blocks that a step sends.
@@ -108,16 +108,15 @@ class SparseCollectiveConfig(Section):
     """How gradients are summed over the data ranks."""
 
     mode: Literal["off"] | Mode = "off"
-    """Who sums gradients: DeepSpeed (``off``); whatever is predicted to be the fastest for a
-    bucket (``auto``); or one way by its name, of which ``dense`` and ``packed`` need
-    ``deterministic`` to be false. The reduce-scatters of ZeRO 1 and 2 take ``auto``, ``ordered``
-    and ``pushpull``."""
+    """What sums gradients: DeepSpeed (``off``), the executor predicted to be the fastest for a
+    bucket (``auto``), or one executor by name; ``dense`` and ``packed`` need ``deterministic`` to
+    be false. ZeRO 1 and 2 with reduce-scatter take only ``auto``, ``ordered`` and ``pushpull``."""
 
     block: Annotated[int, Field(ge=1)] = 256
     """Elements per block."""
 
     transport: Literal["auto", "mpi", "torch"] = "auto"
-    """``mpi``, ``torch`` (gloo, NCCL) or what the launch offers."""
+    """``mpi``, ``torch`` (gloo, NCCL), or ``auto``: what the launch offers."""
 
     deterministic: bool = True
     """Whether sums are made in the order of the ranks, so that they are the same bit for bit
@@ -128,8 +127,8 @@ class SparseCollectiveConfig(Section):
     of ZeRO 1 and 2."""
 
     staging: Literal["auto", "direct", "pinned"] = "auto"
-    """How an accelerator's blocks reach MPI: through the host (``pinned``), as always with gloo,
-    ``direct`` or ``auto``."""
+    """How MPI gets an accelerator's blocks: through the host (``pinned``; gloo always does so),
+    ``direct``, or ``auto``."""
 
     known_rows: Literal["on", "off", "check"] = "on"
     """Whether the rows of an embedding's gradient are taken from the backward pass instead of
@@ -137,9 +136,9 @@ class SparseCollectiveConfig(Section):
     the first two among them."""
 
     compressor: CompressorConfig | None = None
-    """What each rank leaves out, and adds to its next gradient instead; without it nothing."""
+    """Which blocks each rank does not send but adds to its next gradient; if omitted, none."""
 
     bucket_bytes: Annotated[int, Field(ge=1)] | None = None
     """Largest bucket; a larger parameter is a bucket by itself, and embeddings are never in one
-    bucket with other layers. By default a quarter of the gradients beside embeddings, from 2 to
+    bucket with other layers. By default a quarter of the non-embedding gradients, from 2 to
     64 MiB, so that most leave during the backward pass; with a compressor 64 MiB."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unequal work for unlike devices: how many samples a rank takes, and what its loss then weighs.
+"""Unequal work for devices of unequal speed: samples of each rank, and the weight of its loss.
 
 Gradients are averaged over the data ranks with equal weight. So the mean loss of a rank with
 ``b_r`` of the ``B`` samples of all ``D`` ranks counts ``b_r D / B`` times (the Whale design's
@@ -24,7 +24,7 @@ _IGNORED = -100
 
 
 class Balance(Feature):
-    """What this rank's loss weighs.
+    """The weight of this rank's loss.
 
     Args:
         config: The section; has passed `check_shares`.

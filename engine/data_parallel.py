@@ -116,7 +116,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             return super().forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run DeepSpeed's backward pass; with ``wavemare.balance`` the loss weighs its share."""
+        """Run DeepSpeed's backward pass; ``wavemare.balance`` weights the loss by its share."""
         with PROGRESS.doing("backward"):
             return super().backward(self.before_backward(loss), *args, **kwargs)
 

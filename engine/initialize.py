@@ -143,7 +143,7 @@ def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig) -> None:
     if limit and not zero and in_fp32 and not ours.pipeline.is_asynchronous:
         logger.warning(
             "gradient_clipping = %s (DeepSpeed's default is 1.0): the norm is that of all stages; "
-            "stock DeepSpeed takes the first stage's alone, so its losses differ. 0 clips nothing",
+            "stock DeepSpeed uses the first stage's, so its losses differ. 0 disables clipping",
             limit,
         )
 

@@ -290,8 +290,8 @@ class LocalSteps(Feature):
             self._write(number, common)
         self._adapter.publish_masters()
         logger.warning(
-            "local_steps: %d replicas go on from a checkpoint of %d, by its common weights and the "
-            "first replica's optimizer; not bit for bit",
+            "local_steps: %d replicas resume from a checkpoint of %d, with its common weights and "
+            "the first replica's optimizer; not bit for bit",
             *(self._replicas, state["replicas"]),
         )
 

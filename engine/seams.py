@@ -119,8 +119,8 @@ def warn_of_other_version(version: str | None = None) -> None:
         return
     _told.add(version)
     logging.getLogger("wavemare").warning(
-        "deepspeed %s: wavemare builds on the inside of deepspeed %s and is tested with that "
-        "alone. If something differs from stock, try: pip install deepspeed==%s",
+        "deepspeed %s: wavemare uses internals of deepspeed %s and is tested only with that "
+        "version. If something differs from stock, try: pip install deepspeed==%s",
         *(version, DEEPSPEED, DEEPSPEED),
     )
 

@@ -35,9 +35,9 @@ class DiscrepancyCorrection(Section):
 
     mode: Literal["auto", "off", "exact", "ema", "predict"] = "auto"
     """``off`` takes the newest weights, ``exact`` keeps copies of the last versions, ``ema``
-    estimates them from the mean of the last changes; ``auto`` takes nothing on a stage without
-    staleness, ``exact`` up to a staleness of 2 and ``ema`` beyond. ``predict`` leaves backward
-    passes the newest weights and predicts these for the forward pass (SpecTrain, PipeOptim)."""
+    estimates them from the mean of the last changes; ``auto`` is ``off`` on a stage without
+    staleness, ``exact`` up to a staleness of 2 and ``ema`` beyond. With ``predict``, backward
+    passes use the newest weights, and forward passes predict them (SpecTrain, PipeOptim)."""
 
     decay: float | None = Field(default=None, gt=0, lt=1)
     """The paper's D: the mean's decay is ``D ** (1 / staleness)``. If omitted, the decay is
@@ -54,15 +54,15 @@ class PipeMareConfig(Section):
     """See `DiscrepancyCorrection`."""
 
     optimizer_policy: Literal["keep", "auto"] = "keep"
-    """``auto`` replaces Adam and AdamW, where gradients are stale, by the optimizer that bears it
-    (SOAP), and says what it chose and why."""
+    """If gradients are stale, ``auto`` replaces Adam and AdamW by SOAP, which tolerates staleness,
+    and logs its choice and the reason."""
 
     error_feedback: bool = False
-    """Whether the next update corrects the error of a stale one: each update is extended by the
-    mean staleness (beyond 1, its root) times its difference to the update before."""
+    """Whether each update corrects the error of the previous, stale one: it adds the mean
+    staleness (above 1, its square root) times the difference of the two."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """So many first optimizer steps are synchronous (PipeMare's T3)."""
+    """Number of first optimizer steps that are synchronous (PipeMare's T3)."""
 
     drain_interval: int = Field(default=0, ge=0)
     """Optimizer steps between two drains of the pipeline; 0 drains only to evaluate and save."""
@@ -80,12 +80,13 @@ class PipelineConfig(Section):
 
     schedule: Schedule | Annotated[str, Field(pattern=f"^{FILE}.")] = "1f1b"
     """``1f1b`` empties the pipeline at each optimizer step; ``zb-h1``, ``interleaved``, ``zbv`` and
-    ``auto`` do so and idle less; ``pipemare`` never empties it. ``file:PATH`` runs the plan of one
-    step in a file, our text or torch's CSV."""
+    ``auto`` do so and idle less; ``pipemare`` never empties it. ``file:PATH`` runs the one-step
+    plan in a file, our text or torch's CSV."""
 
     stages: int = Field(default=1, ge=1)
     """Number of pipeline stages; 1 trains the model as a plain data-parallel job. With
-    ``interleaved``, ``zbv``, ``auto`` and a file, the number of ranks, which may have several."""
+    ``interleaved``, ``zbv``, ``auto`` and a file, the number of ranks; each may have several
+    stages."""
 
     partition: str | list[int] = "parameters"
     """Where the stages are cut: ``parameters`` or ``time`` (balanced by parameter count or by
@@ -107,13 +108,13 @@ class PipelineConfig(Section):
     omitted."""
 
     untie: bool | None = None
-    """Whether an output head gets weights of its own where it shares those of the embedding. By
-    default it does with ``pipemare``, whose stages cannot share a weight."""
+    """Whether an output head that shares the embedding's weights gets its own. If omitted, only
+    with ``pipemare``, whose stages cannot share a weight."""
 
     overlap_forward_backward: bool = False
-    """Whether a stage that is split by ``tensor_parallel`` runs a backward pass and the forward
-    pass after it together, so that the sums over ranks of each run behind the other. With
-    ``1f1b`` it then forwards twice as far ahead, and keeps the activations of that."""
+    """Whether a stage that is split by ``tensor_parallel`` runs each backward pass together with
+    the next forward pass, so that the all-reduces of each overlap the other. With ``1f1b`` its
+    forward passes then run twice as far ahead, and it keeps their activations."""
 
     pipemare: PipeMareConfig = PipeMareConfig()
     """Settings of the schedule ``pipemare``."""

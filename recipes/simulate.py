@@ -33,10 +33,10 @@ class SimulationOptions:
     """Options of a simulation, beside the recipe's."""
 
     stages: int | None = option(None, "length of the pipeline; the configuration's if omitted")
-    micro_batches: int | None = option(None, "per step; the configuration's if omitted")
+    micro_batches: int | None = option(None, "micro-batches; the configuration's if omitted")
     delays: str = option(
         "pipeline",
-        "pipeline, one-step (PipeDream-2BW) or dataflow (the paper's machine, twice as far)",
+        "pipeline, one-step (PipeDream-2BW) or dataflow (PipeMare's paper, twice the delay)",
     )
     set: list[str] = field(
         default_factory=list,

@@ -291,7 +291,7 @@ def _check_client_state(engine: EngineContext, state: Mapping[str, Any]) -> None
     """Refuse what a load would not give back; one rank alone would refuse the others, late."""
     taken = sorted(_RESERVED & state.keys()) if engine.has_moe_layers else []
     if taken:
-        reason = "DeepSpeed keeps something of its own by this name in a checkpoint with experts"
+        reason = "DeepSpeed itself uses this name in a checkpoint with experts"
         key = f"client_state[{taken[0]!r}]"
         raise CheckpointError(key, state[taken[0]], reason, "Use another name")
     check_client_state(state)

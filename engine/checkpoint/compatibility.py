@@ -87,7 +87,7 @@ def check_checkpoint_fits(
     rows: list[tuple[object, str, str]] = [
         (
             untied is not None and untied != own,
-            f"the weights with copies of their own are {untied} in it, in this run {own}",
+            f"its untied weights are {untied}, in this run {own}",
             "Resume with the schedule that saved it (pipemare unties heads, 1f1b does not unless "
             f'"untie" is set), or go on from {_EXPORTED}',
         ),
@@ -103,7 +103,7 @@ def check_checkpoint_fits(
     )
     if whole and plan is not None and layout is not None:
         reason = f"it was saved under the plan {plan['digest']}, this run has {layout.digest}"
-        remedy = f"Resume with the same plan, which stands in {MANIFEST}, or {convert}"
+        remedy = f"Resume with the same plan, which is in {MANIFEST}, or {convert}"
         rows.append((plan["digest"] != layout.digest, reason, remedy))
     for refused, reason, remedy in rows:
         if refused:
@@ -118,7 +118,7 @@ def check_checkpoint_fits(
         {key: value for key, value in each.items() if key not in free} for each in (saved, current)
     )
     if whole and saved != current:
-        reason = f"it was saved by the topology {_spell(saved)}, this run has {_spell(current)}"
+        reason = f"it was saved with the topology {_spell(saved)}, this run has {_spell(current)}"
         remedy = f"Resume with the same topology, or {convert}"
         raise TopologyError("checkpoint", str(folder), reason, remedy)
 
@@ -185,7 +185,7 @@ def check_optimizer(folder: Path, engine: EngineContext) -> None:
     raise CheckpointError(
         "checkpoint",
         str(folder),
-        f"its optimizer's states are of {_name(theirs)}, and this run has {_name(ours)} "
+        f"its optimizer states are those of {_name(theirs)}, but this run has {_name(ours)} "
         f"({type(basic).__name__})",
         f"{remedy}, or {_WEIGHTS_ALONE}",
     )
@@ -212,7 +212,7 @@ def check_universal(load_dir: str, engine: EngineContext) -> None:
         raise CheckpointError(
             "checkpoint",
             str(load_dir),
-            "a universal checkpoint keeps Adam's averages alone, and "
+            "a universal checkpoint keeps only Adam's averages, and "
             f"{type(engine.basic_optimizer).__name__} has other states",
             f"Resume at the topology of the save without load_universal, or go on from {_EXPORTED}",
         )

@@ -70,9 +70,7 @@ class Save:
     def _finish(self, reports: Sequence[Mapping[str, Any]]) -> list[str] | None:
         """Complete the folder, or remove it; return value, reason and remedy of a failure."""
         reason = next((r["failure"] for r in reports if r["failure"] is not None), None)
-        remedy = (
-            "Make room for it, or save elsewhere; older checkpoints and latest are as they were"
-        )
+        remedy = "Make room for it, or save elsewhere; older checkpoints and latest are unchanged"
         try:
             if reason is None:
                 self._name_folder(reports)
@@ -181,7 +179,7 @@ def background_group() -> Any:
         CheckpointError: torch's backend MPI has no store, in which the ranks could meet.
     """
     if distributed.get_backend() == "mpi":
-        reason = "the process group has no store, in which writers could meet (backend MPI)"
+        reason = "the process group has no store for the writers (backend MPI)"
         raise CheckpointError("wavemare.checkpoint.background", True, reason, "Leave it out")
     return distributed.new_group(backend="gloo", timeout=timedelta(weeks=1))
 

@@ -33,7 +33,7 @@ _REMOVE = "Leave it out"
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 _OFF = (None, False, 0)
 _ONE = (None, 1)
-_PARTS = "it parts the weights"
+_PARTS = "it partitions the weights"
 _LOSSES = "losses are of micro-batches that are alike on all ranks"
 
 _OF_DEEPSPEED: _Beside = {
@@ -108,13 +108,13 @@ _BESIDE_REPLICAS: _Beside = {
     "checkpoint.use_node_local_storage": (_OFF, _UNTESTED),
     "checkpoint.load_universal": (_OFF, _UNTESTED),
     "wavemare.pipeline.stages": ((1,), "weights may not change between a micro-batch's passes"),
-    "wavemare.pipeline.schedule": (("1f1b",), "replicas are no pipelines"),
+    "wavemare.pipeline.schedule": (("1f1b",), "replicas have no pipeline stages"),
     "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
     "wavemare.expert_parallel.size": ((1,), _UNTESTED),
     "wavemare.parallel": ((ParallelConfig().model_dump(),), _UNTESTED),
     "wavemare.wavelet.mode": (("off", "auto", "sync"), _PARTS),
     "wavemare.sparse_collective.mode": (("off",), "it would sum gradients of one replica alone"),
-    "wavemare.balance.shares": ((None,), "they count all ranks"),
+    "wavemare.balance.shares": ((None,), "they are given for the ranks of all replicas"),
     "wavemare.balance.mean": (("samples",), "it counts the tokens of one replica alone"),
     "wavemare.guard.nonfinite": (("off", "stop"), "replicas would skip different steps"),
 }
@@ -413,7 +413,7 @@ def check_shares(balance: BalanceConfig, sizes: Mapping[str, int], data_ranks: i
         reason = f"there are {len(given)} numbers for {data_ranks} data-parallel ranks"
         raise ConfigError(key, given, reason, f"Give {data_ranks} numbers")
     if min(given) < 1:
-        reason = "each rank takes part with one or more"
+        reason = "each rank needs one or more samples"
         raise ConfigError(key, given, reason, "Give positive numbers, or start fewer ranks")
     if sum(given) != wanted:
         reason = (

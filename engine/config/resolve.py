@@ -106,7 +106,7 @@ def _read(config: object, key: str) -> dict[str, Any]:
     except ConfigError:
         raise
     except ValueError as error:
-        raise refuse(str(error), "Mend that place") from None
+        raise refuse(str(error), "Fix that place") from None
     if not text.strip():
         raise refuse("the file is empty", "Write {...}")
     if not isinstance(values, dict):
@@ -153,7 +153,7 @@ def _parse_strictly(text: str) -> None:
 
 
 def _refuse_duplicate(key: str, value: Any) -> NoReturn:
-    raise ConfigError(key, value, "the key stands twice", "Remove one of the two")
+    raise ConfigError(key, value, "the key appears twice", "Remove one of the two")
 
 
 class TensorParallelConfig(Section):

@@ -15,14 +15,14 @@ _WEEK_S = 7 * 24 * 3600.0
 
 
 class BalanceConfig(Section):
-    """How the samples of a step are shared among unlike data-parallel ranks."""
+    """How a step's samples are shared among data-parallel ranks of unequal speed."""
 
     shares: list[int] | None = Field(default=None, min_length=1)
     """Samples of each data-parallel rank in a micro-batch. They sum to
     ``train_micro_batch_size_per_gpu`` (their mean) times the data-parallel ranks."""
 
     mean: Literal["samples", "tokens"] = "samples"
-    """Whether all samples of a micro-batch weigh the same, or all labels other than -100."""
+    """What has equal weight in a micro-batch: each sample, or each label other than -100."""
 
     @property
     def is_active(self) -> bool:
@@ -34,8 +34,8 @@ class CheckpointConfig(Section):
     """How checkpoints are written, kept and verified."""
 
     keep: int | None = Field(default=None, ge=1)
-    """How many complete checkpoints of this run stay when another one is complete; else all.
-    The one that ``latest`` names always stays."""
+    """Number of complete checkpoints of this run to keep after each save; all if omitted. The one
+    that ``latest`` names is always kept."""
 
     background: bool = False
     """Whether a thread writes while training goes on, from a copy in host memory of what the rank
@@ -53,28 +53,28 @@ class ExpertParallelConfig(Section):
 
 
 class GuardConfig(Section):
-    """Numbers that are not finite: what follows from them."""
+    """What happens if a number is not finite."""
 
     nonfinite: Literal["off", "stop", "skip"] = "stop"
-    """What a loss, a gradient or an activation that is not finite does to an optimizer step. With
-    fp16 the default is ``off``: its loss scaler skips steps by itself."""
+    """What happens to an optimizer step with a loss, gradient or activation that is not finite.
+    With fp16 the default is ``off``: its loss scaler skips steps by itself."""
 
     max_skips: int = Field(default=10, ge=1)
-    """Steps skipped one after the other at which ``skip`` stops the run, too."""
+    """Number of consecutive skipped steps at which ``skip`` stops the run."""
 
 
 class OuterConfig(Section):
     """The outer optimizer: SGD with Nesterov momentum over pseudo-gradients."""
 
     lr: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Its learning rate; 0.7 from some 200 exchanges on."""
+    """Its learning rate; set 0.7 for 200 or more exchanges."""
 
     momentum: float = Field(default=0.5, ge=0, lt=1)
-    """Its momentum; 0.9 from some 200 exchanges on."""
+    """Its momentum; set 0.9 for 200 or more exchanges."""
 
 
 class LocalStepsConfig(Section):
-    """Replicas that step alone and meet every so many steps, for slow links between them."""
+    """Replicas that train alone and synchronize every N steps, for slow links between them."""
 
     mode: Literal["off", "diloco", "average"] = "off"
     """``diloco``: the mean change of the replicas' weights is a gradient of the outer optimizer;
@@ -84,29 +84,29 @@ class LocalStepsConfig(Section):
     """Steps between two exchanges of a fragment."""
 
     replica: Literal["host", "rank"] | PositiveInt = "host"
-    """The ranks that reduce gradients in each step: those of a host, each one alone, or so many
-    consecutive ones."""
+    """The ranks of a replica, which reduce gradients in each step: those of a host, each rank
+    alone, or so many consecutive ranks."""
 
     fragments: int = Field(default=1, ge=1)
-    """Parts of the weights, which are exchanged in turns; they divide ``every``."""
+    """Number of parts of the weights, exchanged in turns; must divide ``every``."""
 
     overlap: int = Field(default=0, ge=0)
     """Steps for which a message travels while training goes on, at most ``every / fragments``."""
 
     mixing: Literal["carry", "replace"] = "carry"
-    """Whether weights keep the steps made while their message travelled."""
+    """Whether weights keep (``carry``) the steps made while their message travelled."""
 
     outer: OuterConfig = OuterConfig()
     """See `OuterConfig`."""
 
     bits: Literal[32, 8, 4] = 32
-    """Of a number in a message. What 8 and 4 round off is added to the next message."""
+    """Bits per number in a message. With 8 and 4, rounding errors are added to the next message."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """So many first steps average gradients over all ranks."""
+    """Number of first steps that average gradients over all ranks."""
 
     copies: Literal["auto", "device", "cpu"] = "auto"
-    """Where common weights, momentum and residual are; ``auto``: beside GPUs ``cpu``."""
+    """Where common weights, momentum and residual are stored; ``auto`` is ``cpu``."""
 
 
 class PipelineNames(Section):
@@ -116,7 +116,7 @@ class PipelineNames(Section):
     """Micro-batches of an optimizer step; ``gradient_accumulation_steps`` if omitted."""
 
     schedule: Schedule | None = None
-    """That of ``wavemare.pipeline`` if omitted."""
+    """Schedule; that of ``wavemare.pipeline`` if omitted."""
 
 
 class SplitNames(Section):
@@ -146,7 +146,7 @@ class ParallelConfig(Section):
     """See `PipelineNames`."""
 
     plan: str | dict[str, Any] | None = None
-    """A plan's file, or the plan itself, in place of all others."""
+    """A plan's file, or the plan itself, in place of all other keys."""
 
     @property
     def annotates(self) -> bool:
@@ -160,14 +160,14 @@ class ParallelConfig(Section):
 
 
 class WatchdogConfig(Section):
-    """When waiting counts as failure."""
+    """How a run that hangs is ended."""
 
     enabled: bool = True
-    """Whether ranks that wait for a lost one, or all for each other, end the run."""
+    """Whether the run is ended if ranks wait for a lost rank, or all wait for each other."""
 
     timeout_s: _Seconds = 600.0
-    """Seconds for which ranks wait before the run is ended; one that computes is never ended.
-    Without the watchdog: seconds in which a peer answers a sparse collective."""
+    """Seconds that ranks wait before the run is ended; a run in which a rank computes goes on.
+    Without the watchdog: seconds until a peer must answer a sparse collective."""
 
     folder: str = "wavemare-watchdog"
     """Where every rank writes what it was doing when the run is ended; recipes: ``watchdog`` in

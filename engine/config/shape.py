@@ -21,7 +21,7 @@ BATCH_KEYS = (
     "gradient_accumulation_steps",
 )
 ZERO_WEIGHTS = 3
-"""The stage of ZeRO that parts the weights."""
+"""The stage of ZeRO that partitions the weights."""
 _SECTIONS = (
     "activation_checkpointing",
     "aio",
@@ -137,7 +137,7 @@ def _check_truth(key: str, value: object) -> None:
 def _check_named(name: str, section: Mapping[str, Any]) -> None:
     kind, params = section.get("type"), section.get("params", {})
     if kind is not None and not isinstance(kind, str):
-        raise ConfigError(f"{name}.type", kind, "it is no name", "Give a text in quotes")
+        raise ConfigError(f"{name}.type", kind, "it is no name", "Give a string in quotes")
     _check_mapping(f"{name}.params", params)
     for key in _NUMBERS:
         _check_number(f"{name}.params.{key}", params.get(key))
@@ -173,7 +173,7 @@ def check_zero_stage(stage: object) -> None:
     """
     if stage not in _ZERO_STAGES:
         quoted = isinstance(stage, str)
-        reason = "it is a text, not a number" if quoted else "there is no such stage"
+        reason = "it is a string, not a number" if quoted else "there is no such stage"
         remedy = "Write 0, 1, 2 or 3, without quotes" if quoted else "Give 0, 1, 2 or 3"
         raise ConfigError("zero_optimization.stage", stage, reason, remedy)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks tell each other, which one holds up a run, and what each writes at its end."""
+"""What ranks report to each other, why a run hangs, and the report of each rank at its end."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def diagnose(
     behind = min(status.step for status in statuses)
     last = tuple(status.rank for status in statuses if status.step == behind)
     if len(last) == len(statuses):
-        remedy = "Compare the places above: do all ranks call the same collectives in one order?"
+        remedy = "Compare the places above: do all ranks call collectives in the same order?"
         return Diagnosis((), "all ranks wait, in the same step", remedy)
     reason = f"in step {behind}, while others are in a later one"
     return Diagnosis(last, reason, "Give all ranks equally many batches, and the same calls")

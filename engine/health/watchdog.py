@@ -48,7 +48,7 @@ from wavemare.files import process_has_ended, process_state, this_machine
 logger = logging.getLogger("wavemare")
 
 EXIT_CODE = 124
-"""Of a run that the watchdog ends; ``timeout`` has the same."""
+"""Exit code of a run that the watchdog ends; that of ``timeout``."""
 
 _TICKS = 20
 _PAUSE_S = 1.0
@@ -367,7 +367,7 @@ class Watchdog:
             return self._print_wait([*computing, *(f"{each.peer} {each}" for each in unreachable)])
         headline = (
             f"rank {own.rank} has waited for {own.waited_s:.0f} s (wavemare.watchdog.timeout_s is "
-            f"{limit:g}), and no rank goes on"
+            f"{limit:g}), and no rank makes progress"
         )
         return self._end(diagnosis, statuses, unreachable, headline)
 

@@ -217,7 +217,7 @@ def _agree_by_mpi(environment: Mapping[str, str], given: LauncherRank) -> tuple[
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        reason = f"the ranks cannot ask each other where to meet ({str(error).splitlines()[0]})"
+        reason = f"the ranks cannot agree on an address ({str(error).splitlines()[0]})"
         remedy = "Set MASTER_ADDR and MASTER_PORT, or install MPI: pip install 'wavemare[mpi]'"
         raise LaunchError("mpi4py", None, reason, remedy) from None
     world = MPI.COMM_WORLD

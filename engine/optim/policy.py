@@ -81,7 +81,7 @@ def _choose_optimizer(
     if lengthens:
         params["betas"] = [_LONG, *momentum[1:]]
     config["optimizer"] = {"type": "SOAP", "params": params}
-    said = f"pipemare: SOAP in the place of {name}, with its settings: {lag}, which AdamW suffers"
+    said = f"pipemare: SOAP replaces {name} and keeps its settings: {lag}, which harms AdamW"
     if "betas" not in given:
         said += f"; betas are {momentum[0]} and {momentum[1]}, as none are given"
     if lengthens:
@@ -114,8 +114,8 @@ def check_replaceable(ours: WavemareConfig, optimizer: Any) -> None:
         raise ConfigError(
             _KEY,
             "auto",
-            f"{type(optimizer).__name__} was given to initialize, and is not the policy's to "
-            "replace",
+            f"{type(optimizer).__name__} was given to initialize; the policy replaces only an "
+            "optimizer of the configuration",
             'Name the optimizer in the configuration, or set the policy to "keep"',
         )
 

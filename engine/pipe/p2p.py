@@ -247,7 +247,7 @@ class RecvQueue:
             raise CommError(
                 "receive",
                 ", ".join(str(Action(*receive)) for receive in posted if receive),
-                "it waits since a step that found no data, and other messages come now",
+                "it was posted in a step that found no data, and other messages come now",
                 "Train with as many micro-batches as before, or start all processes again",
             )
         self.expected = deque(receives[len(posted) :])

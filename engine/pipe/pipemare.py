@@ -469,7 +469,7 @@ def _check_model(engine: PipeMareEngine) -> None:
         raise ModelError(
             "tied layers",
             ", ".join(sorted(tied)),
-            "stages that share a weight must meet at each step, and asynchronous ones never do",
+            "stages that share a weight must synchronize at each step; asynchronous ones never do",
             "Use LayerSpec instead of TiedLayerSpec (to_pipeline: untie=True), or schedule 1f1b",
         )
     splits = engine.grid.get_slice_parallel_world_size() > 1

@@ -88,7 +88,7 @@ class SplitBackward:
                 raise PlanError(
                     "micro_batch",
                     next(iter(self._queues)),
-                    "the step ends, and the weight gradients of this one are still to be computed",
+                    "the step ended before the weight gradients of this micro-batch were computed",
                     "Put its W before the step's end",
                 )
         finally:

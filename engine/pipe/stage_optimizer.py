@@ -2,8 +2,8 @@
 """The optimizer of one stage, which steps without the other stages.
 
 DeepSpeed's optimizers reduce gradient norms and overflow flags over all stages at each step, even
-without clipping: a barrier. A stage steps alone here. Its norm is its own, and the bound that it is
-clipped to is chosen such that the result is that of clipping the norm of all stages.
+without clipping: a barrier. Here a stage steps alone. It computes its own norm, and
+chooses its clipping bound so that the result equals clipping by the norm of all stages.
 """
 
 from __future__ import annotations

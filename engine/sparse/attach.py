@@ -43,7 +43,7 @@ def _check_model(engine: EngineContext, config: SparseCollectiveConfig) -> None:
     if engine.has_moe_layers and not any(map(is_divided, engine.module.parameters())):
         reason = "the model has experts, whose gradients belong to groups of their own"
     elif engine.sequence_parallel_size > 1:
-        reason = "the ranks share samples (sequence parallelism), and average otherwise"
+        reason = "the ranks share samples (sequence parallelism), and average differently"
     if reason is not None:
         key = "wavemare.sparse_collective.mode"
         raise ConfigError(key, config.mode, reason, f'Set {key} to "off"')
@@ -69,5 +69,5 @@ def _check_tables(engine: EngineContext) -> None:
                 value,
                 f"the gradient of {named[0]} is sparse (its embedding says sparse=True), and this "
                 "optimizer flattens gradients",
-                "Build the embedding with sparse=False: blocks of zeros do not travel even so",
+                "Build the embedding with sparse=False: blocks of zeros are not sent anyway",
             )

@@ -257,9 +257,9 @@ class ReplicatedGradients(SparseGradients):
             raise ModelError(
                 name,
                 f"gradient of {self._fired[name]} parts",
-                f"in the step before it came in {self._usual[name]}, after which it was sent",
+                f"in the previous step it had {self._usual[name]}, and it was sent after as many",
                 'Set "overlap_comm" to false in zero_optimization: gradients are then sent after '
-                "the backward pass. If a backward pass before ended with an error, start again",
+                "the backward pass. If an earlier backward pass failed, start again",
             )
         if name in self._usual and self._fired[name] >= self._usual[name]:
             self.reducer.put(name, self._gradient(name), in_place=True)

@@ -131,7 +131,7 @@ def attach_wavelet(
         reason = "ZeRO-3 fetches weights in the order of one pass; use ZeRO 0, 1 or 2"
     if reason:
         if dist.get_rank() == 0:
-            logger.warning("wavelet: training goes on by accumulation: %s", reason)
+            logger.warning("wavelet: off, training by accumulation: %s", reason)
         return None
     return Wavelet(engine, config, loss)
 

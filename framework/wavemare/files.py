@@ -272,7 +272,7 @@ def refuse_duplicates(
 
 
 def _refuse_duplicate(key: str, value: Any) -> NoReturn:
-    raise ValueError(f"the key {key!r} stands twice")
+    raise ValueError(f"the key {key!r} appears twice")
 
 
 def _refuse_constant(name: str) -> NoReturn:

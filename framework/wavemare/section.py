@@ -33,7 +33,7 @@ _KINDS = {
     "missing": "Give it",
     "model_type": "Write {...}",
     "no_effect": "Leave it out",
-    "string_type": "Give a text in quotes",
+    "string_type": "Give a string in quotes",
 }
 
 _REMOVED = {

@@ -82,7 +82,7 @@ class SimulatedPipeline:
         self.micro_batch_size = sizes["train_micro_batch_size_per_gpu"]
         values, told = advise(values, stages=pipeline.stages, micro_batches=self.micro_batches)
         if told and delays != "pipeline":
-            told = (f"delays are of {delays}; what follows holds for the real pipeline's:", *told)
+            told = (f"delays are {delays}; the next lines are about the real pipeline's:", *told)
         self.advice = "\n".join(told) or None
         pipeline = WavemareConfig.of(values).pipeline
         self.stages = self.cut(model, pipeline)

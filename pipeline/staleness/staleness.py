@@ -106,7 +106,7 @@ def staleness_warning(stages: int, micro_batches: int, slack: int = 0) -> str | 
     worst, mean = largest_staleness(stages, micro_batches, slack)
     return (
         f"pipemare: {micro_batches} micro-batches per optimizer step on {stages} stages make the "
-        f"first stage's gradients up to {worst} steps old ({mean:.2f} in the mean); with "
+        f"first stage's gradients up to {worst} steps old ({mean:.2f} on average); with "
         f"{enough} or more (gradient_accumulation_steps, or a smaller "
         "train_micro_batch_size_per_gpu) none is older than 1"
     )

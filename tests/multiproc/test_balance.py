@@ -52,7 +52,7 @@ WRONG = {
 REFUSED = {
     "sum": ({"balance": {"shares": [20, 10]}}, "they sum to 30"),
     "length": ({"balance": {"shares": [4, 4, 4]}}, "3 numbers for 2 data-parallel ranks"),
-    "nothing": ({"balance": {"shares": [8, 0]}}, "takes part with one or more"),
+    "nothing": ({"balance": {"shares": [8, 0]}}, "needs one or more samples"),
     "waves": ({"balance": {"shares": [5, 3]}, "wavelet": {"mode": "sync"}}, "alike on all ranks"),
 }
 

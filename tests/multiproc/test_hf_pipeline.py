@@ -49,7 +49,7 @@ def test_micro_batches_are_the_arguments_and_the_first_rank_warns_of_staleness(r
     assert first["micro_batches"] == second["micro_batches"] == 2
     (told,) = first["told"]
     assert told.startswith("pipemare: 2 micro-batches per optimizer step on 2 stages")
-    assert "up to 2 steps old (2.00 in the mean)" in told
+    assert "up to 2 steps old (2.00 on average)" in told
     assert "with 4 or more (gradient_accumulation_steps" in told
     assert second["told"] == []
 

@@ -138,7 +138,7 @@ def test_resumed_runs_equal_uninterrupted_ones_and_universal_ones_are_refused(
             assert resumed["digest"] == whole["digest"], cases[i]
         for refused in found[2 * len(CHECKPOINTS) :]:
             assert refused["error"] == "CheckpointError"
-            assert "a universal checkpoint keeps Adam's averages alone" in refused["message"]
+            assert "a universal checkpoint keeps only Adam's averages" in refused["message"]
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     source = ["--input_folder", str(tmp_path / "saved-4" / "global_step4")]
     command = [*tool, *source, "--output_folder", str(tmp_path / "universal")]
@@ -185,10 +185,10 @@ def test_replicas_of_stages_with_feedback_and_prediction_resume_to_the_bit(grid)
 def test_the_first_rank_alone_tells_how_stale_gradients_are_and_what_the_policy_chose(grid):
     assert grid[0][5]["told"] == [
         "pipemare: 2 micro-batches per optimizer step on 2 stages make the first stage's gradients "
-        "up to 2 steps old (2.00 in the mean); with 4 or more (gradient_accumulation_steps, or a "
+        "up to 2 steps old (2.00 on average); with 4 or more (gradient_accumulation_steps, or a "
         "smaller train_micro_batch_size_per_gpu) none is older than 1",
-        "pipemare: SOAP in the place of AdamW, with its settings: gradients are up to 2 steps old "
-        "on the first of 2 stages (2.00 mean), which AdamW suffers; betas are 0.9 and 0.95, as "
+        "pipemare: SOAP replaces AdamW and keeps its settings: gradients are up to 2 steps old "
+        "on the first of 2 stages (2.00 mean), which harms AdamW; betas are 0.9 and 0.95, as "
         "none are given; beta1 is 0.95 instead of 0.9; error_feedback is on",
     ]
     assert [results[5]["told"] for results in grid[1:]] == [[], [], []]

@@ -161,7 +161,7 @@ def test_each_setting_changes_what_is_learnt():
 
 
 STALE = "2 micro-batches per optimizer step on 4 stages"
-CHOSEN = "SOAP in the place of AdamW"
+CHOSEN = "SOAP replaces AdamW"
 
 
 @pytest.mark.parametrize(

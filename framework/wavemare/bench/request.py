@@ -52,7 +52,7 @@ class Request(Section):
     """Timed rounds."""
 
     warmups: NonNegativeInt = 1
-    """Rounds before them."""
+    """Untimed rounds before them."""
 
     @property
     def num_ranks(self) -> int:

@@ -82,8 +82,8 @@ def run_agent(max_restarts: int, words: Sequence[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     except RendezvousError as error:
-        reason = f"the hosts could not meet for another attempt ({error})"
-        remedy = "Look at what the other hosts have printed, and resume by --resume"
+        reason = f"the rendezvous for another attempt failed ({error})"
+        remedy = "Look at the output of the other hosts, and resume with --resume"
         raise LaunchError("--max-restarts", max_restarts, reason, remedy) from error
     return exit_code(failure.exitcode for failure in result.failures.values())
 

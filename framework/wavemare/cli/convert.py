@@ -20,20 +20,20 @@ def convert(
         int, typer.Option(min=1, help="Megatron: stages of the pipeline.")
     ] = 1,
     checkpoint_version: Annotated[
-        int, typer.Option(min=0, max=3, help="Megatron: order and names of the weights.")
+        int, typer.Option(min=0, max=3, help="Megatron: decides order and names of weights.")
     ] = 3,
     make_vocab_size_divisible_by: Annotated[
-        int, typer.Option(min=1, help="Megatron: the vocabulary is padded to it, times the ranks.")
+        int, typer.Option(min=1, help="Megatron: pad the vocabulary to a multiple of this x ranks.")
     ] = 128,
-    iteration: Annotated[int, typer.Option(min=0, help="Megatron: 0 writes a release.")] = 0,
+    iteration: Annotated[int, typer.Option(min=0, help="Megatron: step; 0 is a release.")] = 0,
     vocab_size: Annotated[
-        int | None, typer.Option(help="From Megatron: tokens without padding, if it is not said.")
+        int | None, typer.Option(help="From Megatron: vocabulary without padding, if not stored.")
     ] = None,
     num_attention_heads: Annotated[
-        int | None, typer.Option(help="From Megatron, if the checkpoint has no arguments.")
+        int | None, typer.Option(help="From Megatron: heads, if the checkpoint does not say.")
     ] = None,
 ) -> None:
-    """Convert a checkpoint; the target appears once it has been read back without a difference.
+    """Convert a checkpoint; the target appears after it was read back and compared equal.
 
     For example: wavemare convert gpt2/ megatron-gpt2/ --to megatron --tensor-parallel 2
     """

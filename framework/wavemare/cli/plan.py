@@ -66,13 +66,13 @@ def search(
         bool, typer.Option("--pipemare", help="Offer asynchronous pipelines, too.")
     ] = False,
     max_stages: Annotated[int, typer.Option(help="The longest pipeline.")] = 16,
-    max_tensor_parallel: Annotated[int, typer.Option(help="The most ranks to a layer.")] = 8,
+    max_tensor_parallel: Annotated[int, typer.Option(help="The most ranks per layer.")] = 8,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all plans into this file.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the best plan into this file.")] = None,
 ) -> None:
-    """Find stages, splits, replicas, shares and memory settings for devices, like or unlike.
+    """Find stages, splits, replicas, shares and memory settings for the given devices.
 
     The five best plans and the best one with equal parts are printed. The exit code is 2 where
     nothing fits.
@@ -106,20 +106,20 @@ def search(
 
 @app.command()
 def local_steps(
-    model: Annotated[str, typer.Option(help="As for plan search.")],
+    model: Annotated[str, typer.Option(help="See plan search.")],
     replicas: Annotated[int, typer.Option(help="Hosts, or ranks, that step alone.")],
     mbit: Annotated[float, typer.Option(help="Mbit/s of a replica in each direction.")],
     step_seconds: Annotated[
         float, typer.Option(help="Computation of a step, with reductions inside a replica.")
     ],
     ranks: Annotated[int, typer.Option(help="Ranks of a replica.")] = 1,
-    micro_batches: Annotated[int, typer.Option(help="Of a step.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of the gradients: fp32 or bf16.")] = "fp32",
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Gradients: fp32 or bf16.")] = "fp32",
     zero: Annotated[
         bool, typer.Option(help="Ordinary training is ZeRO 1 or 2, which also gathers weights.")
     ] = True,
 ) -> None:
-    """Say whether replicas that meet every so many steps pay over a slow link, and how often.
+    """Say whether local steps pay over a slow link, and how often replicas should synchronize.
 
     For example: wavemare plan local-steps --model gpt2 --replicas 4 --mbit 200 --step-seconds 1
     """
@@ -163,7 +163,7 @@ def show(
         int, typer.Option(min=0, help="PipeMare: steps between drains; 0 for none.")
     ] = 0,
     slack: Annotated[
-        int, typer.Option(min=0, help="PipeMare: micro-batches further ahead, by following stage.")
+        int, typer.Option(min=0, help="PipeMare: extra micro-batches in flight per later stage.")
     ] = 0,
     chunks: Annotated[
         int | None, typer.Option(min=1, help="Interleaved: stages per rank; 2 if omitted.")

@@ -14,13 +14,13 @@ from wavemare.errors import ConfigError
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders, that --output named.")
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders (--output of training).")
     ],
     output: Annotated[Path, typer.Option(help="The HTML file; replaced if it exists.")],
 ) -> None:
     """Write a report on a run, or on several side by side, into one HTML file.
 
-    It holds all that it needs, so that it can be sent on and opened without a network.
+    It is self-contained, so that it can be sent on and opened without a network.
     For example: wavemare report runs/gpt-pretrain --output report.html
     """
     from wavemare.files import atomic_write_text
@@ -46,6 +46,6 @@ def _names(runs: Sequence[Path]) -> list[str]:
     paths = [run.resolve() for run in runs]
     for run, path in zip(runs, paths, strict=True):
         if paths.count(path) > 1:
-            raise ConfigError("RUN", str(run), "this run stands twice", "Name each run once")
+            raise ConfigError("RUN", str(run), "this run is named twice", "Name each run once")
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]

@@ -27,7 +27,7 @@ def simulate(
         str | None,
         typer.Option(help="Compare methods, with commas between (or all), by validation loss."),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="With --systems: runs of each.", min=1)] = 3,
+    seeds: Annotated[int, typer.Option(help="With --systems: seeds of each.", min=1)] = 3,
     runs: Annotated[
         Path, typer.Option(help="With --systems: run folders; runs in it are not repeated.")
     ] = Path("runs/quality"),
@@ -38,7 +38,7 @@ def simulate(
         Path | None, typer.Option(help="With --systems: draw the losses into this file.")
     ] = None,
 ) -> None:
-    """Show what an asynchronous pipeline of many stages learns, without its processes.
+    """Train an asynchronous pipeline of many stages, simulated in one process.
 
     Weight versions are exactly those of the real pipeline. For example:
 

@@ -76,9 +76,7 @@ def train(
     launcher_args: LauncherArguments = "",
     max_restarts: Annotated[
         int,
-        typer.Option(
-            min=0, help="Start again that often after ranks have died, from the last checkpoint."
-        ),
+        typer.Option(min=0, help="How often to restart dead ranks from the last checkpoint."),
     ] = 0,
     print_command: PrintCommand = False,
 ) -> None:

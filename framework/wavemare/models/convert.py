@@ -112,7 +112,7 @@ def _check_launch() -> None:
         raise LaunchError(
             "torch.distributed",
             None,
-            "a pipeline is built across processes, which do not know of each other yet",
+            "it is not initialized, and a pipeline spans several processes",
             "Start with a launcher and call deepspeed.init_distributed() first",
         )
 

@@ -112,13 +112,12 @@ def add_timeline(page: Page, runs: Sequence[RunFacts]) -> None:
     page.section("Measured timeline")
     page.text(
         "What each rank did in some steps, by the clock of its host; on an accelerator these are "
-        "the times at which work was given to it. Clocks of several hosts agree as well as they "
-        "are kept. Draw a frame to zoom into a part of the time; the last button shows all again. "
-        "From timeline/."
+        "the times at which work was launched. Clocks of several hosts may differ. Draw a frame to "
+        "zoom into a part of the time; the last button shows all again. From timeline/."
     )
     for run in runs:
         if run.trace is None:
-            why = "no steps were noted (--trace_steps, or the run ended before)"
+            why = "no steps were recorded (--trace_steps, or the run ended before)"
             page.missing(f"timeline of {run.name}", why)
         else:
             _add_steps(page, run, run.trace)
@@ -163,4 +162,4 @@ def _planned(run: RunFacts) -> str:
         str(max_staleness(stage, stages, size, int(run.pipemare.get("slack", 0))))
         for stage in range(stages)
     ]
-    return f"By the plan a micro-batch's is at most {', '.join(most)} (stage 0 first)."
+    return f"By the plan the staleness is at most {', '.join(most)} (stage 0 first)."

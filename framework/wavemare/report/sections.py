@@ -73,9 +73,7 @@ def _curves(
 
 def _add_learning(page: Page, runs: Sequence[RunFacts]) -> None:
     page.section("Learning")
-    about = (
-        "As it was logged: by recipes the mean of the steps since the line before; metrics.jsonl."
-    )
+    about = "As logged; recipes log the mean of the steps since the previous line; metrics.jsonl."
     page.heading("Loss", about)
     results = runs[0].summary.get("results", {}) if runs[0].summary is not None else {}
     levels = {
@@ -91,7 +89,7 @@ def _add_learning(page: Page, runs: Sequence[RunFacts]) -> None:
         "no step has been logged",
         levels=levels if len(runs) == 1 else None,
     )
-    page.heading("Learning rate", "That of the step; metrics.jsonl.")
+    page.heading("Learning rate", "At the logged step; metrics.jsonl.")
     rates = {"learning_rate": ("learning rate", "solid")}
     _curves(page, runs, rates, "learning rate", "no step has been logged", zero=True)
     page.heading("Gradient norm", "Before clipping, over all parameters; metrics.jsonl.")
@@ -111,7 +109,7 @@ def _add_speed(page: Page, runs: Sequence[RunFacts]) -> None:
 def _add_memory(page: Page, runs: Sequence[RunFacts]) -> None:
     page.section("Memory over the run")
     page.text(
-        "On an accelerator the most that was allocated since the last logged step; without one the "
+        "On an accelerator the peak allocation since the last logged step; without one the "
         "process's resident memory at that step; events/."
     )
     several = len(runs) > 1
@@ -258,7 +256,7 @@ def _facts(run: RunFacts) -> dict[str, object]:
 def _ended(run: RunFacts) -> str:
     results: Any = (run.summary or {}).get("results", {})
     if run.summary is None:
-        return "not (no summary.json): it runs, or it was broken off"
+        return "not yet (no summary.json): it runs, or it was aborted"
     stopped = results.get("stopped_after") if isinstance(results, dict) else None
     return f"stopped after step {stopped}" if stopped is not None else "as planned"
 

@@ -44,7 +44,7 @@ class MegatronArguments:
     lr: float | None = option(None, "learning rate of the JSON")
     min_lr: float | None = option(None, "lowest learning rate of the cosine schedule")
     lr_decay_style: str | None = option(None, "cosine, linear or constant")
-    lr_warmup_fraction: float | None = option(None, "share of the steps that warm up; 0.1")
+    lr_warmup_fraction: float | None = option(None, "share of the steps for warm-up, such as 0.1")
     weight_decay: float | None = option(None, "weight decay of the JSON")
     clip_grad: float | None = option(None, "gradient_clipping of the JSON")
     fp16: bool = option(False, "turn on fp16 in the JSON")
@@ -55,7 +55,7 @@ class MegatronArguments:
         None, "wavemare.pipeline.chunks, with the schedule interleaved"
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "the same, as --num-layers over all stages of all ranks"
+        None, "the same, given as layers per stage; needs --num-layers"
     )
     tensorboard_dir: str | None = option(None, "turn on DeepSpeed's tensorboard monitor")
     wandb_project: str | None = option(None, "turn on DeepSpeed's wandb monitor")
@@ -88,16 +88,16 @@ class TrainArguments(MegatronArguments):
     resume: bool = option(False, "continue from the newest checkpoint of the run folder")
     max_steps: int = option(400, "optimizer steps")
     eval_interval: int = option(100, "steps between evaluations")
-    eval_samples: int = option(128, "samples of such an evaluation")
+    eval_samples: int = option(128, "samples of each such evaluation")
     save_interval: int = option(200, "steps between checkpoints")
     log_interval: int = option(5, "steps per line of metrics.jsonl")
     trace_steps: int = option(4, "steps that every rank records action by action, for the report")
-    seed: int = option(1234, "of weights, order and dropout")
+    seed: int = option(1234, "seed of weights, data order and dropout")
     cache: str = option("~/.cache/wavemare", "folder of tokenizers and tokens")
     balance: str = option(
         "none",
-        "how unlike devices share the work: auto measures them, none shares equally, or the file "
-        "of a plan (wavemare plan search --output, or plan.json of a run)",
+        "how devices of unequal speed share the work: auto measures them, none shares equally; or "
+        "the file of a plan (wavemare plan search --output, or plan.json of a run)",
     )
     sequence_length: int = option(128, "tokens per sample")
     local_rank: int = option(-1, "set by the deepspeed launcher")

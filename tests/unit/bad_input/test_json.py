@@ -49,7 +49,7 @@ def test_a_name_that_names_no_configuration(refused, name, reason, remedy):
 
 
 KEYS = [
-    ('{"a": 1, "a": 2}', "a", "stands twice"),
+    ('{"a": 1, "a": 2}', "a", "appears twice"),
     ('{"fp16": "enabled: true"}', "fp16", "Write {...}"),
     pytest.param(
         '{"fp16": {\n"enabled": True,\n"loss_scale": 0}}',
@@ -124,7 +124,7 @@ SECTIONS = [
     ),
     (
         {"wavemare.pipeline.stages": 2, "wavemare.wavelet.mode": "sync"},
-        ["in turns already", "Leave it out, or wavemare.wavelet.mode"],
+        ["interleave their micro-batches already", "Leave it out, or wavemare.wavelet.mode"],
     ),
     ({f"{COMPRESSOR}.ratio": 0, **SPARSE}, ["Give more than 0"]),
     ({f"{COMPRESSOR}.threshold": 1.0, **SPARSE}, ["block_topk ignores it", "Leave it out"]),

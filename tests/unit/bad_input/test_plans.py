@@ -63,7 +63,7 @@ LAYOUTS = [
     ("[]", "plan", "no mapping"),
     pytest.param("[" * 50_000, "plan", "nested too deeply", id="50,000 brackets"),
     pytest.param('{"version": ' + "1" * 5000 + "}", "plan", "too many digits", id="5,000 digits"),
-    ('{"version": 1, "version": 1}', "plan", "stands twice"),
+    ('{"version": 1, "version": 1}', "plan", "appears twice"),
     ('{"version": 1}', "cuts", "key is missing"),
     (layout(version=2), "version", "reads version 1"),
     (layout(stage=2), "stage", "Did you mean 'stages'?"),

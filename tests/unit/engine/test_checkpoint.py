@@ -115,7 +115,7 @@ def test_without_zero_the_number_of_replicas_does_not_matter(checkpoints, monkey
 def test_another_topology_is_refused_naming_both(checkpoints, monkeypatch, key):
     changed = [0, 99] if key == "cuts" else 99
     folder = checkpoints / "step-2"
-    with pytest.raises(CheckpointError, match="it was saved by the topology") as caught:
+    with pytest.raises(CheckpointError, match="it was saved with the topology") as caught:
         check_topology(monkeypatch, folder, TOPOLOGY, {**TOPOLOGY, key: changed})
     assert f"{key} {TOPOLOGY[key]}" in caught.value.reason
     assert f"{key} {changed}" in caught.value.reason

@@ -37,7 +37,7 @@ def test_stale_adam_becomes_soap_with_its_settings(kind):
     assert pipemare_of(chosen).error_feedback
     assert pipemare_of(chosen).discrepancy_correction.mode == "predict"
     assert given == before
-    for part in (f"SOAP in the place of {kind}", "up to 1 steps old", "0.88", "8 stages"):
+    for part in (f"SOAP replaces {kind}", "up to 1 steps old", "0.88", "8 stages"):
         assert part in said
 
 

@@ -85,16 +85,16 @@ def test_stages_in_a_replica_are_a_replicated_pipeline(count, around, split):
 
 
 REFUSED = [
-    ("split", "stage", "nothing stands in a split"),
-    ("split", "replica", "nothing stands in a split"),
-    ("split", "pipeline", "nothing stands in a split"),
-    ("split", "split", "nothing stands in a split"),
+    ("split", "stage", "a split contains no other annotation"),
+    ("split", "replica", "a split contains no other annotation"),
+    ("split", "pipeline", "a split contains no other annotation"),
+    ("split", "split", "a split contains no other annotation"),
     ("stage", "pipeline", "does not consist of pipelines"),
-    ("stage", "stage", "a stage does not stand in a stage"),
-    ("replica", "replica", "a replica does not stand in a replica"),
-    ("pipeline", "pipeline", "a pipeline does not stand in a pipeline"),
-    ("stage", "replica", "replicate it by themselves"),
-    ("pipeline", "replica", "replicate it by themselves"),
+    ("stage", "stage", "a stage cannot contain a stage"),
+    ("replica", "replica", "a replica cannot contain a replica"),
+    ("pipeline", "pipeline", "a pipeline cannot contain a pipeline"),
+    ("stage", "replica", "replicate it automatically"),
+    ("pipeline", "replica", "replicate it automatically"),
 ]
 
 

@@ -102,5 +102,5 @@ def test_the_warning_has_the_numbers():
     warning = staleness_warning(8, 2)
     assert "2 micro-batches" in warning
     assert "8 stages" in warning
-    assert "up to 4 steps old (3.50 in the mean)" in warning
+    assert "up to 4 steps old (3.50 on average)" in warning
     assert "with 7 or more" in warning

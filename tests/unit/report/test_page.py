@@ -93,11 +93,11 @@ def test_missing_facts_are_said_to_be_missing(tmp_path, figures_of):
         "memory is not recorded",
         "the run has no pipeline",
         "the run did not use the sparse one",
-        "no steps were noted",
+        "no steps were recorded",
         "the folder has no checkpoint",
         "warnings are not recorded",
         "there is no config.json",
-        "not (no summary.json)",
+        "not yet (no summary.json)",
     ):
         assert text in html, text
 

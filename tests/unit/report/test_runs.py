@@ -90,7 +90,7 @@ def test_a_folder_that_is_no_run_is_refused(run_folder, tmp_path):
         ([run_folder.parent], f"Name a run in it: {run_folder}"),
         ([run_folder / "config.json"], "this is a file"),
         ([other], "Name the folder that the training had as --output"),
-        ([run_folder, f"{run_folder}/../one"], "this run stands twice"),
+        ([run_folder, f"{run_folder}/../one"], "this run is named twice"),
     ):
         error = error_of(*words, "--output", "x.html")
         assert isinstance(error, ConfigError)
@@ -100,7 +100,7 @@ def test_a_folder_that_is_no_run_is_refused(run_folder, tmp_path):
 DAMAGES = [
     ("config.json", b'{"configuration": ', "not JSON at line 1"),
     ("config.json", b"[1, 2]", "it is not a JSON object"),
-    ("config.json", b'{"a": 1, "a": 2}', "the key 'a' stands twice"),
+    ("config.json", b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
     ("summary.json", b"\xff\xfe", "this is no text"),
     ("metrics.jsonl", b"nonsense\n", "this line of metrics is not a JSON object with a step"),
     ("metrics.jsonl", b'{"step": 1, "loss": "low"}\n', "in step 1 this metric is not a number"),

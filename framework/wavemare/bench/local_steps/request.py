@@ -15,7 +15,7 @@ from wavemare.errors import ConfigError
 BASELINE = "deepspeed-zero1"
 TORCHFT = "torchft-diloco"
 BOUND = "no-exchange-bound"
-"""Replicas that never meet: the computation of a step. It always runs."""
+"""Replicas that never exchange: the computation of a step. It always runs."""
 FRAGMENTS = 4
 EACH_STEP = (BASELINE, "ddp", "ddp-powersgd-4", "wavemare-sparse-auto")
 """Systems that exchange in each step."""
@@ -24,7 +24,7 @@ SYSTEMS = (*EACH_STEP, "post-local-sgd", TORCHFT, *OURS)
 
 
 class LocalStepsRequest(GptRequest):
-    """Measure replicas that meet every so many steps beside ordinary data parallelism.
+    """Measure replicas with local steps beside ordinary data parallelism.
 
     A GPT is trained over slow links between emulated hosts. Ratios are to stock DeepSpeed, ZeRO 1.
 
@@ -48,7 +48,7 @@ class LocalStepsRequest(GptRequest):
     """Processes."""
 
     ranks_per_host: PositiveInt = 1
-    """Of the ranks, on each host; those of a host are a replica."""
+    """Ranks on each host, which form a replica."""
 
     mbit: Positive = 200.0
     """Speed of each emulated host's link in Mbit/s (needs root)."""
@@ -58,7 +58,7 @@ class LocalStepsRequest(GptRequest):
     a quarter of them."""
 
     dense_steps: PositiveInt | None = None
-    """In a round of a system that exchanges in each step; as many as of the others by default."""
+    """Steps in a round of a system that exchanges in each step; by default --every."""
 
     systems: tuple[str, ...] = SYSTEMS
     """Systems to measure."""
@@ -68,7 +68,7 @@ class LocalStepsRequest(GptRequest):
     until it has the baseline's loss."""
 
     seed: NonNegativeInt = 7
-    """Of weights and data."""
+    """Seed of weights and data."""
 
     hidden: PositiveInt = 384
     heads: PositiveInt = 6

@@ -94,13 +94,13 @@ class PlannerRequest(_Size):
     }
 
     parts: tuple[str, ...] = PARTS
-    """Which of shares, cuts and choice."""
+    """Parts to measure: shares, cuts, choice."""
 
     ranks: tuple[Annotated[int, Field(ge=2)], ...] = (2, 4)
     """Processes, one or several numbers."""
 
     schedules: tuple[str, ...] = SCHEDULES
-    """Of the pipelines: 1f1b or pipemare."""
+    """Schedules of the pipelines: 1f1b, pipemare."""
 
     factor: Annotated[float, Field(ge=1)] = 2.0
     """Speed of the fast ranks over that of the slow ones."""

@@ -49,8 +49,8 @@ SYSTEMS = (
     *(f"wavemare-{name}-gloo" for name in _MODES),
     *(f"{name}-gloo" for name in PEERS if name != _DEDICATED),
 )
-"""Of sums. Those of wavemare and the peers without a suffix use MPI. All but the dense ones and
-``auto-search`` get the numbers of the non-zero blocks."""
+"""Systems of sums. Those of wavemare and the peers without a suffix use MPI. All but the dense
+ones and ``auto-search`` get the numbers of the non-zero blocks."""
 _SLOW = ("wavemare-streaming", "agsparse", "sparcml", "sparcml-split", *_STOCK)
 _DENSE_LIMIT = 0.4
 """Above this density the slow systems send several times the dense bytes."""
@@ -74,7 +74,7 @@ STEP_SYSTEMS = (
     "wavemare-topk",
     STEP_BOUND,
 )
-"""Of ``--step``."""
+"""Systems of ``--step``."""
 _SUM_COLUMNS = {
     "pattern": Column("pattern"),
     "density": Column("density", "g"),
@@ -139,7 +139,7 @@ class SparseRequest(GptRequest):
     share this machine's memory."""
 
     ranks_per_host: PositiveInt = 1
-    """Of the ranks, on each emulated host."""
+    """Ranks on each emulated host."""
 
     aggregators: NonNegativeInt = 0
     """Processes beside the ranks that sum for omnireduce; their links are together as fast as those
@@ -176,8 +176,8 @@ class SparseRequest(GptRequest):
     warmups: NonNegativeInt = 2
 
     duels: NonNegativeInt = 0
-    """Rounds in which, after the survey, wavemare-auto and the fastest other system of each case
-    run in turns; the result has the median of their ratio and its 95 % interval."""
+    """Extra rounds in which wavemare-auto and the fastest other system of each case run in
+    turns; the result has the median of their ratio and its 95 % interval."""
 
     @property
     def chosen(self) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ class WaveRequest(GptRequest):
     }
 
     exposed: tuple[Annotated[int, Field(ge=0, le=80)], ...] = (0, 10, 25, 40)
-    """Percentages of accumulation's time that collectives take. The links get the speed for it
+    """Percentages of accumulation's time that collectives take. The links get the matching speed
     (needs root); 0 leaves them without a limit."""
 
     parallel: Literal["tensor", "experts"] = "tensor"
@@ -49,10 +49,10 @@ class WaveRequest(GptRequest):
     """Split a Llama, with a head of its own, in place of a GPT-2."""
 
     micro_batches: Annotated[int, Field(ge=2)] = 8
-    """Per optimizer step."""
+    """Micro-batches per optimizer step."""
 
     ranks: Annotated[int, Field(ge=2)] = 2
-    """Over which the model is split."""
+    """Ranks over which the model is split."""
 
     layers: PositiveInt = 2
     hidden: PositiveInt = 768

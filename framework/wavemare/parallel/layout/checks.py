@@ -82,7 +82,7 @@ def _batch(plan: Layout) -> _Refusals:
         reason = f"{plan.micro_steps} micro-steps of {samples} samples are not {plan.global_batch}"
         yield "shares", reason, "Make the products equal"
     if samples % replicas:
-        reason = f"the mean share, {samples} / {replicas}, which DeepSpeed is told, is not whole"
+        reason = f"the mean share, {samples} / {replicas}, which DeepSpeed needs, is not whole"
         yield "shares", reason, f"Give shares whose sum is a multiple of {replicas}"
 
 

@@ -294,8 +294,8 @@ def _stage_cuts(regions: Regions, chain: NamedChain) -> tuple[int, ...]:
         if stage.name in seen:
             between, first = filled[start - 1], seen[stage.name]
             reason = (
-                f"{stage} by {first.place} goes on by {stage.place} after {between} by "
-                f"{between.place}: a stage is consecutive layers"
+                f"{between} at {between.place} is between {stage} at {first.place} and at "
+                f"{stage.place}: a stage is consecutive layers"
             )
             raise PlanError("stage", stage.name, reason, "Move the modules to one side")
         seen[stage.name] = stage

@@ -245,7 +245,7 @@ def replica_size(config: LocalStepsConfig, hosts: Sequence[str]) -> int:
         reason = f"the number of processes ({ranks}) is not a multiple of it"
         raise ConfigError(key, config.replica, reason, f"Start a multiple of {size} processes")
     if ranks == size:
-        reason = f"all {ranks} ranks would be one replica, which has none to meet"
+        reason = f"all {ranks} ranks would be one replica, with none to exchange with"
         remedy = 'Give "rank" or a number, start more, or set wavemare.local_steps.mode to "off"'
         raise ConfigError(key, config.replica, reason, remedy)
     return size

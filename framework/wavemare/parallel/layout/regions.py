@@ -99,17 +99,17 @@ def check_nesting(outer: Region, inner: Region) -> None:
 
 def _why_not(outer: Region, inner: Region) -> tuple[str, str]:
     if outer.kind == "split":
-        return "nothing stands in a split", "End the split first"
+        return "a split contains no other annotation", "End the split first"
     if outer.kind == inner.kind:
-        return f"a {inner.kind} does not stand in a {outer.kind}", "Leave out one of the two"
+        return f"a {outer.kind} cannot contain a {inner.kind}", "Leave out one of the two"
     if inner.kind == "pipeline" and outer.kind == "stage":
         return "a pipeline does not consist of pipelines", "Put the stages into one pipeline"
-    reason = "devices that a pipeline leaves over replicate it by themselves"
+    reason = "devices that a pipeline leaves over replicate it automatically"
     return reason, "Leave out replica"
 
 
 def _refusal(outer: Region, inner: Region, reason: str, remedy: str) -> PlanError:
-    where = f"{inner} at {inner.place} stands in {outer} at {outer.place}"
+    where = f"{inner} at {inner.place} is inside {outer} at {outer.place}"
     return PlanError(inner.kind, str(inner), f"{where}, but {reason}", remedy)
 
 
@@ -237,8 +237,8 @@ def _check_beside(regions: Regions) -> None:
     if beside:
         first, second = beside[0]
         where = f"{second} at {second.place} stands beside {first} at {first.place}"
-        reason = f"{where}, but devices that a pipeline leaves over replicate it by themselves"
-        raise PlanError("replica", str(second), reason, "Put it around the stages, or make it one")
+        reason = f"{where}, but devices that a pipeline leaves over replicate it automatically"
+        raise PlanError("replica", str(second), reason, "Put it around the stages, or use stage")
     if split is not None and replicas and split.enclosing("replica") is None:
         where = f"{split} at {split.place} stands beside {replicas[0]} at {replicas[0].place}"
         reason = f"{where}, but all ranks share the grid of splits and replicas"

@@ -106,8 +106,8 @@ class Advice:
     def __str__(self) -> str:
         overlap = self.every // _FRAGMENTS
         lines = [
-            f"messages per computation r = {self.link.messages():.2f}; an ordinary step takes "
-            f"{self.link.dense:.2f} times its computation"
+            f"an exchange takes r = {self.link.messages():.2f} times a step's computation; an "
+            f"ordinary step takes {self.link.dense:.2f} times its computation"
         ]
         if not self.pays:
             return f"{lines[0]}\nuse ordinary data parallelism: local steps would gain too little"
@@ -122,7 +122,7 @@ class Advice:
                 f"{self.gains[1]:.1f}x with fragments",
                 f"memory per rank: {self.memory_bytes / 2**20:.0f} MiB, on the host beside GPUs",
                 f"expected price: up to {loss:g} % of the loss, or {steps:g}x the steps to the "
-                "same loss (a small model's; larger ones lose less)",
+                "same loss (of a small model; larger ones lose less)",
             ]
         )
 

@@ -243,7 +243,7 @@ class Settings:
         for name in ("global_batch", "max_stages", "max_tensor_parallel", "keep"):
             check_number(PlanError, name, getattr(self, name), 1, whole=True)
         if self.global_batch > _LARGEST_BATCH:
-            reason = "no search through its parts would end"
+            reason = "the search through its parts would take too long"
             remedy = f"Give at most {_LARGEST_BATCH}"
             raise PlanError("global_batch", self.global_batch, reason, remedy)
         check_number(PlanError, "margin", self.margin, 0, 1)

@@ -79,7 +79,7 @@ def probe_cluster(block: BlockSize, *, dtype: str = "fp32", limit_s: float = 20.
         PlanError: ``torch.distributed`` is not initialized.
     """
     if not dist.is_initialized():
-        reason = "the ranks do not know of each other yet"
+        reason = "torch.distributed is not initialized"
         raise PlanError("torch.distributed", None, reason, "Call wavemare.init_distributed() first")
     part_s = limit_s / _PARTS
     kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
