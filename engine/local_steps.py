@@ -236,6 +236,8 @@ class LocalSteps(Feature):
 
     def extra_state(self) -> dict[str, Any]:
         """Wait for what is in flight, apply nothing, and return all that the next step needs."""
+        if self._engine.global_steps < self._config.warmup_steps:
+            return {}  # the common weights are those of the end of the warm-up
         flights = [
             {
                 "header": list(flight.message.header),

@@ -219,14 +219,18 @@ def test_another_number_of_replicas_goes_on_from_the_common_weights(launch, tmp_
         other = {"local": {**STREAM, "fragments": 1}, "folder": folder, "zero": zero}
         cases[f"fragments {zero}"] = ["load", other]
         cases[f"off {zero}"] = ["load", {"local": None, "folder": folder, "zero": zero}]
-    for result in run(2, "two", **cases):
+    warm = {"local": {**STREAM, "warmup_steps": 4}, "folder": str(tmp_path / "warm")}
+    two = run(2, "two", **cases, warm=["save", {**warm, "steps": 2}])
+    for result in two:
         for zero in (0, 1):
             assert "CheckpointError" in result[f"fragments {zero}"]["said"] or (
                 "TopologyError" in result[f"fragments {zero}"]["said"]
             )
             assert "replicas 2" in result[f"off {zero}"]["said"]
     four = {f"{z}": ["load", {"local": STREAM, "folder": f, "zero": z}] for z, f in folders.items()}
-    results = run(4, "four", **four)
+    results = run(4, "four", **four, warm=["load", warm])
+    assert same(one["warm"]["digest"] for one in results)
+    assert results[0]["warm"]["digest"] == two[0]["warm"]
     for zero in "01":
         found = [result[zero] for result in results]
         assert {one["said"] for one in found} == {"accepted"}
