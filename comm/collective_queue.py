@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -14,6 +15,8 @@ from torch import Tensor
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.waits import joining, waiting
 from wavemare.errors import CommError
+
+_EXIT_S = 60.0  # for pending collectives when the process ends
 
 
 class _End:
@@ -146,6 +149,8 @@ class CollectiveQueue:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
+            # gloo's call that returns while the interpreter shuts down would abort the process.
+            atexit.register(self._finish_at_exit)
         handle = Handle(self._thread)
         ready = None
         if device.type == "cuda":
@@ -166,6 +171,12 @@ class CollectiveQueue:
             with joining(self._thread):
                 self._thread.join()
             self._thread = None
+            atexit.unregister(self._finish_at_exit)
+
+    def _finish_at_exit(self) -> None:
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(_EXIT_S)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -2,6 +2,8 @@
 """The thread of the collectives: order, handles, errors, and its end."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -112,3 +114,16 @@ def test_queues_that_take_turns_run_in_the_order_of_their_calls():
         failing.wait()
     for each in (first, second, alone):
         each.close()
+
+
+def test_a_collective_in_flight_ends_before_the_interpreter():
+    program = (
+        "import time, torch\n"
+        "from wavemare.comm.collective_queue import CollectiveQueue\n"
+        "def work(_):\n"
+        "    time.sleep(1.0)\n"
+        "    print('finished', flush=True)\n"
+        "CollectiveQueue('late').submit(work, torch.device('cpu'))\n"
+    )
+    words = [sys.executable, "-c", program]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "finished\n"
