@@ -260,13 +260,16 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> s
 
     Args:
         group: None for all ranks.
-        device: Where they are. Gloo sends the host's memory, whatever it is registered for.
+        device: Where they are. Gloo sends the host's memory, whatever it is registered for, also
+            beside NCCL alone: a transport's group is its own.
     """
     pairs = dist.get_backend_config(group).split(",")
     backends = dict(pair.split(":") for pair in pairs)
-    if backends.get(torch.device(device).type) == "nccl":
+    kind = torch.device(device).type
+    if backends.get(kind) == "nccl":
         return "nccl"
-    return "gloo" if "gloo" in backends.values() else None
+    beside = kind == "cpu" and "nccl" in backends.values()
+    return "gloo" if beside or "gloo" in backends.values() else None
 
 
 def _random_name() -> int:

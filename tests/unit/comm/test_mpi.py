@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch import distributed as dist
 
 from wavemare.comm.mpi_library import MpiInfo, describe_mpi
@@ -150,7 +151,7 @@ def test_ranks_of_mpirun_use_torch_where_mpi4py_is_missing(monkeypatch):
     ("config", "cpu", "cuda"),
     [
         ("cpu:gloo,cuda:nccl", "gloo", "nccl"),
-        ("cuda:nccl", None, "nccl"),
+        ("cuda:nccl", "gloo", "nccl"),
         ("cpu:gloo,cuda:gloo", "gloo", "gloo"),
         ("cpu:gloo", "gloo", "gloo"),
         ("xpu:xccl", None, None),
@@ -159,6 +160,16 @@ def test_ranks_of_mpirun_use_torch_where_mpi4py_is_missing(monkeypatch):
 def test_a_group_sends_by_its_backend_for_the_device(monkeypatch, config, cpu, cuda):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert (backend_of(None, "cpu"), backend_of(None, "cuda:1")) == (cpu, cuda)
+
+
+def test_host_memory_travels_over_gloo_beside_nccl_alone(monkeypatch):
+    """DeepSpeed initializes NCCL alone on GPUs, and copies of local steps are on the host."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        assert open_transport(device=torch.device("cpu")).name == "gloo"
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
