@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 
 from wavemare import engine
@@ -184,7 +185,7 @@ def _build(
             mpu = None  # DeepSpeed takes the module's own
     if ours.local_steps.mode != "off":
         check_config(values, world_size=dist.get_world_size())
-        mpu = _replicas(ours.local_steps, model, mpu)
+        mpu = _replicas(ours.local_steps, model, mpu or arguments["mesh_param"])
     result = build_engine(
         values,
         plan=schedule_plan,
@@ -253,9 +254,11 @@ def _split(model: Any, ours: WavemareConfig) -> tuple[Any, ProcessGrid]:
 def _replicas(settings: LocalStepsConfig, model: Any, mpu: Any) -> ProcessGrid:
     """Return the grid of a replica; all ranks find the same one, or fail alike."""
     key = "wavemare.local_steps"
-    if mpu is not None or isinstance(model, deepspeed.PipelineModule):
+    parts = (deepspeed.PipelineModule, MoE)
+    if mpu is not None or any(isinstance(module, parts) for module in model.modules()):
         reason = "replicas are made of whole models of one rank"
-        raise ConfigError(f"{key}.mode", settings.mode, reason, "Leave out mpu and pipelines")
+        remedy = "Leave out mpu, mesh_param, pipelines and DeepSpeed's layers of experts"
+        raise ConfigError(f"{key}.mode", settings.mode, reason, remedy)
     own = settings.model_dump_json(), socket.gethostname()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)

@@ -52,6 +52,7 @@ CASES = {
         "trainer": ["trainer", {"local": STREAM}],
         "unlike every": ["unlike", {"local": DILOCO, "other": {**DILOCO, "every": 8}}],
         "out of step": ["out_of_step", {"local": AVERAGE | {"every": 1}}],
+        "experts": ["experts", {"local": AVERAGE}],
     },
     4: {
         "2 x 2": ["twin", {"local": {**STREAM, "replica": 2}, "zero": 1}],
@@ -180,6 +181,8 @@ def test_ranks_that_differ_are_told_alike(found):
         assert said.startswith("ConfigError: wavemare.local_steps = ")
         assert "rank 1 has" in said
         assert '"every":8' in said
+    for said in found("experts"):
+        assert "whole models of one rank" in said
     for rank, said in enumerate(found("out of step")):
         assert "CommError: wavemare.local_steps = " in said[0]
         assert f"the message of rank {1 - rank} differs: step {2 - rank}" in said[0]

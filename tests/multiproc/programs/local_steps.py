@@ -21,6 +21,7 @@ from common import (
     token_batches,
     weights_digest,
 )
+from deepspeed.moe.layer import MoE
 from hf_common import Rows, arguments, json_file, losses, plain_model
 from torch import distributed
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -327,6 +328,12 @@ def sparse(local):
     return refusal(lambda: start(local, model=layers, optimizer={"type": "SGD"}))
 
 
+def experts(local):
+    """DeepSpeed's layer of experts, of which each replica has others."""
+    layer = MoE(8, torch.nn.Linear(8, 8), num_experts=2, ep_size=2)
+    return refusal(lambda: start(local, model=torch.nn.Sequential(layer)))
+
+
 class Normed(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -370,7 +377,7 @@ KINDS = {
     kind.__name__: kind
     for kind in (
         *(twin, train, conserved, traps, resume, save, load, unlike, out_of_step, diverged),
-        *(statistics, trainer, sparse, lost),
+        *(statistics, trainer, sparse, lost, experts),
     )
 }
 
