@@ -82,7 +82,9 @@ def check_checkpoint_fits(
     """
     plan, layout = manifest.get("plan"), engine.layout
     untied, own = manifest.get("untied"), untied_weights(engine)
+    saved, current = manifest["topology"], topology(engine)
     converts = keeps_adam_alone(engine) and engine.settings.expert_parallel.size == 1
+    converts = converts and not {"replicas"} & (saved.keys() | current.keys())
     convert = _universal_remedy(folder) if converts else f"go on from {_EXPORTED}"
     rows: list[tuple[object, str, str]] = [
         (
@@ -92,7 +94,6 @@ def check_checkpoint_fits(
             f'"untie" is set), or go on from {_EXPORTED}',
         ),
     ]
-    saved, current = manifest["topology"], topology(engine)
     sizes = [each.get("experts", 1) for each in (saved, current)]
     rows.append(
         (

@@ -33,6 +33,10 @@ def main() -> None:
             reason = "it has no optimizer states, so it is no checkpoint that can be converted"
         remedy = "Give the folder of one tag, such as checkpoints/step-000100"
         raise CheckpointError("--input_folder", str(folder), reason, remedy)
+    if (folder / "replicas").is_dir():
+        reason = "it is of local steps, and DeepSpeed would join its replicas into one model"
+        remedy = "Go on from a model that save_pretrained exported"
+        raise CheckpointError("--input_folder", str(folder), reason, remedy)
     with safe_loading(arguments.input_folder):
         ds_to_universal.main(arguments)
 

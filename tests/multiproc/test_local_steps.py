@@ -230,6 +230,7 @@ def test_another_number_of_replicas_goes_on_from_the_common_weights(launch, tmp_
                 "TopologyError" in result[f"fragments {zero}"]["said"]
             )
             assert "replicas 2" in result[f"off {zero}"]["said"]
+            assert "or go on from a model" in result[f"off {zero}"]["said"]
     four = {f"{z}": ["load", {"local": STREAM, "folder": f, "zero": z}] for z, f in folders.items()}
     results = run(4, "four", **four, warm=["load", warm])
     assert same(one["warm"]["digest"] for one in results)

@@ -185,6 +185,12 @@ def test_a_checkpoint_to_convert(evil, tmp_path, monkeypatch, capsys, shards, na
         assert not (tmp_path / "marker").exists()
 
 
+def test_a_checkpoint_of_replicas_is_not_converted(monkeypatch, capsys, shards):
+    (shards / "replicas").mkdir()
+    assert convert(monkeypatch, shards) == 2
+    assert "DeepSpeed would join its replicas into one model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["missing", "file", "parent", "empty"])
 def test_a_checkpoint_to_convert_that_is_none(tmp_path, monkeypatch, capsys, shards, kind):
     """The folder above the tags is a likely mistake."""
