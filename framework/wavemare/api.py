@@ -12,6 +12,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
+from torch import Tensor
 
 from wavemare import engine
 from wavemare.engine import build_engine
@@ -326,7 +327,7 @@ def _of_this_stage(
     local = {id(parameter) for parameter in module.parameters()}
 
     def keep(chosen: Iterable[Any]) -> list[Any]:
-        chosen = list(chosen)
+        chosen = [chosen] if isinstance(chosen, Tensor) else list(chosen)
         kept = [parameter for parameter in chosen if id(parameter) in local]
         return kept + [copies[id(p)] for p in chosen if id(p) in copies]
 

@@ -39,7 +39,7 @@ def test_a_transformers_model_becomes_a_pipeline(results, case):
 
 
 def test_parameter_groups_of_the_whole_model_are_kept_apart(results):
-    assert [result["pipeline"]["groups"] for result in results] == [2, 2]
+    assert [result["pipeline"]["groups"] for result in results] == [2, 3]
 
 
 def test_an_evaluation_is_the_models_own_whatever_its_shape(results):

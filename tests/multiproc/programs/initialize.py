@@ -85,8 +85,10 @@ def case_pipeline():
     """A transformers model becomes a pipeline, with parameter groups of the whole model."""
     model = build_gpt2(**QUIET)
     decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+    last = model.transformer.ln_f.bias  # torch takes one without a list, too
+    others = [p for p in model.parameters() if p.dim() <= 1 and p is not last]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.01}]
+    groups.append({"params": last, "weight_decay": 0.01})
     return trained(model, model_parameters=groups, config=plain(wavemare=STAGES))
 
 
