@@ -107,6 +107,8 @@ _BESIDE_REPLICAS: _Beside = {
     "elasticity.enabled": (_OFF, _UNTESTED),
     "checkpoint.use_node_local_storage": (_OFF, _UNTESTED),
     "checkpoint.load_universal": (_OFF, _UNTESTED),
+    "checkpoint.writer.decoupled": (_OFF, "it does not save the common weights"),
+    "datastates_ckpt": ((None,), "it does not save the common weights"),
     "wavemare.pipeline.stages": ((1,), "weights may not change between a micro-batch's passes"),
     "wavemare.pipeline.schedule": (("1f1b",), "replicas have no pipeline stages"),
     "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
