@@ -31,7 +31,7 @@ CALLS = [
         "wavemare.pipline",
         ["Did you mean 'pipeline'?"],
     ),
-    (lambda: SparseComm(block=0), "block", ["Give 256"]),
+    (lambda: SparseComm(block=0), "block", ["of at least 1"]),
     (lambda: SparseComm(mode="topk"), "mode", ["no such mode"]),
     (lambda: SparseComm(mode="packed"), "mode", ["order of the ranks", "deterministic to false"]),
     (optimizer("SOAP", lr=-1.0), "optimizer.params.lr", ["-1.0"]),
