@@ -113,7 +113,7 @@ SECTIONS = [
         {"optimizer.params.lr": "1e-3", **ADAMW},
         ["'1e-3'", "no finite number", "without quotes"],
     ),
-    ({"optimizer.params.lr": -1e-3, **ADAMW}, ["-0.001", "not from 0"]),
+    ({"optimizer.params.lr": -1e-3, **ADAMW}, ["-0.001", "of at least 0"]),
     (
         {"wavemare.pipeline.pipemare.lr_rescheduling.anneal": 3, **PIPEMARE},
         ["Did you mean 'anneal_steps'?"],
