@@ -50,7 +50,7 @@ _BESIDE_EXPERTS: _Beside = {
     **_OF_DEEPSPEED,
     "checkpoint.use_node_local_storage": (_OFF, _UNTESTED),
     "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
-    "wavemare.parallel": ((ParallelConfig().model_dump(),), "a plan does not divide them"),
+    f"{SECTION}.parallel": ((ParallelConfig().model_dump(),), "a plan does not divide them"),
     "wavemare.balance.shares": ((None,), _UNTESTED),
     "wavemare.balance.mean": (("samples",), _UNTESTED),
     "wavemare.sparse_collective.compressor": ((None,), _UNTESTED),
@@ -64,9 +64,12 @@ _BESIDE_STAGED_EXPERTS: _Beside = {
 _SCHEDULE_OF = {"pipemare": "pipemare", "chunks": "interleaved", "memory_limit": "auto"}
 """By the key of a pipeline the only schedule that reads it."""
 _BESIDE_PIPEMARE: _Beside = {
-    "fp16.enabled": (_OFF, "stages are at different steps, and a loss scale is that of one step"),
-    "torch_autocast.enabled": (_OFF, "casts that it keeps would be of old weights"),
-    "amp.enabled": (_OFF, "casts that it keeps would be of old weights"),
+    "fp16.enabled": (
+        _OFF,
+        'stages are at different steps, which share no loss scale; "bf16" needs none',
+    ),
+    "torch_autocast.enabled": (_OFF, 'its kept casts would be of old weights; "bf16" keeps none'),
+    "amp.enabled": (_OFF, 'its kept casts would be of old weights; "bf16" keeps none'),
     "wavemare.pipeline.untie": ((None, True), "stages cannot meet at each step to share a weight"),
 }
 _BESIDE_SPLIT_PASSES: _Beside = {
@@ -90,7 +93,7 @@ _BESIDE_COMPRESSOR: _Beside = {
     "wavemare.guard.nonfinite": (("off", "stop"), "a skipped step loses what was sent in it"),
 }
 _BESIDE_WAVES: _Beside = {
-    "wavemare.pipeline.stages": ((1,), "micro-batches of stages are in turns already"),
+    "wavemare.pipeline.stages": ((1,), "stages interleave their micro-batches already"),
     "curriculum_learning.enabled": (_OFF, "it would change whole forward passes"),
     "progressive_layer_drop.enabled": (_OFF, "it would change whole forward passes"),
     "flops_profiler.enabled": (_OFF, "it would watch whole forward passes"),
@@ -113,7 +116,7 @@ _BESIDE_REPLICAS: _Beside = {
     "wavemare.pipeline.schedule": (("1f1b",), "replicas have no pipeline stages"),
     "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
     "wavemare.expert_parallel.size": ((1,), _UNTESTED),
-    "wavemare.parallel": ((ParallelConfig().model_dump(),), _UNTESTED),
+    f"{SECTION}.parallel": ((ParallelConfig().model_dump(),), _UNTESTED),
     "wavemare.wavelet.mode": (("off", "auto", "sync"), _PARTS),
     "wavemare.sparse_collective.mode": (("off",), "it would sum gradients of one replica alone"),
     "wavemare.balance.shares": ((None,), "they are given for the ranks of all replicas"),

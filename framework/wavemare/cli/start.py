@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from wavemare.cli import launch
 from wavemare.cli.job import Job, check_launcher, read_hosts, split_options
-from wavemare.cli.launch import extra_environment
 from wavemare.errors import LaunchError
 
 Nproc = Annotated[
@@ -68,5 +68,7 @@ def start(job: Job, *, print_command: bool) -> None:
     """
     if not print_command:
         raise typer.Exit(job.run())
-    assignments = [f"{name}={shlex.quote(value)}" for name, value in extra_environment().items()]
+    assignments = [
+        f"{name}={shlex.quote(value)}" for name, value in launch.extra_environment().items()
+    ]
     typer.echo(" ".join([*assignments, shlex.join(job.command())]))

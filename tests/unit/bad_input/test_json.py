@@ -17,13 +17,13 @@ from wavemare.errors import ConfigError
 
 FILES = [
     ("", "the file is empty", "Write {...}"),
-    ('{"a": {"b": 1}', "line 1, column 15", "Mend"),
-    ('{"lr": True, "b": {}}', "line 1, column 8", "Mend"),
-    ('{"lr": NaN}', "NaN is no number of JSON", "Mend"),
+    ('{"a": {"b": 1}', "line 1, column 15", "Fix"),
+    ('{"lr": True, "b": {}}', "line 1, column 8", "Fix"),
+    ('{"lr": NaN}', "NaN is no number of JSON", "Fix"),
     ("[1, 2]", "list rather than an object", "Write {...}"),
-    pytest.param("[" * 50_000, "nested too deeply", "Mend", id="50,000 brackets"),
-    pytest.param('{"a": ' + "1" * 5000 + "}", "too many digits", "Mend", id="5,000 digits"),
-    ('{"a": 1e999}', "a number in it is too large", "Mend"),
+    pytest.param("[" * 50_000, "nested too deeply", "Fix", id="50,000 brackets"),
+    pytest.param('{"a": ' + "1" * 5000 + "}", "too many digits", "Fix", id="5,000 digits"),
+    ('{"a": 1e999}', "a number in it is too large", "Fix"),
     ('{"a": 1}'.encode("utf-16"), "this is not text", "Name"),
 ]
 
@@ -38,7 +38,7 @@ NAMES = [
     ("nosuch.json", "No such file", "Name an existing"),
     (".", "Is a directory", "Name an existing"),
     pytest.param("x" * 5000, "File name too long", "Name an existing", id="a long name"),
-    pytest.param("a\0b", "null byte", "Mend", id="a zero byte in the name"),
+    pytest.param("a\0b", "null byte", "Fix", id="a zero byte in the name"),
     ("", "neither the name of a file nor a mapping", "Name"),
 ]
 
@@ -68,7 +68,7 @@ def test_a_key_of_the_file(refused, write, content, key, said):
 
 
 VALUES = [
-    ("zero_optimization.stage", "2", ["'2'", "text", "without quotes"]),
+    ("zero_optimization.stage", "2", ["'2'", "string", "without quotes"]),
     ("zero_optimization.stage", 4, ["no such stage", "0, 1, 2 or 3"]),
     ("zero_optimization", 2, ["not a mapping"]),
     ("fp16.enabled", "false", ["'false'", "neither true nor false", "without quotes"]),

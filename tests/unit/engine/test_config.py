@@ -106,8 +106,8 @@ def test_tied_weights_cannot_stay_tied():
 def test_half_precision_that_asynchronous_stages_cannot_hold_is_refused_by_name(name):
     error = refusal(pipemare(config={name: {"enabled": True}}))
     assert (error.key, error.value) == (f"{name}.enabled", True)
-    assert '"bf16"' in error.remedy
-    assert "1f1b" in error.remedy
+    assert '"bf16"' in str(error)
+    assert "wavemare.pipeline.schedule" in error.remedy
     synchronous = pipemare(config={name: {"enabled": True}}, schedule="1f1b")
     check_config(synchronous, world_size=2)
     check_config(

@@ -16,8 +16,8 @@ from wavemare.engine.waves.wavelet import WaveProbe
 from wavemare.parallel.tensor.layers import copy_to_group, reduce_from_group
 from wavemare.parallel.tensor.split import split_model
 from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind
+from wavemare.pipeline.wave import schedule
 from wavemare.pipeline.wave.gain import costs_of_segments
-from wavemare.pipeline.wave.schedule import tick_tock_step
 
 CPU = torch.device("cpu")
 
@@ -211,7 +211,7 @@ def test_parts_of_passes_run_in_the_order_of_the_plan(alone):
         "sums_output": [True] * layers + [False],
         "sums_gradient": [False] + [True] * layers,
     }
-    plan = tick_tock_step(segments, micro_batches, **sums)
+    (plan,) = schedule.tick_tock(segments, micro_batches, **sums).ranks
     expected = [(a.kind, a.stage, a.micro_batch) for a in plan if a.kind in COMPUTE]
     assert found == expected
 

@@ -71,7 +71,7 @@ def agree(plan: Layout) -> Layout:
             reason = f"rank 0 has {first.digest[:12]}, rank {rank} has {other.digest[:12]}"
             remedy = "Annotate and configure the model alike on all ranks"
             raise PlanError("plan", plan.digest[:12], f"the ranks' plans differ: {reason}", remedy)
-    return first  # type: ignore[no-any-return]
+    return first
 
 
 def _read(plan: str | dict[str, Any] | None) -> Layout:
