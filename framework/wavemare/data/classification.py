@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -186,18 +185,31 @@ def _package_snippets(library: Dataset) -> LabelledCorpus:
         if slash and package not in _LEFT_OUT:
             packages.setdefault(package, {})[row["name"]] = row["text"]
     large = {name: files for name, files in packages.items() if len(files) >= _FEWEST_FILES}
-    if len(large) < 2:  # noqa: PLR2004
-        reason = f"this Python's library has {len(large)} packages that are large enough"
-        raise DataError("--data", STDLIB, reason, "Give labelled data of your own")
     by_size = sorted(large, key=lambda name: (-sum(map(len, large[name].values())), name))
     train: list[_Row] = []
     validation: list[_Row] = []
     for name in sorted(by_size[:_NUM_PACKAGES]):
-        texts = [large[name][file] for file in sorted(large[name], key=hash_fraction)]
-        held = math.ceil(_VALIDATION * len(texts))
-        train += _snippets(texts[held:], name, _MOST_SNIPPETS)
-        validation += _snippets(texts[:held], name, int(_MOST_SNIPPETS * _VALIDATION))
+        chosen = _validation_files(large[name])
+        rest = [text for file, text in large[name].items() if file not in chosen]
+        train += _snippets(rest, name, _MOST_SNIPPETS)
+        held = [text for file, text in large[name].items() if file in chosen]
+        validation += _snippets(held, name, int(_MOST_SNIPPETS * _VALIDATION))
+    if len(by_size) < 2:  # noqa: PLR2004
+        reason = f"this Python's library has {len(by_size)} packages that are large enough"
+        raise DataError("--data", STDLIB, reason, "Give labelled data of your own")
     return _corpus(f"{STDLIB} by package", train, validation)
+
+
+def _validation_files(files: Mapping[str, str]) -> set[str]:
+    """Choose files in the order of their hash, between the share and its double if they can."""
+    target = _VALIDATION * sum(map(len, files.values()))
+    chosen: set[str] = set()
+    size = 0
+    for file in sorted(files, key=hash_fraction):
+        if size < target and size + len(files[file]) <= 2 * target:
+            chosen.add(file)
+            size += len(files[file])
+    return chosen or {min(files, key=lambda file: len(files[file]))}
 
 
 def _snippets(texts: list[str], label: str, most: int) -> list[_Row]:
