@@ -44,10 +44,8 @@ Batch = dict[str, Tensor]
 _RATE = 1e-3
 _POINTS = 16
 _WARMUP = 0.05
-_DENSE_WARMUP = 3
-"""Steps of a warm-up round of a system that exchanges in each step."""
+_DENSE_WARMUP = 3  # steps, of systems that exchange in each
 _EVAL_BATCHES = 16
-_ONE_BUCKET_MB = 10_000
 _NEVER = 1_000_000_000
 _BUCKETS = (1_000_000, 5_000_000, 50_000_000)
 _PATIENCE = timedelta(minutes=10)
@@ -233,8 +231,8 @@ def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: in
         return System(model, optimizer, _Torchft(model, optimizer, request))
     if name in ("ddp", "ddp-powersgd-4", "post-local-sgd"):
         # On gloo, PowerSGD's messages of several buckets start in another order on each rank.
-        cap = _ONE_BUCKET_MB if name == "ddp-powersgd-4" else None
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=cap)
+        cap_mb = 10_000 if name == "ddp-powersgd-4" else None
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         if name == "ddp-powersgd-4":  # with error feedback it cannot start earlier
             state = power.PowerSGDState(None, 4, start_powerSGD_iter=max(warmup, 2))
             wrapped.register_comm_hook(state, power.powerSGD_hook)
