@@ -43,8 +43,8 @@ train: $(READY)
 DEMO := pipeline zero_bubble pipemare sparse wave
 demo: $(READY)
 	for each in $(DEMO); do \
-	    $(BIN)/wavemare train gpt --config recipes/gpt/pretrain_$$each.json -- --max_steps 40 \
-	        --save_interval 40 --output runs/demo/$$each $(ARGS) || exit 1; \
+	    $(BIN)/wavemare train gpt --config recipes/gpt/pretrain_$$each.json -- --max_steps 20 \
+	        --eval_samples 32 --output runs/demo/$$each $(ARGS) || exit 1; \
 	done
 	$(BIN)/wavemare report $(DEMO:%=runs/demo/%) --output runs/demo/report.html
 
