@@ -64,12 +64,9 @@ _BESIDE_STAGED_EXPERTS: _Beside = {
 _SCHEDULE_OF = {"pipemare": "pipemare", "chunks": "interleaved", "memory_limit": "auto"}
 """By the key of a pipeline the only schedule that reads it."""
 _BESIDE_PIPEMARE: _Beside = {
-    "fp16.enabled": (
-        _OFF,
-        'stages are at different steps, which share no loss scale; "bf16" needs none',
-    ),
-    "torch_autocast.enabled": (_OFF, 'its kept casts would be of old weights; "bf16" keeps none'),
-    "amp.enabled": (_OFF, 'its kept casts would be of old weights; "bf16" keeps none'),
+    "fp16.enabled": (_OFF, 'stages at different steps cannot share a loss scale; use "bf16"'),
+    "torch_autocast.enabled": (_OFF, 'autocast would keep casts of old weights; use "bf16"'),
+    "amp.enabled": (_OFF, 'autocast would keep casts of old weights; use "bf16"'),
     "wavemare.pipeline.untie": ((None, True), "stages cannot meet at each step to share a weight"),
 }
 _BESIDE_SPLIT_PASSES: _Beside = {
