@@ -15,16 +15,20 @@ import psutil
 import pytest
 
 MINUTES = float(os.environ.get("WAVEMARE_SOAK_MINUTES", "1"))
-GROWTH = 0.01 if MINUTES >= 30 else 0.1  # short runs have hardly warmed up
-COMPARED = 120
-PAUSES = 10
+LONG = MINUTES >= 30
+GROWTH = 0.005 if LONG else 0.1  # short runs have hardly warmed up
+WARMUP = 600 if LONG else 40
+PAUSES = 400 if LONG else 10
 """Between two deaths: a rank must live for some time to be watched."""
+COMPARED = 120
 MODEL = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 2, "n_positions": 64}
 MODEL |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-SECTIONS = {
-    "pipemare": {"pipeline": {"schedule": "pipemare", "stages": 2, "inputs": ["input_ids"]}},
-    "sparse": {"sparse_collective": {"mode": "auto"}},
+PIPELINE = {"schedule": "pipemare", "stages": 2, "inputs": ["input_ids"]}
+SYSTEMS = {
+    "pipemare": (4, {"pipeline": PIPELINE, "sparse_collective": {"mode": "auto"}}),
+    "local-steps": (2, {"local_steps": {"every": 8, "fragments": 2, "overlap": 2}}),
 }
+"""Ranks and section of each."""
 
 
 def configuration(system):
@@ -36,14 +40,14 @@ def configuration(system):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 1},
         "steps_per_print": None,
-        "wavemare": {**section, **SECTIONS[system]},
+        "wavemare": {**section, **SYSTEMS[system][1]},
     }
 
 
-def options(output, steps):
+def options(system, output, steps):
     model = ["--model_config", "model.json", "--sequence_length", 64, "--vocab_size", 512]
     intervals = ["--save_interval", 20, "--eval_interval", 10**6, "--log_interval", 1]
-    start = ["--nproc", 2, "--max-restarts", 1000, "--config", "config.json"]
+    start = ["--nproc", SYSTEMS[system][0], "--max-restarts", 1000, "--config", "config.json"]
     return [*start, *model, *intervals, "--output", output, "--max_steps", steps]
 
 
@@ -83,14 +87,14 @@ def growth(samples):
 
 
 @pytest.mark.nightly
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(4)
 @pytest.mark.timeout(1800 + 120 * MINUTES)
-@pytest.mark.parametrize("system", SECTIONS)
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_training_survives_pauses_and_deaths(start, tmp_path, system):
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "config.json").write_text(json.dumps(configuration(system)))
     run = tmp_path / "run"
-    started = start("wavemare", "train", "gpt", *options(run, 10**6))
+    started = start("wavemare", "train", "gpt", *options(system, run, 10**6))
 
     def train(steps):
         wanted = max(losses(run), default=0) + steps
@@ -98,7 +102,7 @@ def test_training_survives_pauses_and_deaths(start, tmp_path, system):
 
     end = time.monotonic() + 60 * MINUTES
     while time.monotonic() < end:
-        train(40)
+        train(WARMUP)
         samples = []
         for _ in range(PAUSES):
             first, *_ = trained = ranks(started)
@@ -115,7 +119,7 @@ def test_training_survives_pauses_and_deaths(start, tmp_path, system):
     found = losses(run)
     assert found[max(found)] < found[1]
     reference = tmp_path / "reference"
-    ended = start("wavemare", "train", "gpt", *options(reference, COMPARED)).end()
+    ended = start("wavemare", "train", "gpt", *options(system, reference, COMPARED)).end()
     assert ended.code == 0, ended.output[-4000:]
     expected = losses(reference)
     assert len(expected) == COMPARED
