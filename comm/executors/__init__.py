@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from wavemare.comm.executors.base import CollectiveCall, Scratch
 from wavemare.comm.executors.block_allgather import block_allgather
-from wavemare.comm.executors.dense import dense, packed
 from wavemare.comm.executors.push_pull import push_pull
-from wavemare.comm.executors.ranges import reduce_and_gather
+from wavemare.comm.executors.ranges import dense, packed, reduce_and_gather
 from wavemare.comm.executors.streaming import streaming
 
 __all__ = ["EXECUTORS_BY_MODE", "CollectiveCall", "Executor", "Scratch"]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter and all-gather of ranges of a bucket that each belong to one rank."""
+"""Sums of whole buckets and of their ranges: by their owners, or by the library's reduction."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,6 @@ from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import CollectiveCall, num_chunks, pipelined
 from wavemare.comm.executors.push_pull import begin_push
 from wavemare.comm.kernels import num_blocks
-
 
 def equal_ranges(numel: int, block: int, num_ranks: int) -> list[OwnedRange]:
     """Return one range of whole blocks for each rank, all of about the same size."""
@@ -152,3 +152,29 @@ def _cut_alike(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
         parts.append(buffer[start : start + view.numel()])
         start += view.numel()
     return parts
+
+
+def dense(call: CollectiveCall, masks: Masks | None = None) -> None:
+    """Sum by MPI_Allreduce, gloo or NCCL; types that these do not support, in rank order."""
+    if not call.transport.reduces(call.flat.dtype):
+        reduce_and_gather(call)
+        return
+    with call.phase("dense"):
+        call.transport.all_reduce(call.flat)
+        if call.scale != 1:
+            call.flat.mul_(call.scale)
+
+
+def packed(call: CollectiveCall, masks: Masks) -> None:
+    """Pack the union of all ranks' blocks, sum it by `dense`, and put it back.
+
+    Best where all ranks have the same blocks, and on networks whose reduction is the fastest.
+    """
+    with call.phase("pack"):
+        index = call.index(masks.union)
+        blocks = call.packed("packed", index.numel())
+        call.kernels.gather(call.flat, call.block, index, blocks)
+    if blocks.numel():
+        dense(replace(call, flat=blocks))
+    with call.phase("unpack"):
+        call.kernels.scatter(blocks, call.block, index, call.flat)
