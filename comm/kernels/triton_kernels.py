@@ -167,10 +167,10 @@ def _columns(block: int, limit: int) -> int:
 
 # --- device code --------------------------------------------------------------------------------
 #
-# Blocks are the rows of a matrix; a program works on a tile of ROWS rows by COLS columns. Whole rows
-# are moved without regard to the end of the bucket, else a bucket whose length is no multiple of 16
-# bytes would be moved element by element; a ragged last block has code of its own. Addresses are
-# computed in 64 bits.
+# Blocks are the rows of a matrix; a program works on a tile of ROWS rows by COLS columns. Whole
+# rows are moved without regard to the end of the bucket, else a bucket whose length is no multiple
+# of 16 bytes would be moved element by element; a ragged last block has code of its own. Addresses
+# are computed in 64 bits.
 #
 # Parameters, beside those of `BlockKernels`:
 #
