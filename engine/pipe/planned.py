@@ -26,8 +26,7 @@ from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.saved_bytes import SavedBytes
 from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.errors import ConfigError, PlanError
-from wavemare.pipeline.clock.measured import measured_costs
-from wavemare.pipeline.clock.simulate import Event, simulate
+from wavemare.pipeline.clock.simulate import Event, measured_costs, simulate
 from wavemare.pipeline.plan.automatic import EQUAL_PASSES, lower_bound
 from wavemare.pipeline.plan.check import Memory, check
 from wavemare.pipeline.plan.chunked import forward_only

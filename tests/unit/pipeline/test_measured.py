@@ -5,8 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from wavemare.pipeline.clock.measured import measured_costs
-from wavemare.pipeline.clock.simulate import Costs, simulate
+from wavemare.pipeline.clock.simulate import Costs, measured_costs, simulate
 from wavemare.pipeline.plan.automatic import automatic
 from wavemare.pipeline.plan.chunked import zb_h1, zbv
 
