@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how the sparse collective reduces an engine's gradients."""
+"""Chooses how the sparse collective reduces an engine's gradients; and how under ZeRO 1 and 2.
+
+There methods of DeepSpeed's optimizer are replaced: they hand over gathered gradients instead of
+reducing them. The sums are stored where the optimizer's step reads its own.
+"""
 
 from __future__ import annotations
 
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.config import SparseCollectiveConfig
+from wavemare.comm.gradient_rows import Slot
 from wavemare.engine.context import EngineContext
 from wavemare.engine.experts import is_divided
-from wavemare.engine.sparse.buckets import row_tables
+from wavemare.engine.optim.adapter import ZeroAdapter
+from wavemare.engine.sparse.buckets import Bucket, BucketReducer, row_tables
 from wavemare.engine.sparse.gradients import ReplicatedGradients, SparseGradients
-from wavemare.engine.sparse.zero import PartitionedGradients
 from wavemare.errors import ConfigError
 
 
@@ -71,3 +84,141 @@ def _check_tables(engine: EngineContext) -> None:
                 "optimizer flattens gradients",
                 "Build the embedding with sparse=False: blocks of zeros are not sent anyway",
             )
+
+
+class PartitionedGradients(SparseGradients):
+    """Reduces the gradients of DeepSpeed's optimizer of ZeRO 1 and 2.
+
+    Each range is summed on its owner; with ``reduce_scatter`` false on all ranks.
+
+    Args:
+        engine: See `SparseGradients`.
+        config: See `SparseGradients`.
+        timeout_s: See `SparseGradients`.
+    """
+
+    def __init__(
+        self, engine: EngineContext, config: SparseCollectiveConfig, timeout_s: float
+    ) -> None:
+        super().__init__(engine, config, timeout_s)
+        optimizer = self._optimizer = engine.optimizer
+        self._adapter = ZeroAdapter(engine)
+        names = {id(p): name for name, p in engine.module.named_parameters()}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._group_of: dict[str, int] = {}
+        for group, parameter in self._adapter.grouped_parameters():
+            name = names[id(parameter)]
+            self._parameters[name] = parameter
+            self._group_of[name] = group
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        registered = {n: self._parameters[n] for n in names.values() if n in self._parameters}
+        buckets = self._buckets(registered, optimizer.get_param_comm_dtype, config)
+        splits = optimizer.reduce_scatter and not any(
+            getattr(p, "use_muon", False) for p in registered.values()
+        )
+        self.reducer = BucketReducer(
+            self.comm,
+            buckets,
+            device=engine.device,
+            write=self._write,
+            ranges={b.key: self._ranges(b) for b in buckets} if splits else None,
+            parameters=registered if self._compares_weights else None,
+            rows=self._gradient_rows(registered),
+            keep=False,
+            expert_comm=self.expert_comm,
+        )
+        # DeepSpeed gathers this much before it hands gradients over: smaller buckets start earlier.
+        itemsize = max((bucket.dtype.itemsize for bucket in buckets), default=4)
+        optimizer.reduce_bucket_size = min(
+            optimizer.reduce_bucket_size, max(self._bucket_bytes // itemsize, 1)
+        )
+        self._stock_reduce = optimizer.reduce_ipg_grads
+        optimizer.reduce_ipg_grads = self._reduce_ipg_grads
+        optimizer.average_tensor = self._average_tensor
+        optimizer.buffered_reduce_fallback = self._buffered_reduce_fallback
+        optimizer._buffered_reduce_fallback_preserving_fp32 = self._buffered_reduce_preserving_fp32
+
+    def reduce(self) -> None:
+        """Reduce the buckets that the backward pass did not send, and wait for all.
+
+        Raises:
+            CommError: A peer was lost, or makes another call.
+        """
+        with self._stream():
+            self.reducer.end()
+        self.record_metrics()
+
+    # --- in place of the optimizer's methods --------------------------------------------------
+
+    def _average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        bucket = self._optimizer.ipg_buckets[communication_data_type]
+        sizes = [self._adapter.parameter(entry).numel() for entry in bucket.params]
+        with self._stream(bucket):
+            self._put(bucket, tensor.split(sizes))
+
+    def _buffered_reduce_fallback(
+        self,
+        rank: int | None,
+        grads: Sequence[Tensor],
+        communication_data_type: torch.dtype,
+        **_: Any,
+    ) -> None:
+        bucket = self._optimizer.ipg_buckets[communication_data_type]
+        with self._stream(bucket):
+            self._put(bucket, grads)
+
+    def _buffered_reduce_preserving_fp32(
+        self,
+        grads: Sequence[Tensor],
+        grad_params: object,
+        communication_data_type: torch.dtype,
+        **_: Any,
+    ) -> None:
+        self._buffered_reduce_fallback(None, grads, communication_data_type)
+
+    def _reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        self._stock_reduce(comm_dtype=comm_dtype)
+        # Without a type it is the end of a backward pass; a pipeline calls it a second time.
+        if comm_dtype is None and self.reducer.begun:
+            self.reduce()
+
+    # --- in and out -------------------------------------------------------------------------------
+
+    def _put(self, bucket: Any, gradients: Sequence[Tensor]) -> None:
+        for entry, gradient in zip(bucket.params, gradients, strict=True):
+            self.reducer.put(self._names[id(self._adapter.parameter(entry))], gradient)
+        self.reducer.send_complete()
+        self.reducer.take_reduced()
+
+    def _write(self, name: str, reduced: Tensor, here: bool) -> None:
+        group, parameter = self._group_of[name], self._parameters[name]
+        comm = self.expert_comm if is_divided(parameter) else self.comm
+        for owned in self._adapter.owned_ranges(group, parameter):
+            owner, start, stop = owned
+            if owner == (comm or self.comm).rank:
+                part = reduced[start:stop]
+                self._adapter.store_reduced(group, parameter, owned, part, here)
+
+    def _ranges(self, bucket: Bucket) -> list[OwnedRange]:
+        return [owned for slot in bucket.slots for owned in self._ranges_of(slot)]
+
+    def _ranges_of(self, slot: Slot) -> Iterator[OwnedRange]:
+        group, parameter = self._group_of[slot.name], self._parameters[slot.name]
+        for owner, start, stop in self._adapter.owned_ranges(group, parameter):
+            yield OwnedRange(slot.start + start, slot.start + stop, owner)
+
+    @contextmanager
+    def _stream(self, bucket: Any = None) -> Iterator[None]:
+        """Run the body on the optimizer's reduction stream, if it has one."""
+        if not self._optimizer.overlap_comm:
+            yield
+            return
+        accelerator = get_accelerator()
+        stream = self._optimizer.reduction_stream
+        if not accelerator.resolves_data_dependency():
+            current = accelerator.current_stream()
+            for producer in getattr(bucket, "copy_streams", None) or {current}:
+                stream.wait_stream(producer)
+            current.wait_stream(stream)
+        with accelerator.stream(stream):
+            yield
