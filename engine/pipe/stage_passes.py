@@ -11,7 +11,7 @@ from typing import Any
 from wavemare.engine.context import StageContext
 from wavemare.engine.pipe.micro_batch import MicroBatch
 from wavemare.engine.waves.passes import Pass, PassRunner
-from wavemare.engine.waves.protocol import AccumulationProtocol
+from wavemare.engine.waves.wavelet import AccumulationProtocol
 from wavemare.errors import ConfigError
 from wavemare.pipeline.plan.plan import Kind
 
