@@ -34,10 +34,9 @@ from wavemare.engine.launch.group import compiled_ops_enabled, gather
 from wavemare.engine.optim.optimizers import clipping_limit, count_all_stages, take_optimizer
 from wavemare.engine.optim.policy import advise, check_replaceable
 from wavemare.engine.pipe.engine import DualPipeVEngine, PipelineEngine
-from wavemare.engine.pipe.linked import OverlappedPipelineEngine
+from wavemare.engine.pipe.linked import OverlappedPipelineEngine, check_overlap
 from wavemare.engine.pipe.pipemare import PipeMareEngine
 from wavemare.engine.pipe.planned import PlanEngine
-from wavemare.engine.pipe.stage_passes import check_overlap
 from wavemare.engine.seams import dispatch_to, warn_of_other_version
 from wavemare.errors import ConfigError, PlanError
 from wavemare.pipeline.config import PipelineConfig

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from wavemare.engine.observe.recorder import Telemetry
 from wavemare.engine.pipe.engine import Handlers, StepSchedule
-from wavemare.engine.pipe.linked import LinkedEngine
+from wavemare.engine.pipe.linked import LinkedEngine, StagePasses
 from wavemare.engine.pipe.micro_batch import Feed, MicroBatch
 from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.stage_optimizer import StageNorms, StageOptimizer
-from wavemare.engine.pipe.stage_passes import StagePasses
 from wavemare.engine.seams import keeping_versions
 from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.plan.lowering import ahead

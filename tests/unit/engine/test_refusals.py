@@ -7,7 +7,7 @@ import pytest
 
 from wavemare.engine.config.refusals import check_sequence_parallel
 from wavemare.engine.config.resolve import WavemareConfig, check_config
-from wavemare.engine.pipe.stage_passes import StagePasses, check_overlap
+from wavemare.engine.pipe.linked import StagePasses, check_overlap
 from wavemare.errors import ConfigError
 
 FP16 = {"fp16": {"enabled": True}}
