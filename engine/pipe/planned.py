@@ -23,8 +23,7 @@ from wavemare.engine.pipe.stage_optimizer import LayerwiseNorm
 from wavemare.engine.pipe.linked import FlushingEngine
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_leaves
 from wavemare.engine.pipe.p2p import PeerLink
-from wavemare.engine.pipe.saved_bytes import SavedBytes
-from wavemare.engine.pipe.split_backward import SplitBackward
+from wavemare.engine.pipe.split_backward import SavedBytes, SplitBackward
 from wavemare.errors import ConfigError, PlanError
 from wavemare.pipeline.clock.simulate import Event, measured_costs, simulate
 from wavemare.pipeline.plan.automatic import EQUAL_PASSES, lower_bound
@@ -256,7 +255,7 @@ class PlanEngine(FlushingEngine):
         saved = SavedBytes(self.module)
         with saved.hooks():
             yield
-        self._saved_bytes[self.active_stage] = saved.total
+        self._saved_bytes[self.active_stage] = saved.now
 
     def _train_schedule(self) -> StepSchedule:
         plan = self.plan

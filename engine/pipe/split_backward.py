@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from wavemare.errors import ModelError, PlanError
 
-__all__ = ["SplitBackward"]
+__all__ = ["SavedBytes", "SplitBackward"]
 
 _Product = tuple[Tensor, Tensor, tuple[int, int]]
 """A layer's input and its output's gradient, (rows, features), and autograd's versions of both."""
@@ -293,3 +293,55 @@ def _storage_bytes(tensors: Iterator[Tensor]) -> int:
     """Return the bytes that tensors keep; shared memory counts once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class SavedBytes:
+    """Counts the memory that autograd saves: each storage once, weights not at all.
+
+    Args:
+        module: Owns the weights.
+
+    Attributes:
+        now: Bytes that are kept now.
+        peak: The most at any moment.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+        self._holders: Counter[int] = Counter()
+        self.now = 0
+        self.peak = 0
+
+    def hooks(self) -> Any:
+        """Return the context in which saved tensors are counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda held: held.tensor)
+
+    def _keep(self, tensor: Tensor) -> _Held:
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address in self._weights:
+            return _Held(tensor, None)
+        if not self._holders[address]:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+        self._holders[address] += 1
+
+        def drop() -> None:
+            self._holders[address] -= 1
+            if not self._holders[address]:
+                self.now -= size
+
+        return _Held(tensor, drop)
+
+
+class _Held:
+    """A saved tensor; autograd drops it when it needs the tensor no more."""
+
+    def __init__(self, tensor: Tensor, drop: Callable[[], None] | None) -> None:
+        # An operator's own output would hold the operator, which holds this.
+        self.tensor = tensor.detach()
+        self._drop = drop
+
+    def __del__(self) -> None:
+        if self._drop is not None:
+            self._drop()

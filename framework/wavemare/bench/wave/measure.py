@@ -28,12 +28,12 @@ from wavemare.bench.wave.request import (
 )
 from wavemare.bench.wave.systems import (
     HALVES,
-    PeakBytes,
     StepRecorder,
     Systems,
     check_gradients,
     median_seconds,
 )
+from wavemare.engine.pipe.split_backward import SavedBytes
 from wavemare.observe import Screen
 from wavemare.pipeline.clock.simulate import Costs, Event
 from wavemare.pipeline.wave.gain import costs_of_segments, decide, predict
@@ -270,7 +270,7 @@ def _examine(systems: Systems) -> tuple[dict[str, bool], dict[str, int]]:
     bitwise, peaks = {}, {}
     expected = None
     for name in SYSTEMS:  # the first one is the baseline
-        counted = PeakBytes(systems.model)
+        counted = SavedBytes(systems.model)
         systems.clear()
         systems.step(name, saved_tensors=counted.hooks)
         own = systems.gradients()

@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from wavemare.bench.wave.systems import PeakBytes
+from wavemare.engine.pipe.split_backward import SavedBytes
 
 WIDTH, ROWS = 8, 4
 BLOCK = ROWS * WIDTH * 4
@@ -23,7 +23,7 @@ def model(layers=3):
 
 def test_a_forward_pass_keeps_what_its_backward_pass_drops():
     layers = model()
-    live = PeakBytes(layers)
+    live = SavedBytes(layers)
     with live.hooks():
         loss = forward(layers)
     # The input and the output of each tanh, which is the next layer's input.
@@ -34,7 +34,7 @@ def test_a_forward_pass_keeps_what_its_backward_pass_drops():
 
 
 def test_memory_that_two_keep_counts_once_until_both_have_dropped_it():
-    live = PeakBytes(nn.Module())
+    live = SavedBytes(nn.Module())
     value = torch.ones(ROWS, WIDTH, requires_grad=True)
     with live.hooks():
         first, second = value * value.detach(), value[0] * value.detach()[1]
