@@ -20,9 +20,8 @@ from wavemare.comm.config import HALVES, MODES, CompressorConfig, Mode
 from wavemare.comm.executors import EXECUTORS_BY_MODE, Scratch
 from wavemare.comm.kernels import DTYPES, num_blocks
 from wavemare.comm.reduction import Bucket, Hierarchy, Reduction
-from wavemare.comm.selection.calibration import calibrate
+from wavemare.comm.selection.selector import ExecutorChoice, calibrate, choose_executor
 from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
-from wavemare.comm.selection.selector import ExecutorChoice, choose_executor
 from wavemare.comm.statistics import Statistics, Timer, Totals
 from wavemare.comm.transport import Transport, open_transport
 from wavemare.comm.transport.choice import Choice, Staging
