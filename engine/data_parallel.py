@@ -127,8 +127,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, scaled and weighted."""
-        scaled: torch.Tensor = super().scale(self.before_backward(loss))
-        return scaled
+        return super().scale(self.before_backward(loss))
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for feature in self.features:

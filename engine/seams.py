@@ -208,8 +208,7 @@ def keeping_versions(parameters: tuple[torch.Tensor, ...]) -> AbstractContextMan
 
     Backward passes of micro-batches in flight want what autograd forbids: the present weights.
     """
-    context: AbstractContextManager[None] = _unsafe_preserve_version_counter(parameters)
-    return context
+    return _unsafe_preserve_version_counter(parameters)
 
 
 _grid_holders: dict[int, int] = {}  # by grid, the engine that was built with it last

@@ -128,8 +128,7 @@ class PlanInterpreter:
         """Return the global rank of a message's other side; None if it is no message."""
         if not isinstance(action, Action) or action.kind not in _NEIGHBOURS:
             return None
-        rank: int = self.grid.pp_group[self._home_of(action.stage + _NEIGHBOURS[action.kind])]
-        return rank
+        return self.grid.pp_group[self._home_of(action.stage + _NEIGHBOURS[action.kind])]
 
     def _home_of(self, stage: int) -> int:
         """Return a stage's rank in the pipeline."""

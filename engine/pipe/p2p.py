@@ -109,8 +109,7 @@ class MessageLayout:
         """Return the numbers of a message."""
         if not self.numbers:
             return []
-        numbers: list[float] = message[: self.numbers * _NUMBER].view(torch.float64).tolist()
-        return numbers
+        return message[: self.numbers * _NUMBER].view(torch.float64).tolist()
 
     def tensors(self, message: Tensor) -> list[Tensor]:
         """Return the tensors of a message, as views of it."""

@@ -145,10 +145,9 @@ def _mask_by_prefix(turns: list[Any], tokenizer: Any) -> tuple[list[int], list[b
     """Find the assistant's turns as what the template adds for each."""
 
     def render(count: int, *, asks: bool = False) -> str:
-        text: str = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             turns[:count], tokenize=False, add_generation_prompt=asks
         )
-        return text
 
     whole, spans = render(len(turns)), []
     for count, turn in enumerate(turns):

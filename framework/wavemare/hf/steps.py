@@ -201,10 +201,9 @@ class StepLoss:
     def _mean(self, logits: Any, labels: Tensor) -> Tensor:
         if self._smoother is None:
             return self.inner(logits, labels)
-        smoothed: Tensor = self._smoother(
+        return self._smoother(
             (whole_logits(self, logits),), labels, shift_labels=self._shifts
         )
-        return smoothed
 
 
 def whole_logits(loss: Any, logits: Any) -> Any:
