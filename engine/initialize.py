@@ -230,7 +230,9 @@ def _with_sizes(
     replicas = getattr(getattr(mpu, "replicas", None), "size", 1)
     if mpu is not None:
         data_ranks = _data_ranks_of(mpu, world_size) * replicas
-    elif mesh_param is None and not _shards_the_batch_otherwise(config):
+    elif mesh_param is None and not (
+        "sequence_parallel_size" in config or config.get("tensor_parallel")
+    ):
         data_ranks = world_size // _stages(model, ours)
     elif not ours.balance.is_active:
         return (
@@ -324,10 +326,6 @@ def _stages(model: Any, ours: WavemareConfig) -> int:
             "Remove the key, or build the model with that number of stages",
         )
     return built * int(grid.get_slice_parallel_world_size())
-
-
-def _shards_the_batch_otherwise(config: Mapping[str, Any]) -> bool:
-    return "sequence_parallel_size" in config or bool(config.get("tensor_parallel"))
 
 
 def _without_compiled_optimizer(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:

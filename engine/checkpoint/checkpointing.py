@@ -133,7 +133,7 @@ class CheckpointMixin(DeepSpeedEngine):
             self._writers = background_group()
         zipped = getattr(self.checkpoint_engine, "zipped", True)
         files = RankFiles(self.global_rank, background=background, zipped=zipped)
-        owner = _owns_folder(self)
+        owner = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
         if owner:
             files.attempt(str(folder), lambda: _tidy(folder, (folder / tag).parent))
         with self._writes_to(files), self.without_expert_files():
@@ -145,7 +145,7 @@ class CheckpointMixin(DeepSpeedEngine):
             folder=folder,
             tag=tag,
             partial=folder / partial,
-            manifest=_manifest(self, self._runs) if owner else None,
+            manifest=_manifest(self, [*self._earlier_runs, self._own_run]) if owner else None,
             save_latest=save_latest,
             keep=self.checkpoint_settings.keep,
             node_local=self.use_node_local_storage(),
@@ -218,9 +218,11 @@ class CheckpointMixin(DeepSpeedEngine):
         if whole and tag is not None:
             folder = Path(load_dir) / tag
             agree(folder, lambda: check_optimizer(folder, self))
-        reading = self._reading_states_as_saved()
-        replica = replaced(self, {"reads_own_replica": same})
-        with reading, replica, self.without_expert_files(), safe_loading(load_dir):
+        # A pipeline in bf16 without ZeRO saves its optimizer's states as ZeRO does; DeepSpeed would
+        # look elsewhere.
+        as_zero = {"zero_optimization": lambda: True} if adapt(self).accumulates_in_fp32 else {}
+        reading = replaced(self, {"reads_own_replica": same, **as_zero})
+        with reading, self.without_expert_files(), safe_loading(load_dir):
             result = super().load_checkpoint(
                 load_dir,
                 tag,
@@ -248,20 +250,9 @@ class CheckpointMixin(DeepSpeedEngine):
         """Return the context in which DeepSpeed saves and loads a model as one without experts."""
         return nullcontext()
 
-    def _reading_states_as_saved(self) -> AbstractContextManager[None]:
-        # A pipeline in bf16 without ZeRO saves its optimizer's states as ZeRO does; DeepSpeed
-        # would look elsewhere.
-        as_zero = {"zero_optimization": lambda: True} if adapt(self).accumulates_in_fp32 else {}
-        return replaced(self, as_zero)
-
     @cached_property
     def _own_run(self) -> str:
         return secrets.token_hex(8)
-
-    @property
-    def _runs(self) -> list[str]:
-        """The engines that this one has resumed from, and this one."""
-        return [*self._earlier_runs, self._own_run]
 
     def drain_before_load(self) -> None:
         """Finish pending work before a load; a load that finds nothing changes nothing else."""
@@ -392,10 +383,6 @@ def _manifest(engine: EngineContext, runs: list[str]) -> dict[str, Any]:
         "untied": untied_weights(engine),
         "plan": None if plan is None else {"digest": plan.digest, "layout": layout},
     }
-
-
-def _owns_folder(engine: EngineContext) -> bool:
-    return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)
 
 
 def _rank_file(rank: int) -> str:

@@ -43,11 +43,8 @@ def tensors_of(value: Any, *, floating: bool = True) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_floating_point() == floating:
             yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item, floating=floating)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, (Mapping, tuple, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_of(item, floating=floating)
 
 

@@ -93,11 +93,6 @@ class Telemetry:
         self.reports = [StageReport()] * num_stages
         self._staleness: list[int] = []
 
-    @property
-    def num_numbers(self) -> int:
-        """How many numbers `pack` returns."""
-        return _FIELDS * len(self.reports)
-
     def pack(self) -> list[float]:
         """Return all reports known here, as numbers."""
         return [number for report in self.reports for number in astuple(report)]

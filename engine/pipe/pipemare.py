@@ -62,7 +62,7 @@ class PipeMareEngine(LinkedEngine):
             self.device,
             range(self.num_stages),
             activation_numbers=3,
-            grad_numbers=1 + self._telemetry.num_numbers,
+            grad_numbers=1 + len(self._telemetry.pack()),
             dynamic=self.dynamic_shape,
         )
         self._feed = Feed(self._read, keeps_older=self.is_last_stage())

@@ -120,7 +120,8 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
         _report_to_torchrun(error)
         _leave(1)
     else:
-        reported = _failures_reported(grace_s)
+        time.sleep(grace_s)  # in which other ranks claim their failures
+        reported = _ask_store(lambda store: int(store.add(_STORE_KEY, 0)))
         if reported is None and _group_exists() and environment_rank() != 0:
             # Rank 0, which hosts the store, may have reported its error: no traceback after that.
             _print_loss_of_store(error)
@@ -156,12 +157,6 @@ def _should_print(claim: _Claim, grace_s: float) -> bool:
         # Rank 0 fails alike, or the store is gone with the rank that failed first.
         time.sleep(grace_s)
     return True
-
-
-def _failures_reported(grace_s: float) -> int | None:
-    """Return, after a moment, how many ranks have claimed a failure; None without a store."""
-    time.sleep(grace_s)
-    return _ask_store(lambda store: int(store.add(_STORE_KEY, 0)))
 
 
 def _claim_failure() -> _Claim:

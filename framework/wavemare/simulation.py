@@ -115,8 +115,10 @@ class SimulatedPipeline:
             for stage, module in enumerate(self.stages)
         ]
 
+        held = [set(map(id, module.parameters())) for module in self.stages]
+
         def make(parameters: list[Parameter]) -> Optimizer:
-            stage = next(i for i, m in enumerate(self.stages) if _holds(m, parameters[0]))
+            stage = next(i for i, own in enumerate(held) if id(parameters[0]) in own)
             self.optimizers.append(makers[stage](parameters))
             return self.optimizers[-1]
 
@@ -207,10 +209,6 @@ class SimulatedPipeline:
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
         return split_batch(batch, self.inputs) if isinstance(batch, Mapping) else batch
-
-
-def _holds(module: nn.Module, parameter: Parameter) -> bool:
-    return any(own is parameter for own in module.parameters())
 
 
 def _delays(

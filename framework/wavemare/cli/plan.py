@@ -368,11 +368,12 @@ def _prediction(plan: Plan, timeline: Timeline, costs_ms: Mapping[str, str]) -> 
     total_ms = timeline.makespan_s * _MS_PER_S
     per_step = f", {total_ms / plan.num_steps:.4g} ms per step" if plan.num_steps else ""
     shares = utilisation(timeline)
+    mean = sum(shares) / len(shares)
     lines = [
         f"predicted for {passes}:",
         f"time: {total_ms:.6g} ms{per_step}",
         f"bubble: {bubble(timeline):.1%} of the ranks' time",
-        f"busy: {_spread(shares)}",
+        f"busy: {mean:.1%} (by rank {min(shares):.1%} to {max(shares):.1%})",
     ]
     return "\n".join(lines)
 
@@ -407,11 +408,6 @@ def _hidden(plan: Plan, timeline: Timeline, costs: Costs) -> str:
         gain = step_time(plain, costs).step_s / step_time(plan, costs).step_s
         text += f"; speedup over accumulation: {gain:.3f}x"
     return f"{text}\n"
-
-
-def _spread(shares: Sequence[float]) -> str:
-    mean = sum(shares) / len(shares)
-    return f"{mean:.1%} (by rank {min(shares):.1%} to {max(shares):.1%})"
 
 
 def _write(plan: Plan, timeline: Timeline, folder: Path) -> None:

@@ -130,7 +130,8 @@ class WholeSteps(StockTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Return the micro-batches of the next step, the same on all that share a model."""
-        if not self.is_deepspeed_enabled or not self._reads_alike:
+        alike = self.trains_whole_steps or self.accelerator.model_ranks > 1
+        if not self.is_deepspeed_enabled or not alike:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._feed is None or self._feed.source is not epoch_iterator:
             self._feed = StepFeed(
@@ -145,18 +146,13 @@ class WholeSteps(StockTrainer):
         counted = None if self.trains_whole_steps else self._get_num_items_in_batch(samples, device)
         return samples, counted
 
-    @property
-    def _reads_alike(self) -> bool:
-        return self.trains_whole_steps or bool(self.accelerator.model_ranks > 1)
-
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train a step at its last micro-batch and return its mean loss; return 0 before."""
         if not self.trains_whole_steps:
             return super().training_step(model, inputs, num_items_in_batch)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        mean: Tensor = self.deepspeed.train_batch(self._feed)
-        return mean.detach().to(self.args.device)
+        return self.deepspeed.train_batch(self._feed).detach().to(self.args.device)
 
     def _make_step(self, read: list[Any]) -> list[Any]:
         """Make the engine's micro-batches of a step, all of the same size."""

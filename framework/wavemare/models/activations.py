@@ -70,7 +70,8 @@ class StageContext:
         self._masks = dict(masks)
         # Not a submodule of any layer: casting the model to bfloat16 would round the frequencies.
         self._rotary = rotary
-        self._rotary_by_kind = rotary is not None and _takes_kind(rotary)
+        taken = inspect.signature(rotary.forward).parameters if rotary is not None else ()
+        self._rotary_by_kind = "layer_type" in taken
         self._batch: _Batch | None = None
 
     def mask(self, kind: str, hidden: Tensor, sides: SideInputs) -> Any:
@@ -142,10 +143,6 @@ class _Batch:
             and len(sides) == len(self.sides)
             and all(new is old for new, old in zip(sides, self.sides, strict=True))
         )
-
-
-def _takes_kind(rotary: nn.Module) -> bool:
-    return "layer_type" in inspect.signature(rotary.forward).parameters
 
 
 def split_batch(

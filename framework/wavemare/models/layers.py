@@ -150,8 +150,7 @@ class TiedHead(PipelineLayer):
 
     def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
         """Return logits, (batch, sequence, vocabulary)."""
-        weight: Any = self.tied.embedding.weight
-        return F.linear(hidden, weight, self.bias)
+        return F.linear(hidden, self.tied.embedding.weight, self.bias)
 
     def untied(self) -> Head:
         """Return a head with a copy of the weight; the bias is the same parameter."""

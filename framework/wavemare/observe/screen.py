@@ -211,9 +211,8 @@ class _PlainLines:
 
 def _drawn(line: str, facts: Mapping[str, str]) -> Group:
     """Return the progress line and below it a line for each subject."""
-    lines = [Text(line)]
-    for name, text in facts.items():
-        lines.append(Text.assemble((f"  {name:<12}", "dim"), text))
+    subjects = (Text.assemble((f"  {name:<12}", "dim"), text) for name, text in facts.items())
+    lines = [Text(line), *subjects]
     for each in lines:
         each.no_wrap, each.overflow = True, "ellipsis"
     return Group(*lines)

@@ -193,8 +193,7 @@ class _Rows(Bench):
         )
 
     def result(self, summed: Any) -> Tensor:
-        dense: Tensor = summed.to_dense()
-        return dense.flatten()
+        return summed.to_dense().flatten()
 
 
 class _TorchSparse(_Rows):

@@ -136,8 +136,7 @@ class Layout:
 
     def _values(self) -> dict[str, Any]:
         # By way of JSON, so that tuples are the lists that a reader will find.
-        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return {"version": VERSION, **values}
+        return {"version": VERSION, **json.loads(json.dumps(asdict(self)))}
 
     @classmethod
     def from_json(cls, text: str) -> Layout:

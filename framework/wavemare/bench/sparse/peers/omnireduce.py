@@ -64,9 +64,8 @@ class OmniReduce(Peer):
         """Push this worker's blocks, and write the sums."""
         nonzero = np.zeros(len(table), np.bool_)
         nonzero[blocks.numpy()] = True
-        worker, sent = Worker(self._lanes, nonzero), []
-        for message in worker.start(self.transport.rank):
-            sent.append(self._push(message, table))
+        worker = Worker(self._lanes, nonzero)
+        sent = [self._push(message, table) for message in worker.start(self.transport.rank)]
         while not worker.done:
             _, reply, rows = self._receive()
             table[torch.from_numpy(reply.blocks)] = rows
