@@ -83,8 +83,7 @@ class Masks:
     @cached_property
     def matrix(self) -> npt.NDArray[np.bool_]:
         """(N, nb), bool: whether a rank's block is not zero."""
-        unpacked = np.unpackbits(self.bits, axis=1, count=self.num_blocks, bitorder="little")
-        return unpacked.view(bool)
+        return np.unpackbits(self.bits, axis=1, count=self.num_blocks, bitorder="little").view(bool)
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:

@@ -68,8 +68,7 @@ class _Stream:
         # contributions of all ranks and the pending replies.
         owned = -(-lanes.num_slots // call.size)
         frames = 2 + lanes.num_slots + owned * (call.size + lanes.answer_interval + 1)
-        dtype = call.flat.dtype
-        self._frames = _Frames(frames, lanes.width, call.block, dtype, call.scratch)
+        self._frames = _Frames(frames, lanes.width, call.block, call.flat.dtype, call.scratch)
         self._arrival = self._frames.take()
         self._own: deque[tuple[Message, int]] = deque()
         self._up: dict[int, _Sent] = {}

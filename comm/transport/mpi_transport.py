@@ -246,6 +246,5 @@ def _of_another_size() -> CommError:
 def buffer_of(tensor: Tensor) -> list[Any]:
     """Return what mpi4py takes for the bytes of a contiguous tensor."""
     if tensor.is_cuda:
-        flat = tensor.detach().view(-1).view(torch.uint8)
-        return [flat, MPI.BYTE]
+        return [tensor.detach().view(-1).view(torch.uint8), MPI.BYTE]
     return [as_bytes(tensor), MPI.BYTE]

@@ -89,8 +89,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             raise damaged(file, "the file is missing", folder)
         size = file.stat().st_size
         if size != record.bytes:
-            reason = f"the file has {size} bytes instead of {record.bytes}"
-            raise damaged(file, reason, folder)
+            raise damaged(file, f"the file has {size} bytes instead of {record.bytes}", folder)
     for file in sorted(folder.rglob("*.pt")):  # which DeepSpeed finds by patterns
         if file.relative_to(folder).as_posix() not in records:
             raise damaged(file, "the file was not there when the checkpoint was complete", folder)

@@ -108,8 +108,7 @@ def trace(
     """
     watch = _Watch(module)
     with _undisturbed(module), torch.enable_grad(), watch.hooks():
-        output = run()
-        tensors, gradients = roots(output)
+        tensors, gradients = roots(run())
         if watch.found is None and not all(map(_is_finite, tensors)):
             watch.found = Finding("loss", watch.name_of(module), "in the loss function")
         wanted = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]

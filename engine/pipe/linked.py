@@ -168,8 +168,7 @@ class LinkedEngine(PipelineEngine):
         inputs = micro_batch.inputs
         # Cloned because a layer may change its input in place, and leaves must not change.
         clones = tuple(tensor.clone() for tensor in as_tuple(inputs))
-        single = isinstance(inputs, Tensor)
-        outputs = call(clones[0] if single else clones)
+        outputs = call(clones[0] if isinstance(inputs, Tensor) else clones)
         if self.is_last_stage():
             loss_fn = self.module.loss_fn if self._compute_loss or torch.is_grad_enabled() else None
             if self.eval_return_logits:

@@ -310,8 +310,7 @@ class PlanEngine(FlushingEngine):
 
     def _do_forward(self, action: Action) -> None:
         if self.is_last_stage():
-            labels = self._labels.pop(action.micro_batch)
-            self._micro_batches[action.place].labels = labels
+            self._micro_batches[action.place].labels = self._labels.pop(action.micro_batch)
         super()._do_forward(action)
 
     def _end_forward(self, action: Action, micro_batch: MicroBatch) -> None:

@@ -196,8 +196,7 @@ class PartitionedGradients(SparseGradients):
         for owned in self._adapter.owned_ranges(group, parameter):
             owner, start, stop = owned
             if owner == (comm or self.comm).rank:
-                part = reduced[start:stop]
-                self._adapter.store_reduced(group, parameter, owned, part, here)
+                self._adapter.store_reduced(group, parameter, owned, reduced[start:stop], here)
 
     def _ranges(self, bucket: Bucket) -> list[OwnedRange]:
         return [owned for slot in bucket.slots for owned in self._ranges_of(slot)]

@@ -39,8 +39,7 @@ def check_hostfile(file: Path, limit_s: float = _SECONDS) -> Iterator[Finding]:
     slots = sum(host.slots for host in hosts)
     yield Finding("hostfile", "ok", f"{file}: {len(hosts)} hosts, {slots} ranks")
     if is_this_host_alone(hosts):
-        value = "this host: ranks are started without ssh"
-        yield Finding(f"host {hosts[0].name}", "ok", value)
+        yield Finding(f"host {hosts[0].name}", "ok", "this host: ranks are started without ssh")
     elif shutil.which("ssh") is None:
         yield Finding("ssh", "fail", "not found", "Install it: apt install openssh-client")
     else:

@@ -348,8 +348,7 @@ def _seconds(key: str, text: str, homes: Sequence[int]) -> tuple[float, ...]:
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         raise ConfigError(key, text, "a time is 0 or more, and finite", remedy)
     if len(numbers) not in {1, count}:
-        reason = f"there are {len(numbers)} numbers for {count} {of}"
-        raise ConfigError(key, text, reason, remedy)
+        raise ConfigError(key, text, f"there are {len(numbers)} numbers for {count} {of}", remedy)
     if len(numbers) == 1:
         # The stages of a rank share the one number of a pass.
         numbers = [numbers[0] / (stages[r] if key in _OF_A_PASS else 1) for r in homes]

@@ -123,8 +123,7 @@ def _open(prefix: Path, index_path: Path, data_path: Path) -> IndexedData:
     _check_bounds(index_path, bounds, num_sequences)
     expected, found = int(starts[-1]) * dtype.itemsize, data_path.stat().st_size
     if found != expected:
-        reason = f"it has {found} bytes where its index expects {expected}"
-        raise _corrupt(data_path, reason)
+        raise _corrupt(data_path, f"it has {found} bytes where its index expects {expected}")
     # An empty file cannot be mapped.
     tokens = np.memmap(data_path, dtype=dtype, mode="r") if found else np.empty(0, dtype)
     return IndexedData(prefix, tokens, lengths, starts, bounds)
@@ -169,8 +168,7 @@ def _read_arrays(
     bounds_at = pointers_at + 8 * num_sequences
     lengths = data[_HEADER.size : pointers_at].view("<i4")
     pointers = data[pointers_at:bounds_at].view("<i8")
-    bounds = data[bounds_at:].view("<i8")
-    return lengths, pointers, bounds
+    return lengths, pointers, data[bounds_at:].view("<i8")
 
 
 def _sequence_starts(

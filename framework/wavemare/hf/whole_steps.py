@@ -237,8 +237,7 @@ class WholeSteps(StockTrainer):
 
     def _from_last_stage(self, values: Any) -> Any:
         """Broadcast a tensor, or a tuple of tensors, from the last stage to all stages."""
-        grid = self.deepspeed.grid
-        group = grid.get_pipe_parallel_group()
+        group = self.deepspeed.grid.get_pipe_parallel_group()
         source = self.deepspeed.loss_rank
         own = values if self.deepspeed.is_last_stage() else None
         tensors = [own] if isinstance(own, Tensor) else list(own or ())

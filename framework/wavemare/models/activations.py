@@ -186,8 +186,7 @@ def split_batch(
                 "Give one integer for each token",
             )
         tensors.append(value.to(torch.int64).contiguous())
-    labels = batch.get("labels", ())
-    return (tensors[0] if len(tensors) == 1 else tuple(tensors)), labels
+    return (tensors[0] if len(tensors) == 1 else tuple(tensors)), batch.get("labels", ())
 
 
 def _check_declared(name: str, value: Tensor, inputs: Sequence[str]) -> None:

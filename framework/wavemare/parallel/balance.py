@@ -224,8 +224,7 @@ def example_samples(model: Any, sequence_length: int, samples: int) -> dict[str,
         sequence_length: Tokens of a sample.
         samples: Their number.
     """
-    vocabulary = model.config.vocab_size
-    tokens = (torch.arange(samples * sequence_length) * 7 + 3) % vocabulary
+    tokens = (torch.arange(samples * sequence_length) * 7 + 3) % model.config.vocab_size
     tokens = tokens.view(samples, sequence_length)
     classifies = type(model).__name__.endswith("ForSequenceClassification")
     labels = torch.zeros(samples, dtype=torch.long) if classifies else tokens

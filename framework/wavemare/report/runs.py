@@ -229,8 +229,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
             continue
         saved = str((_read_json(path) or {}).get("saved", ""))
         with suppress(OSError):  # a run that goes on may remove it meanwhile
-            size = _size(path.parent)
-            found.append(Checkpoint(tag, saved, size, tag in complete, tag == newest))
+            found.append(Checkpoint(tag, saved, _size(path.parent), tag in complete, tag == newest))
     return found + _of_trainer(folder)
 
 

@@ -128,8 +128,7 @@ def _shifted(rank: RankTrace, origin: float) -> RankTrace:
 
 def _read(file: Path) -> RankTrace:
     try:
-        content = parse_json(file.read_text(encoding="utf-8"))
-        return _parse(content)
+        return _parse(parse_json(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = str(error) if isinstance(error, ValueError) else "it is not what a rank noted"
         remedy = "Remove the file, and the report says that it is missing; or train again"

@@ -120,8 +120,7 @@ class _Wavemare(Bench):
 
     def sum(self) -> Any:
         key = self.case.key if self.case else None
-        handle = self.comm.allreduce_(self.bucket, key=key, blocks=self._blocks)
-        self.statistics = handle.stats
+        self.statistics = self.comm.allreduce_(self.bucket, key=key, blocks=self._blocks).stats
 
     def close(self) -> None:
         self.comm.close()

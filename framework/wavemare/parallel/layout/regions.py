@@ -104,8 +104,7 @@ def _why_not(outer: Region, inner: Region) -> tuple[str, str]:
         return f"a {outer.kind} cannot contain a {inner.kind}", "Leave out one of the two"
     if inner.kind == "pipeline" and outer.kind == "stage":
         return "a pipeline does not consist of pipelines", "Put the stages into one pipeline"
-    reason = "devices that a pipeline leaves over replicate it automatically"
-    return reason, "Leave out replica"
+    return "devices that a pipeline leaves over replicate it automatically", "Leave out replica"
 
 
 def _refusal(outer: Region, inner: Region, reason: str, remedy: str) -> PlanError:
@@ -242,5 +241,4 @@ def _check_beside(regions: Regions) -> None:
     if split is not None and replicas and split.enclosing("replica") is None:
         where = f"{split} at {split.place} stands beside {replicas[0]} at {replicas[0].place}"
         reason = f"{where}, but all ranks share the grid of splits and replicas"
-        remedy = "Put the split into the replica"
-        raise PlanError("split", str(split), reason, remedy)
+        raise PlanError("split", str(split), reason, "Put the split into the replica")

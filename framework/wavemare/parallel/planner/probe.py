@@ -270,8 +270,7 @@ def _line(seconds: Sequence[float], sizes: Sequence[float]) -> Link:
 
 
 def _slower(first: Link, second: Link) -> Link:
-    alpha_s = max(first.alpha_s, second.alpha_s)
-    return Link(alpha_s, min(first.bytes_s, second.bytes_s))
+    return Link(max(first.alpha_s, second.alpha_s), min(first.bytes_s, second.bytes_s))
 
 
 def _name(device: torch.device) -> str:
