@@ -28,8 +28,6 @@ from torch import Tensor, nn
 
 from wavemare.errors import ModelError, PlanError
 
-__all__ = ["SavedBytes", "SplitBackward"]
-
 _Product = tuple[Tensor, Tensor, tuple[int, int]]
 """A layer's input and its output's gradient, (rows, features), and autograd's versions of both."""
 

@@ -37,6 +37,9 @@ class Wavelet:
         engine: A data-parallel engine.
         config: The section ``wavelet``.
         loss: From a micro-batch to its loss, given what calls the module.
+
+    Attributes:
+        paired: Whether the next step pairs micro-batches.
     """
 
     def __init__(
@@ -52,14 +55,9 @@ class Wavelet:
         if config.compile:
             engine.module.compile()
         self._steps = 0
-        self._paired = config.mode != "auto"
-        if not self._paired:
+        self.paired = config.mode != "auto"
+        if not self.paired:
             self._runner.recorder = self._probe = WaveProbe(engine.device)
-
-    @property
-    def paired(self) -> bool:
-        """Whether the next step pairs micro-batches."""
-        return self._paired
 
     def train(self, batches: Sequence[Any]) -> list[Tensor]:
         """Train one optimizer step; return the losses of its micro-batches, detached."""
@@ -84,7 +82,7 @@ class Wavelet:
         for number, following in enumerate(batches[1:], 1):
             backward, forward = self._backward(number - 1, loss), self._forward(number, following)
             losses.append(loss.detach())
-            if self._paired:
+            if self.paired:
                 _, loss = self._runner.pair(backward, forward)
             else:
                 self._runner.alone(backward)
@@ -106,7 +104,7 @@ class Wavelet:
             self._probe.reset()
         elif self._steps == _PROBE_WARMUPS + _PROBE_STEPS + 1:
             decision = self._probe.decide(micro_batches)
-            self._paired, self._runner.recorder = decision.on, None
+            self.paired, self._runner.recorder = decision.on, None
             if dist.get_rank() == 0:
                 logger.info("wavelet auto: %s: %s", "on" if decision.on else "off", decision.reason)
 

@@ -147,7 +147,6 @@ _BACKWARD = 2.0
 
 _RESULTS = 2  # each number is written once and read once
 _ADAM_TRAFFIC = 28  # bytes of a weight's step: read four numbers of fp32, write three
-_GRADIENTS, _WEIGHTS = 2, 3
 _OVERLAP = 0.5
 
 

@@ -53,18 +53,6 @@ class LayerCost:
     is_block: bool = False
     sums: int = 0
 
-    @property
-    def alike(self) -> tuple[float, ...]:
-        """Equal for layers of equal cost."""
-        return (
-            self.parameters,
-            self.tied_parameters,
-            self.flops,
-            self.kept_bytes,
-            self.split_bytes,
-            self.sums,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
