@@ -2,16 +2,15 @@
 """Systems of papers beside wavemare's executors, one module for each paper.
 
 All get the same dense bucket with the numbers of its non-zero blocks, and leave the sum in it.
-Read `base` first, then `pairs`, which most of them share.
+Read `base` first, which has what they share.
 """
 
 from collections.abc import Mapping
 
-from wavemare.bench.sparse.peers.base import Peer, plain
+from wavemare.bench.sparse.peers.base import Peer, agsparse, plain
 from wavemare.bench.sparse.peers.deepreduce import DeepReduce4, DeepReduce8
 from wavemare.bench.sparse.peers.hitopk import HiTopK
 from wavemare.bench.sparse.peers.omnireduce import OmniReduce
-from wavemare.bench.sparse.peers.pairs import agsparse
 from wavemare.bench.sparse.peers.parallax import parallax
 from wavemare.bench.sparse.peers.sparcml import (
     Qsgd4,

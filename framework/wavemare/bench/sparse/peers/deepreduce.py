@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.bench.sparse.peers.base import Peer
-from wavemare.bench.sparse.peers.pairs import Pairs
-from wavemare.bench.sparse.peers.quantize import decode, encode, encoded
+from wavemare.bench.sparse.peers.base import Pairs, Peer, decode, encode, encoded
 from wavemare.bench.sparse.request import SparseRequest
 from wavemare.comm.transport import Transport
 

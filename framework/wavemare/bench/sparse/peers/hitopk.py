@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.bench.sparse.peers.base import Peer
-from wavemare.bench.sparse.peers.pairs import borders, gather
+from wavemare.bench.sparse.peers.base import Peer, borders, gather
 from wavemare.bench.sparse.request import TOPK_SHARE, SparseRequest
 from wavemare.comm.transport import Transport
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from wavemare.bench.sparse.peers.pairs import sum_at_ranges
+from wavemare.bench.sparse.peers.base import sum_at_ranges
 from wavemare.comm.transport import Transport
 
 

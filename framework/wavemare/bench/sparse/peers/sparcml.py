@@ -16,14 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.bench.sparse.peers.base import Peer
-from wavemare.bench.sparse.peers.pairs import (
+from wavemare.bench.sparse.peers.base import (
+    Peer,
     borders,
+    decode,
     elements,
+    encode,
+    encoded,
     push_to_ranges,
     sum_at_ranges,
 )
-from wavemare.bench.sparse.peers.quantize import decode, encode, encoded
 from wavemare.bench.sparse.request import SparseRequest
 from wavemare.comm.kernels.words import compiled
 from wavemare.comm.transport import Transport

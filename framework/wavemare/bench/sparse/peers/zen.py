@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wavemare.bench.sparse.peers.pairs import add, push
+from wavemare.bench.sparse.peers.base import add, push
 from wavemare.comm.kernels.words import compiled
 from wavemare.comm.transport import Transport
 
