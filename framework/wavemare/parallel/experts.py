@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from wavemare.engine.waves.passes import wait
 from wavemare.errors import ModelError
+from wavemare.parallel.tensor.layers import GroupMap
 from wavemare.parallel.tensor.partition import check_equal_weights
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -92,14 +93,16 @@ def _forward(
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
     sent, received = torch.stack([counts, arriving]).view(2, size, -1).sum(-1).tolist()
-    rows = _AllToAll.apply(rows, sent, received, group)
+    there = partial(_exchanged, sent=sent, received=received)
+    back = partial(_exchanged, sent=received, received=sent)
+    rows = GroupMap.apply(rows, group, there, back)
     experts = torch.arange(layer.num_experts, device=rows.device).repeat(size)
     experts = experts.repeat_interleave(arriving, output_size=len(rows)).unsqueeze(1)
     if len(rows):
         rows = compute(rows, experts, torch.ones_like(experts, dtype=rows.dtype))
     else:
         rows = _zero_gradients(layer, rows)
-    rows = _AllToAll.apply(rows, received, sent, group)
+    rows = GroupMap.apply(rows, group, back, there)
     rows = rows.index_select(0, order.argsort()).view(*top_k_index.shape, -1)
     return (rows * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
 
@@ -113,18 +116,7 @@ def _zero_gradients(layer: Any, rows: Tensor) -> Tensor:
     return F.linear(inner, layer.down_proj[0]).to(rows.dtype)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+def _exchanged(rows: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
     rows = rows.contiguous()
     wait(dist.all_to_all_single(arrived, rows, received, sent, group=group, async_op=True))

@@ -13,6 +13,7 @@ activation checkpointing, restores the regions too.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from torch import distributed as dist
 
 from wavemare.engine.waves.passes import default_generators, wait
 
+_Map = Callable[[Tensor, Any], Tensor]
+
 
 def copy_to_group(value: Tensor, group: Any) -> Tensor:
     """Return a tensor, equal on all ranks, that each uses in its own way: its gradients add up.
 
     Identity in the forward pass, all-reduce in the backward pass (Megatron-LM's f).
     """
-    return _CopyToGroup.apply(value, group)
+    return GroupMap.apply(value, group, _unchanged, _summed)
 
 
 def reduce_from_group(value: Tensor, group: Any) -> Tensor:
@@ -36,7 +39,7 @@ def reduce_from_group(value: Tensor, group: Any) -> Tensor:
 
     All-reduce in the forward pass, identity in the backward pass (Megatron-LM's g).
     """
-    return _ReduceFromGroup.apply(value, group)
+    return GroupMap.apply(value, group, _summed, _unchanged)
 
 
 def gather_from_group(value: Tensor, group: Any) -> Tensor:
@@ -44,7 +47,7 @@ def gather_from_group(value: Tensor, group: Any) -> Tensor:
 
     All ranks must go on in the same way: in the backward pass each takes its part of the gradient.
     """
-    return _GatherFromGroup.apply(value, group)
+    return GroupMap.apply(value, group, _gathered, _own)
 
 
 def sum_gradients(parameter: Tensor, group: Any) -> Any:
@@ -60,34 +63,32 @@ def part_for_rank(value: Tensor, group: Any) -> Tensor:
 
     The inverse of `gather_from_group`: in the backward pass the gradients are gathered.
     """
-    return _PartForRank.apply(value, group)
+    return GroupMap.apply(value, group, _own, _gathered)
+
+
+class GroupMap(torch.autograd.Function):
+    """A linear map over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any, there: _Map, back: _Map) -> Tensor:
+        """Map a tensor there; ``back`` maps the gradient."""
+        ctx.group, ctx.back = group, back
+        return there(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """Map the gradient back."""
+        return ctx.back(gradient, ctx.group), None, None, None
+
+
+def _unchanged(value: Tensor, group: Any) -> Tensor:
+    return value.view_as(value)
 
 
 def _summed(value: Tensor, group: Any) -> Tensor:
     total = value.clone(memory_format=torch.contiguous_format)
     wait(dist.all_reduce(total, group=group, async_op=True))
     return total
-
-
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        return _summed(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 def _gathered(value: Tensor, group: Any) -> Tensor:
@@ -98,29 +99,7 @@ def _gathered(value: Tensor, group: Any) -> Tensor:
 
 
 def _own(value: Tensor, group: Any) -> Tensor:
-    return value.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)]
-
-
-class _GatherFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _gathered(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own(gradient, ctx.group), None
-
-
-class _PartForRank(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _own(value, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.group), None
+    return value.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
 
 
 class InputCopies:
