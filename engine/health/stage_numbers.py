@@ -78,13 +78,14 @@ class StageWatch:
         held = self._held[self._engine.active_stage, number]
         held.inputs, held.labels = inputs, labels
         tensors = [tensor for tensor in as_tuple(outputs) if tensor.requires_grad]
-        self._look(held, tensors, partial(self._explain_forward, held))
+        self._look(held, tensors, partial(self._explain, held, [], backward=False))
 
     def end_backward(self, number: int, gradients: Sequence[Tensor]) -> None:
         """Check the results of a backward pass from the gradients of the outputs, if any."""
         held = self._held.pop((self._engine.active_stage, number))
         made = [t.grad for t in as_tuple(held.inputs) if t.is_leaf and t.grad is not None]
-        self._look(held, made or gradients, partial(self._explain_backward, held, list(gradients)))
+        explain = partial(self._explain, held, list(gradients), backward=True)
+        self._look(held, made or gradients, explain)
 
     def discard(self) -> None:
         """Discard the open micro-batches, which will be run again."""
@@ -111,32 +112,25 @@ class StageWatch:
         if not bool(look.finite):
             self._guard.note(look.number, look.explain())
 
-    def _explain_forward(self, held: _Held) -> Fault:
-        here = self._fault(held)
-        if not bool(are_finite(self._floating(held.inputs))):
-            return replace(here, arrived=True, finding=Finding("activation", ""))
-        return replace(here, finding=self._second_pass(held, [], "activation", backward=False))
-
-    def _explain_backward(self, held: _Held, gradients: list[Tensor]) -> Fault:
-        here = self._fault(held)
-        if not bool(are_finite(self._floating(held.inputs))):
+    def _explain(self, held: _Held, gradients: list[Tensor], *, backward: bool) -> Fault:
+        # Those forwarded ahead of a step count from the start of their own.
+        place = held.place % self._engine.micro_batches + 1
+        here = Fault(dist.get_rank(), held.stage, place)
+        inputs = [tensor for tensor in tensors_of(held.inputs) if tensor.requires_grad]
+        if not bool(are_finite(inputs)):
             return replace(here, arrived=True, finding=Finding("activation", ""))
         if not bool(are_finite(gradients)):
             return replace(here, arrived=True, finding=Finding("gradient", ""))
-        return replace(here, finding=self._second_pass(held, gradients, "gradient", backward=True))
-
-    def _fault(self, held: _Held) -> Fault:
-        engine = self._engine
-        # Those forwarded ahead of a step count from the start of their own.
-        return Fault(dist.get_rank(), held.stage, held.place % engine.micro_batches + 1)
+        return replace(here, finding=self._second_pass(held, gradients, backward=backward))
 
     def _second_pass(
-        self, held: _Held, gradients: list[Tensor], what: Any, *, backward: bool
+        self, held: _Held, gradients: list[Tensor], *, backward: bool
     ) -> Finding | None:
         engine = self._engine
         shared = engine.grid.get_slice_parallel_world_size(), engine.settings.expert_parallel.size
         if max(shared) > 1:
-            return Finding(what, "")  # its collectives would need the other ranks
+            # Its collectives would need the other ranks.
+            return Finding("gradient" if backward else "activation", "")
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in as_tuple(held.inputs)]
 
         def run() -> Any:
@@ -161,7 +155,3 @@ class StageWatch:
         with engine.whole_passes(held.stage):
             found = trace(engine.module, run, roots, leaves=leaves, backward=backward)
         return explained(found, held.labels)
-
-    @staticmethod
-    def _floating(inputs: Any) -> list[Tensor]:
-        return [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
