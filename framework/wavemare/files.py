@@ -4,7 +4,7 @@
 `parse_json` reads JSON that people and other programs wrote: whatever is wrong is one error.
 
 Temporary names tell which process makes them, so that a later one knows what a killed process has
-left. This module imports the standard library alone, so that every area may use it.
+left. Every area may use this module.
 """
 
 from __future__ import annotations
@@ -22,10 +22,34 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from wavemare.errors import ConfigError
+
 _SIBLING = re.compile(
     r"\.(?P<name>.+)\.wavemare-(?P<machine>[0-9a-f]+)-(?P<pid>[0-9]+)-(?P<start>[0-9]+)"
     r"-[0-9a-f]{8}\.(?P<kind>partial|tmp|old|deleted)"
 )
+
+
+def check_writable(option: str, path: Path | None, *, is_folder: bool = False) -> None:
+    """Check that a file or folder can be written, before the work is done.
+
+    Raises:
+        ConfigError: Nothing can be written there.
+    """
+    if path is None:
+        return
+    folder = path if is_folder else path.parent
+    try:
+        if is_folder:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"this folder cannot be made ({error.strerror})"
+        raise ConfigError(option, str(folder), reason, "Name another folder") from None
+    if not is_folder and path.is_dir():
+        raise ConfigError(option, str(path), "there is a folder of that name", "Name a file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        reason = "there is no such folder that can be written"
+        raise ConfigError(option, str(folder), reason, "Name another folder")
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:

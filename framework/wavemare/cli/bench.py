@@ -21,9 +21,9 @@ from wavemare.bench.planner.request import PlannerRequest
 from wavemare.bench.request import Request, option
 from wavemare.bench.sparse.request import SparseRequest
 from wavemare.bench.wave.request import WaveRequest
-from wavemare.cli.output import check_picture, check_writable
+from wavemare.cli.output import check_picture
 from wavemare.errors import ConfigError
-from wavemare.files import atomic_write_text
+from wavemare.files import atomic_write_text, check_writable
 
 bench = typer.Typer(
     no_args_is_help=True,

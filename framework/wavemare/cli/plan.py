@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wavemare.cli.output import check_writable
 from wavemare.errors import ConfigError
+from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
 
 if TYPE_CHECKING:
     from wavemare.pipeline.clock.simulate import Costs, Timeline
@@ -80,7 +80,6 @@ def search(
     For example: wavemare plan search --model gpt2 --cluster 8xV100,8xP100 --global-batch 512
     --sequence 1024 --output plan.json
     """
-    from wavemare.files import atomic_write_text
     from wavemare.parallel.planner import plan
 
     check_writable("--json", json_file)
@@ -410,7 +409,6 @@ def _hidden(plan: Plan, timeline: Timeline, costs: Costs) -> str:
 
 
 def _write(plan: Plan, timeline: Timeline, folder: Path) -> None:
-    from wavemare.files import atomic_write_bytes
     from wavemare.pipeline import draw
 
     contents = (

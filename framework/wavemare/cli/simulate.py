@@ -82,7 +82,8 @@ def _compare(
     from wavemare.bench.request import check_names
     from wavemare.bench.result import make_table, print_table
     from wavemare.cli.bench import save
-    from wavemare.cli.output import check_picture, check_writable
+    from wavemare.cli.output import check_picture
+    from wavemare.files import check_writable
 
     names = tuple(SYSTEMS) if systems == "all" else tuple(filter(None, systems.split(",")))
     check_names("--systems", names, SYSTEMS)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wavemare.errors import ConfigError
-from wavemare.files import atomic_write_bytes, atomic_write_text
+from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
 from wavemare.observe.lines import Lines, read_metrics
 
 _PACKAGES = ("wavemare", "torch", "deepspeed", "transformers", "datasets", "tokenizers", "mpi4py")
@@ -46,7 +46,7 @@ class Run:
         self._metrics = Lines(self.metrics_file, self.folder)
         self._lock: IO[str] | None = None
         if self._writes:
-            _make_writable(self.folder)
+            check_writable("--output", self.folder, is_folder=True)
 
     @property
     def metrics_file(self) -> Path:
@@ -84,7 +84,7 @@ class Run:
         numbered = (self.folder.with_name(f"{self.folder.name}.{n}") for n in count(1))
         older = next(path for path in numbered if not path.exists())
         self.folder.rename(older)
-        _make_writable(self.folder)
+        check_writable("--output", self.folder, is_folder=True)
         self._acquire()
         return older
 
@@ -147,17 +147,6 @@ class Run:
             raise ConfigError("--output", str(self.folder), reason, remedy) from None
         except OSError:
             return  # a file system without locks
-
-
-def _make_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"this run folder cannot be made ({error.strerror})"
-        raise ConfigError("--output", str(folder), reason, "Name another folder") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        reason = "this run folder cannot be written"
-        raise ConfigError("--output", str(folder), reason, "Name another folder")
 
 
 def environment() -> dict[str, Any]:
