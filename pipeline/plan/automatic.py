@@ -20,8 +20,6 @@ from wavemare.pipeline.plan.check import Memory
 from wavemare.pipeline.plan.chunked import passes_to_plan, vee, zbv
 from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan, check_numbers
 
-__all__ = ["EQUAL_PASSES", "automatic", "lower_bound", "search"]
-
 EQUAL_PASSES = Costs(forward_s=0.5, backward_s=1.0, weight_s=0.5)
 """Passes of two stages per rank where nothing is measured: F, I and W take the same time."""
 

@@ -19,8 +19,6 @@ from wavemare.errors import PlanError, check_number
 from wavemare.pipeline.plan.lowering import StageSchedule, lower
 from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan, check_numbers
 
-__all__ = ["forward_only", "interleaved", "loop", "passes_to_plan", "vee", "zb_h1", "zbv"]
-
 _F, _B = Kind.FORWARD, Kind.BACKWARD
 _I, _W = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 

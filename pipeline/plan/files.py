@@ -13,8 +13,6 @@ from wavemare.errors import ConfigError, PlanError
 from wavemare.pipeline.plan.lowering import lower
 from wavemare.pipeline.plan.plan import COMPUTE, Action, Plan
 
-__all__ = ["parse_csv", "read_plan", "to_csv"]
-
 
 def read_plan(file: Path, key: str) -> Plan:
     """Read a plan, and complete it if it holds passes alone.

@@ -34,19 +34,6 @@ from wavemare.pipeline.plan.plan import (
     Plan,
 )
 
-__all__ = [
-    "Pair",
-    "StageSchedule",
-    "Versions",
-    "add_communication",
-    "add_steps",
-    "ahead",
-    "defer_sends",
-    "in_pairs",
-    "lower",
-    "overlap_forward_backward",
-]
-
 _STEP = Kind.REDUCE, Kind.NORM, Kind.STEP
 _BETWEEN = frozenset({Kind.SEND_GRAD, Kind.RECV_ACTIVATION, Kind.LOAD})
 

@@ -18,18 +18,6 @@ from wavemare.pipeline.clock.simulate import Costs, Seconds, simulate
 from wavemare.pipeline.plan.plan import Kind, Plan
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
-__all__ = [
-    "LEAST_GAIN",
-    "Decision",
-    "Prediction",
-    "StepTime",
-    "costs_of_segments",
-    "decide",
-    "predict",
-    "step_time",
-    "sums_of",
-]
-
 LEAST_GAIN = 1.03
 """The least predicted speed-up of tick-tock over accumulation."""
 

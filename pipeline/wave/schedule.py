@@ -24,15 +24,6 @@ from typing import NamedTuple
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.plan import Action, Kind, Plan, check_numbers
 
-__all__ = [
-    "Group",
-    "Groups",
-    "accumulation",
-    "group_segments",
-    "in_phase",
-    "tick_tock",
-]
-
 Group = tuple[int, ...]
 """Segments in the order of their passes."""
 
