@@ -23,7 +23,7 @@ from wavemare.comm.reduction import Bucket, Hierarchy, Reduction
 from wavemare.comm.selection.selector import ExecutorChoice, calibrate, choose_executor
 from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
 from wavemare.comm.statistics import Statistics, Timer, Totals
-from wavemare.comm.transport import Transport, open_transport
+from wavemare.comm.transport import open_transport
 from wavemare.comm.transport.choice import Choice, Staging
 from wavemare.errors import ConfigError, check_number, did_you_mean
 
@@ -52,6 +52,11 @@ class SparseComm:
         check_blocks: Whether each list of blocks is compared with its bucket, rather than the
             first ones of each bucket and then one of 251.
         device: Where buckets will be; the current accelerator if omitted.
+
+    Attributes:
+        transport: To the other ranks.
+        rank: This process's rank in the group.
+        size: Number of ranks.
 
     Raises:
         ConfigError: A value is out of range.
@@ -85,28 +90,29 @@ class SparseComm:
         self.compressor = compressor
         device = torch.device(device or _present_device())
         measures = constants is None and mode == "auto"
-        self._transport = open_transport(
+        self.transport = open_transport(
             group, choice=transport, staging=staging, timeout_s=timeout_s, device=device
         )
+        self.rank, self.size = self.transport.rank, self.transport.size
         self._hierarchy: Hierarchy | None = None
-        stages = measures and self._transport.stages(torch.empty(0, device=device))
+        stages = measures and self.transport.stages(torch.empty(0, device=device))
         settings = digest_of(mode, deterministic, hierarchical, measures, stages)
         try:
             # Before the ranks measure, each in its own way.
-            Agreement(self._transport, "SparseComm", block=block, terms=settings).agree()
-            self._hierarchy = Hierarchy.find(self._transport) if hierarchical else None
-            between = self._hierarchy.between if self._hierarchy else self._transport
+            Agreement(self.transport, "SparseComm", block=block, terms=settings).agree()
+            self._hierarchy = Hierarchy.find(self.transport) if hierarchical else None
+            between = self._hierarchy.between if self._hierarchy else self.transport
             if measures and between.size > 1:
-                constants = calibrate(between, block, device, everyone=self._transport)
+                constants = calibrate(between, block, device, everyone=self.transport)
         except BaseException:
             if self._hierarchy is not None:
                 self._hierarchy.close()
-            self._transport.close()
+            self.transport.close()
             raise
         self.constants = constants or Constants()
         self._scratch = Scratch()
         self._reduction = Reduction(
-            self._transport,
+            self.transport,
             self._hierarchy,
             block=block,
             mode=mode,
@@ -116,31 +122,16 @@ class SparseComm:
             scratch=self._scratch,
             always_checks=check_blocks,
         )
-        self._rows = RowReducer(self._transport, self._scratch, self.constants, mode)
-        self._transports = [self._transport]
+        self._rows = RowReducer(self.transport, self._scratch, self.constants, mode)
+        self._transports = [self.transport]
         if self._hierarchy:
             self._transports += [self._hierarchy.within, self._hierarchy.between]
         self._terms = digest_of(settings, self.constants)
         self._queue = CollectiveQueue(
-            f"wavemare-collectives-{self.rank}", in_turn=self._transport.on_stream
+            f"wavemare-collectives-{self.rank}", in_turn=self.transport.on_stream
         )
         self._num_calls = 0
         self.totals = Totals()
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self._transport.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._transport.size
-
-    @property
-    def transport(self) -> Transport:
-        """The transport."""
-        return self._transport
 
     def plan(
         self, masks: Masks | np.ndarray[Any, Any] | Tensor, itemsize: int = 4
@@ -316,7 +307,7 @@ class SparseComm:
         self._queue.close()
         if self._hierarchy:
             self._hierarchy.close()
-        self._transport.close()
+        self.transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -356,14 +347,14 @@ class SparseComm:
         """
         number, self._num_calls = self._num_calls, self._num_calls + 1
         numel = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
-        digest = digest_of(self._terms, key, self._transport.stages(tensor), self.average, *terms)
+        digest = digest_of(self._terms, key, self.transport.stages(tensor), self.average, *terms)
 
         def run(stats: Statistics) -> Any:
             timer = Timer(tensor.device)
             up, down = self._traffic()
             stats.payload_bytes = tensor.nbytes
             agreement = Agreement(
-                self._transport,
+                self.transport,
                 operation,
                 number=number,
                 numel=numel,

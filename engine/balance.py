@@ -9,7 +9,7 @@ Gradients are averaged over the data ranks with equal weight. So the mean loss o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -32,6 +32,7 @@ class Balance(Feature):
 
     Attributes:
         micro_batch: Samples of a micro-batch of this rank.
+        counts_tokens: Whether all labels weigh the same, not all samples.
     """
 
     def __init__(self, config: BalanceConfig, engine: EngineContext) -> None:
@@ -43,13 +44,13 @@ class Balance(Feature):
         self.shares = list(config.shares or [average] * ranks)
         self.micro_batch = self.shares[rank]
         self._share = self.micro_batch / average
-        self._mean: Literal["samples", "tokens"] = config.mean
+        self.counts_tokens = config.mean == "tokens"
         self._labels: Tensor | None = None
         self._shifts = False
 
     def watch(self, module: nn.Module) -> None:
         """Remember the labels that a model is called with, for means over tokens."""
-        if self._mean == "samples":
+        if not self.counts_tokens:
             return
 
         def note(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -69,7 +70,7 @@ class Balance(Feature):
         Raises:
             DataError: A mean over tokens is wanted of a batch without ``labels=``.
         """
-        if self._mean == "samples":
+        if not self.counts_tokens:
             return loss * self._share
         if self._labels is None:
             reason = "the model was called without labels=, whose tokens are counted"
@@ -79,14 +80,9 @@ class Balance(Feature):
 
     def of_labels(self, loss: Tensor, labels: Tensor, shifts: bool) -> Tensor:
         """Return a micro-batch's loss as the average over ranks needs it."""
-        if self._mean == "samples":
+        if not self.counts_tokens:
             return loss * self._share
         return self._weighted_by_tokens(loss, labels, shifts)
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether all labels weigh the same, not all samples."""
-        return self._mean == "tokens"
 
     def sampler(self, dataset: Sized, *, shuffle: bool) -> ShareSampler:
         """Return the sampler of this rank's part of a dataset."""

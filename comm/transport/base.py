@@ -56,6 +56,8 @@ class Transport(ABC):
         name: ``mpi``, ``gloo``, ``nccl``, ...
         rank: This process's place in the group.
         size: Number of ranks.
+        host: Name of the machine on which this rank runs.
+        world_ranks: The launcher's number of each rank of the group.
         timeout_s: Seconds after which a silent peer counts as lost.
         takes_device: Whether messages may lie in an accelerator's memory.
         on_stream: Whether the device's current stream waits for messages, not the host.
@@ -66,6 +68,8 @@ class Transport(ABC):
     name: str
     rank: int
     size: int
+    host: str
+    world_ranks: Sequence[int]
     timeout_s: float
     takes_device: bool = False
     on_stream: bool = False
@@ -121,11 +125,6 @@ class Transport(ABC):
         """Whether a tensor travels in the chunks of `StagedTransport`."""
         return False
 
-    @property
-    @abstractmethod
-    def host(self) -> str:
-        """Name of the machine on which this rank runs."""
-
     def all_gather(self, mine: Tensor, out: Tensor) -> None:
         """Gather equal tensors from all ranks.
 
@@ -172,11 +171,6 @@ class Transport(ABC):
     def peers(self) -> list[int]:
         """Return the other ranks from the next one on: each rank starts with a different peer."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    @property
-    @abstractmethod
-    def world_ranks(self) -> Sequence[int]:
-        """The launcher's number of each rank of the group."""
 
     def lost(self, peers: Sequence[int], how: str) -> CommError:
         """Return the error for lost peers, with the launcher's numbers.

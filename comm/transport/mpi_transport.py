@@ -55,6 +55,9 @@ class MpiTransport(Transport):
         self._comm = comm.Dup()
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
+        self.host = MPI.Get_processor_name()
+        world = MPI.COMM_WORLD.Get_group()
+        self.world_ranks = self._comm.Get_group().Translate_ranks(group=world)
         self.timeout_s = timeout_s
         self.takes_device = self._comm.allreduce(takes_device, MPI.LAND)
         # A message that comes after all must not be written to memory that has a new owner.
@@ -101,16 +104,6 @@ class MpiTransport(Transport):
         """Give back the communicator."""
         if self._comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self._comm.Free()
-
-    @property
-    def world_ranks(self) -> Sequence[int]:
-        """The launcher's number of each rank of the group."""
-        return self._comm.Get_group().Translate_ranks(group=MPI.COMM_WORLD.Get_group())
-
-    @property
-    def host(self) -> str:
-        """Name of the machine on which this rank runs."""
-        return MPI.Get_processor_name()
 
     @waiting("messages over MPI")
     def finish(

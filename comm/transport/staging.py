@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,22 +31,14 @@ class StagedTransport(Transport):
         self.name = inner.name
         self.rank = inner.rank
         self.size = inner.size
+        self.host = inner.host
+        self.world_ranks = inner.world_ranks
         self.timeout_s = inner.timeout_s
         self._stages_host = stages_host
         self._copies: dict[torch.device, Any] = {}
         # Networks may still read and write the memory of messages of failed exchanges.
         self.failed: list[Any] = []
         self.takes_device = True
-
-    @property
-    def world_ranks(self) -> Sequence[int]:
-        """The launcher's number of each rank of the group."""
-        return self._inner.world_ranks
-
-    @property
-    def host(self) -> str:
-        """Name of the machine on which this rank runs."""
-        return self._inner.host
 
     def close(self) -> None:
         """Free the library's resources."""

@@ -65,7 +65,8 @@ class TorchTransport(Transport):
     def _start(
         self, members: list[int], backend: str, timeout_s: float, name: str, on_stream: bool
     ) -> None:
-        self._members = members
+        self.host = socket.gethostname()
+        self.world_ranks = members
         self._backend = backend
         self.name = backend
         self.rank = members.index(dist.get_rank())
@@ -82,7 +83,7 @@ class TorchTransport(Transport):
             store = PrefixStore(self._label, dist.distributed_c10d._get_default_store())
             return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         return dist.new_group(
-            self._members, timeout=timeout, backend=self._backend, use_local_synchronization=True
+            self.world_ranks, timeout=timeout, backend=self._backend, use_local_synchronization=True
         )
 
     def begin(self) -> _TorchExchange | _BatchedExchange:
@@ -125,7 +126,7 @@ class TorchTransport(Transport):
         self.all_gather(mine, gathered)
         table = gathered.tolist()
         chosen = [place for place, (other, _) in enumerate(table) if other == colour]
-        members = [self._members[place] for place in chosen]
+        members = [self.world_ranks[place] for place in chosen]
         part = object.__new__(TorchTransport)
         part._device = self._device
         name = str(table[chosen[0]][1])
@@ -135,16 +136,6 @@ class TorchTransport(Transport):
     def close(self) -> None:
         """Give back the process group; NCCL's lives as long as the default one."""
         self._group = None
-
-    @property
-    def world_ranks(self) -> Sequence[int]:
-        """The launcher's number of each rank of the group."""
-        return self._members
-
-    @property
-    def host(self) -> str:
-        """Name of the machine on which this rank runs."""
-        return socket.gethostname()
 
     def finish(self, work: Any, peer: int | None) -> None:
         """Wait for what torch has begun; on NCCL the current stream waits, not the host.
@@ -171,7 +162,7 @@ class TorchTransport(Transport):
         culprits = _ask_around(self._label, self.rank, self.size, peer)
         if culprits is None:
             # The store's host is lost; the peer may have given up because of it.
-            host = self._members.index(0) if 0 in self._members else peer
+            host = self.world_ranks.index(0) if 0 in self.world_ranks else peer
             culprits = [] if host is None else [host]
         return self.lost(culprits, how)
 

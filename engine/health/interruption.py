@@ -168,12 +168,9 @@ class _Pace:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self._waits = not accelerator.is_synchronized_device()
+        # How many steps the process may be ahead of its device when `end_step` returns.
+        self.ahead = int(self._waits and accelerator.Event is not None)
         self._last_step: Any = None
-
-    @property
-    def ahead(self) -> int:
-        """How many steps the process may be ahead of its device when `end_step` returns."""
-        return int(self._waits and self._accelerator.Event is not None)
 
     def end_step(self) -> None:
         """Mark the end of a step in the device's work, and wait for the end of the one before."""

@@ -41,6 +41,9 @@ class ResumableLoader(Iterator[Any]):
         shares: Samples per micro-batch of each rank (``wavemare.balance.shares``), which sum to
             ``micro_batch_size * data_world_size``; None for equal ones.
 
+    Attributes:
+        consumed_samples: Position in the stream: samples given out by all ranks together.
+
     Raises:
         DataError: The dataset is empty.
         ConfigError: A number is out of range.
@@ -76,27 +79,22 @@ class ResumableLoader(Iterator[Any]):
         self._first, self._own = sum(shares[:data_rank]), shares[data_rank]
         self._seed = seed
         self._shuffle = shuffle
-        self._consumed_samples = 0
+        self.consumed_samples = 0
         self._permutations: dict[int, NDArray[np.int64]] = {}
-
-    @property
-    def consumed_samples(self) -> int:
-        """Position in the stream: samples given out by all ranks together."""
-        return self._consumed_samples
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        start = self._consumed_samples + self._first
+        start = self.consumed_samples + self._first
         batch = [self._sample(start + i) for i in range(self._own)]
-        self._consumed_samples += self._stride
+        self.consumed_samples += self._stride
         return _collate(batch)
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return the position and what it is relative to."""
         return {
-            "consumed_samples": self._consumed_samples,
+            "consumed_samples": self.consumed_samples,
             "seed": self._seed,
             "num_samples": len(self._dataset),
             "shuffle": self._shuffle,
@@ -116,7 +114,7 @@ class ResumableLoader(Iterator[Any]):
                 reason = f"the checkpoint was made with this, the run has {own!r}"
                 remedy = "Resume with the same data, sequence length and seed"
                 raise CheckpointError(f"data.{key}", state[key], reason, remedy)
-        self._consumed_samples = int(state["consumed_samples"])
+        self.consumed_samples = int(state["consumed_samples"])
 
     def _sample(self, position: int) -> Any:
         epoch, place = divmod(position, len(self._dataset))

@@ -35,18 +35,10 @@ class TokenStore:
     ) -> None:
         self.tokens = tokens
         self.offsets = offsets
+        self.num_tokens = len(tokens)
+        self.num_documents = len(offsets) - 1
         self.name = name
         self._declared_vocab_size = vocab_size
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all documents."""
-        return len(self.tokens)
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents."""
-        return len(self.offsets) - 1
 
     @cached_property
     def vocab_size(self) -> int:

@@ -36,27 +36,23 @@ class Run:
         folder: Made if it does not exist; a run that is resumed is given its old folder.
         rank: Global rank of this process.
 
+    Attributes:
+        metrics_file: One JSON object per line, in the order of the steps.
+        checkpoints: Folder of the checkpoints, unless the run says that they are elsewhere.
+
     Raises:
         ConfigError: The folder cannot be made or written.
     """
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         self.folder = Path(folder)
+        self.metrics_file = self.folder / "metrics.jsonl"
+        self.checkpoints = self.folder / "checkpoints"
         self._writes = rank == 0
         self._metrics = Lines(self.metrics_file, self.folder)
         self._lock: IO[str] | None = None
         if self._writes:
             check_writable("--output", self.folder, is_folder=True)
-
-    @property
-    def metrics_file(self) -> Path:
-        """One JSON object per line, in the order of the steps."""
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints, unless the run says that they are elsewhere."""
-        return self.folder / "checkpoints"
 
     def begin(self, *, done: int) -> Path | None:
         """Make the folder ready: an older run that does not go on is renamed to ``NAME.1``, whole.

@@ -56,6 +56,9 @@ class EmulatedCluster:
         num_hosts: Number of hosts.
         link_mbit: Speed of each link in each direction, in Mbit/s; None for no limit.
 
+    Attributes:
+        folder: The cluster's own files, removed at its end.
+
     Raises:
         LaunchError: The number is out of range, or there is an `obstacle`.
     """
@@ -69,18 +72,13 @@ class EmulatedCluster:
         self._open = contextlib.ExitStack()
         self._head: Namespaces
         self._hosts: list[Host] = []
-        self._folder = Path()
+        self.folder = Path()
         self._jobs = 0
 
     @staticmethod
     def obstacle() -> str | None:
         """Return why there can be no cluster here, in a sentence, or None if there can."""
         return namespace_obstacle()
-
-    @property
-    def folder(self) -> Path:
-        """The cluster's own files, removed at its end."""
-        return self._folder
 
     def enter(self, host: int) -> list[str]:
         """Return the words that run a command on a host, in the root folder, when put before it."""
@@ -134,7 +132,7 @@ class EmulatedCluster:
     def start_ranks(self, command: Sequence[str], **options: Any) -> RankGroup:
         """Start a program on all hosts; see `wavemare.bench.cluster.ranks.start_ranks`."""
         self._jobs += 1
-        folder = self._folder / f"job{self._jobs}"
+        folder = self.folder / f"job{self._jobs}"
         folder.mkdir()
         port = 29500 + self._jobs  # a killed program's port stays in use for a while
         return start_ranks(
@@ -143,7 +141,7 @@ class EmulatedCluster:
 
     def _build(self) -> None:
         # What is entered first is closed last: the end of the switch's namespaces ends all others.
-        folder = self._folder = Path(tempfile.mkdtemp(prefix="wavemare-cluster-"))
+        folder = self.folder = Path(tempfile.mkdtemp(prefix="wavemare-cluster-"))
         self._open.callback(shutil.rmtree, folder, ignore_errors=True)
         rows = ["127.0.0.1 localhost", f"{_PREFIX}.{_HEAD} head"]
         rows += [f"{_address(index)} {name}" for index, name in enumerate(self._names)]

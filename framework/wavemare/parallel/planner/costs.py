@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,6 +175,9 @@ class TimeModel:
         cluster: The devices.
         tensor_parallel: Ranks that share each layer.
         recompute: Whether blocks are computed again.
+
+    Attributes:
+        work: Operations of a sample's passes on one of the ranks that share it.
     """
 
     def __init__(
@@ -201,12 +204,8 @@ class TimeModel:
         self._sums = np.asarray([layer.sums for layer in layers]) * (
             2.0 + (blocks if recompute else 0.0)
         )
+        self.work = float((self._flops * self._passes).sum())
         self._totals_of = cache(self._totals)
-
-    @cached_property
-    def work(self) -> float:
-        """Operations of a sample's passes on one of the ranks that share it."""
-        return float((self._flops * self._passes).sum())
 
     def seconds(self, kind: int, samples: int) -> NDArray[np.float64]:
         """Return the time of each layer's passes of a micro-batch."""
