@@ -67,7 +67,8 @@ class EngineMixin(CheckpointMixin):
         hold_grid(self.mpu, self)  # DeepSpeed's own tensor parallelism makes one
         describe_partitions(self)
         if settings.pipeline.is_asynchronous:
-            refresh_by_stage(self)
+            optimizer = getattr(self, "basic_optimizer", None)
+            refresh_by_stage(optimizer, self.stage_id, self.num_stages)
         if settings.sparse_collective.mode != "off" and self.basic_optimizer is not None:
             self.sparse = attach_sparse_gradients(
                 self, settings.sparse_collective, settings.watchdog.collective_timeout_s

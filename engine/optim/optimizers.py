@@ -14,7 +14,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, get_gradient_clipping
 from torch import Tensor, nn
 
 from wavemare.engine.config.shape import ZERO_WEIGHTS
-from wavemare.engine.context import EngineContext, StageContext
+from wavemare.engine.context import EngineContext
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.pipeline.optim.matrix_optimizer import SIDES, MatrixOptimizer
@@ -164,13 +164,12 @@ def describe_partitions(engine: EngineContext) -> None:
             basic.set_partition(flat, partition)
 
 
-def refresh_by_stage(engine: StageContext) -> None:
+def refresh_by_stage(optimizer: Any, stage: int, num_stages: int) -> None:
     """Let SOAP refresh the bases of an asynchronous pipeline's stage as `refresh_of` says."""
-    optimizer = getattr(engine, "basic_optimizer", None)
     if isinstance(optimizer, SOAP):
         for group in optimizer.param_groups:
             if group["stage_aware"]:
-                group["refresh"] = refresh_of(engine.stage_id, engine.num_stages, group["refresh"])
+                group["refresh"] = refresh_of(stage, num_stages, group["refresh"])
 
 
 def muon_groups(

@@ -25,6 +25,7 @@ from wavemare.engine.optim.optimizers import (
     check_parameters,
     clipping_limit,
     make_muon,
+    refresh_by_stage,
     take_optimizer,
 )
 from wavemare.engine.optim.policy import advise
@@ -34,7 +35,6 @@ from wavemare.models.convert import cut_chain, give_own_weights, tied_weights
 from wavemare.models.families import family_of
 from wavemare.models.proof import prove
 from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.optim.soap_muon import SOAP, refresh_of
 from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.staleness.replay import Replay
 
@@ -263,10 +263,7 @@ def _with_refresh(
     make: Callable[[list[Parameter]], Optimizer], stage: int, stages: int, parameters: Any
 ) -> Optimizer:
     optimizer = make(parameters)
-    if isinstance(optimizer, SOAP):
-        for group in optimizer.param_groups:
-            if group["stage_aware"]:
-                group["refresh"] = refresh_of(stage, stages, group["refresh"])
+    refresh_by_stage(optimizer, stage, stages)
     return optimizer
 
 

@@ -156,15 +156,16 @@ class Replay:
             raise PlanError("micro_batches", len(given), reason, "Give as many")
         step, first = self.steps, self.steps * self._micro_batches
         ages = [self._ages(stage, first) for stage in self._stages]
-        losses = []
-        for index, (inputs, labels) in enumerate(given):
-            losses.append(self._pass(inputs, labels, [age[index] for age in ages]))
+        losses = tuple(
+            self._pass(inputs, labels, [age[index] for age in ages])
+            for index, (inputs, labels) in enumerate(given)
+        )
         self._clip_gradients()
         for stage, age in zip(self._stages, ages, strict=True):
             stage.update(self._factor(stage, step), math.fsum(age) / len(age))
         if steps_to_drain(step, self._warmup_steps, self._drain_interval) == 1:
             self._drained = step + 1
-        record = StepRecord(step, tuple(losses), tuple(ages))
+        record = StepRecord(step, losses, tuple(ages))
         self.records.append(record)
         return record.loss
 
