@@ -93,8 +93,7 @@ def _read(config: object, key: str) -> dict[str, Any]:
         return ConfigError(key, config if isinstance(config, str) else str(config), reason, remedy)
 
     if not isinstance(config, str | os.PathLike) or not os.fspath(config):
-        reason = "it is neither the name of a file nor a mapping"
-        raise refuse(reason, "Name a JSON file")
+        raise refuse("it is neither the name of a file nor a mapping", "Name a JSON file")
     try:
         text = _text(str(config))
         values = say_what_is_wrong(lambda: _parse(text))

@@ -107,8 +107,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
         number = _number(environment.get(name, str(least)))
         if number is None or number < least or (most is not None and number > most):
             range_ = f"of {least} or more" if most is None else f"from {least} to {most}"
-            reason = f"it is no whole number {range_}"
-            raise LaunchError(name, environment[name], reason, remedy)
+            raise LaunchError(name, environment[name], f"it is no whole number {range_}", remedy)
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if {rank, size} <= environment.keys() and int(environment[rank]) >= int(environment[size]):
             reason = f"{size} is {environment[size]}, and ranks count from 0"

@@ -305,8 +305,7 @@ def _check_messages(sent: list[Action], received: list[Action], *, in_order: boo
         kind, step = SENDS[send.kind]
         expected = Action(kind, send.stage + step, send.micro_batch, wave=send.wave)
         if receive is None:
-            reason = "its message is never received"
-            raise PlanError("action", str(send), reason, f"Add {expected}")
+            raise PlanError("action", str(send), "its message is never received", f"Add {expected}")
         if receive._replace(version=-1) != expected:
             reason = f"the next message to arrive is that of {send}, which {expected} would receive"
             remedy = f"Send and receive in the same order between stages {send.stage} and "

@@ -146,8 +146,7 @@ class PlanCursor:
             reason = f"the next optimizer step is that of micro-batch {end - 1}"
             raise _refusal(action, reason, f"Put a step after every {size} micro-batches")
         if action.wave:
-            reason = "an optimizer step is that of both waves"
-            raise _refusal(action, reason, "Leave out its wave")
+            raise _refusal(action, "an optimizer step is that of both waves", "Leave out its wave")
         if action.kind is Kind.REDUCE and self._complete < end:
             begun = any(m == self._complete for m, _ in self.staleness)
             kind = Kind.BACKWARD_WEIGHT if begun else self._first({Kind.BACKWARD})

@@ -29,8 +29,7 @@ def read_plan(file: Path, key: str) -> Plan:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ConfigError(key, str(file), reason, remedy) from None
+        raise ConfigError(key, str(file), error.strerror or type(error).__name__, remedy) from None
     except UnicodeDecodeError:
         raise ConfigError(key, str(file), "this is not text", remedy) from None
     if not text.strip():

@@ -101,8 +101,7 @@ def _encode(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, max_leng
     else:
         for name, value in row.items():
             if not isinstance(value, str):
-                reason = f"the {name} of this row is no text"
-                raise DataError("--data", row, reason, "Give texts")
+                raise DataError("--data", row, f"the {name} of this row is no text", "Give texts")
         before: list[int] = tokenizer(row["prompt"])["input_ids"] if "prompt" in row else []
         answer = row.get("completion", row.get("text"))
         # A text begins as the tokenizer begins texts; a completion goes on.

@@ -98,8 +98,7 @@ def resolve(spec: str | None) -> Source:
             empty.
     """
     if spec is not None and not spec.strip():
-        reason = "it is empty"
-        raise DataError("--data", spec, reason, "Name data, or leave the option out")
+        raise DataError("--data", spec, "it is empty", "Name data, or leave the option out")
     if spec is None or spec == "stdlib":
         return Source(Kind.DEFAULT, STDLIB)
     if spec.startswith(_HUB_PREFIX):

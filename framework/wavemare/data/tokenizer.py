@@ -111,8 +111,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
         reason = f"the folder holds no tokenizer that can be loaded: {detail}"
         raise DataError("--tokenizer", str(folder), reason, remedy) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        reason = "its tokenizer has no fast version"
-        raise DataError("--tokenizer", str(folder), reason, remedy)
+        raise DataError("--tokenizer", str(folder), "its tokenizer has no fast version", remedy)
     return tokenizer
 
 

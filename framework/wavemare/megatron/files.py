@@ -171,8 +171,7 @@ def _find_step(folder: Path) -> Path:
     if any(folder.glob("mp_rank_*")):
         return folder
     if not (folder / LATEST).is_file():
-        reason = f"there is no file {LATEST}"
-        raise CheckpointError("checkpoint", str(folder), reason, remedy)
+        raise CheckpointError("checkpoint", str(folder), f"there is no file {LATEST}", remedy)
     text = (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()[:80]
     if text != "release" and not re.fullmatch("[0-9]{1,18}", text):
         reason = f"{LATEST} says {text!r} where a number or 'release' is expected"

@@ -79,8 +79,7 @@ class WaveRequest(GptRequest):
             reason = "domino halves micro-batches"
             raise ConfigError("--batch", self.batch, reason, "Give an even number")
         if self.llama and self.parallel == "experts":
-            reason = "a Llama has no experts"
-            raise ConfigError("--llama", True, reason, "Leave it out")
+            raise ConfigError("--llama", True, "a Llama has no experts", "Leave it out")
         if self.parallel == "tensor" and self.heads % self.ranks:
             reason = f"{self.ranks} ranks cannot share them equally"
             raise ConfigError("--heads", self.heads, reason, "Give a multiple of --ranks")
