@@ -21,7 +21,6 @@ from wavemare.bench.planner.request import PlannerRequest
 from wavemare.bench.request import Request, option
 from wavemare.bench.sparse.request import SparseRequest
 from wavemare.bench.wave.request import WaveRequest
-from wavemare.cli.output import check_picture
 from wavemare.errors import ConfigError
 from wavemare.files import atomic_write_text, check_writable
 
@@ -122,6 +121,18 @@ def _read(kind: type[Request], name: str, value: Any) -> Any:
         reason = "these are no numbers between commas"
         example = "1,2,4,8" if item is int else "1,0.1,0.01"
         raise ConfigError(option(name), value, reason, f"Write them as in {example}") from None
+
+
+def check_picture(option: str, path: Path | None) -> None:
+    """Check the place of a picture, and that its name ends in a picture's suffix.
+
+    Raises:
+        ConfigError: Nothing can be written there, or the name is not a picture's.
+    """
+    check_writable(option, path)
+    if path is not None and path.suffix not in (".png", ".svg"):
+        reason = "a picture's name ends in .png or .svg"
+        raise ConfigError(option, str(path), reason, f"Name it {path.stem}.png")
 
 
 def save(file: Path | None, result: Mapping[str, Any]) -> None:

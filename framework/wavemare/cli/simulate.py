@@ -81,8 +81,7 @@ def _compare(
     from wavemare.bench.ranks import describe_machine
     from wavemare.bench.request import check_names
     from wavemare.bench.result import make_table, print_table
-    from wavemare.cli.bench import save
-    from wavemare.cli.output import check_picture
+    from wavemare.cli.bench import check_picture, save
     from wavemare.files import check_writable
 
     names = tuple(SYSTEMS) if systems == "all" else tuple(filter(None, systems.split(",")))
