@@ -72,6 +72,8 @@ class Correction:
     mode = "off"
     _state_key: str | None = None
     """Name of `_state` in checkpoints."""
+    _corrects_backward = False
+    """Whether stale backward passes look weights up, to which autograd saves references."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         trainable = [p for p in parameters if p.requires_grad and p.numel()]
@@ -101,7 +103,7 @@ class Correction:
         Args:
             staleness: Optimizer steps until the micro-batch's backward pass.
         """
-        return nullcontext()
+        return self._references.kept() if staleness and self._corrects_backward else nullcontext()
 
     def correct(self, staleness: int) -> None:
         """Replace the newest weights by those of the forward pass, or their estimate.
@@ -216,16 +218,13 @@ class WeightStashing(Correction):
 
     mode = "exact"
     _state_key = "versions"
+    _corrects_backward = True
 
     def __init__(self, parameters: Iterable[Tensor], depth: int) -> None:
         super().__init__(parameters)
         self._ring = [[_unfilled(w) for w in self._weights()] for _ in range(depth)]
         self._latest = 0
         self._held = 0
-
-    def forward(self, staleness: int) -> AbstractContextManager[None]:
-        """Return the context in which autograd saves references to weights."""
-        return self._references.kept() if staleness else nullcontext()
 
     def discard_versions(self) -> None:
         """Drop all older versions."""
@@ -286,6 +285,7 @@ class VelocityCorrection(Correction):
 
     mode = "ema"
     _state_key = "deltas"
+    _corrects_backward = True
 
     def __init__(self, parameters: Iterable[Tensor], decay: float, depth: int = 1) -> None:
         super().__init__(parameters)
@@ -296,10 +296,6 @@ class VelocityCorrection(Correction):
             torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
             for w in self._weights()
         ]
-
-    def forward(self, staleness: int) -> AbstractContextManager[None]:
-        """Return the context in which autograd saves references to weights."""
-        return self._references.kept() if staleness else nullcontext()
 
     def _differences(self, weights: list[Tensor]) -> list[Tensor]:
         return list(torch._foreach_mul(self._state, self._depth)) if weights else []
