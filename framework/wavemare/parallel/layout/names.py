@@ -138,7 +138,6 @@ class _Annotator:
 
     def apply(self, names: ParallelConfig) -> None:
         """Annotate the model."""
-        whole = None
         if names.stages is not None:
             self._stages(names)
         elif "pipeline" in names.model_fields_set:
@@ -146,10 +145,8 @@ class _Annotator:
             raise PlanError(f"{self._key}.pipeline", {}, reason, f"Give {self._key}.stages")
         elif names.replica is not None:
             count = names.replica if isinstance(names.replica, int) else None
-            whole = Region(
-                kind="replica", place=self._place("replica", count or "rest"), size=count
-            )
-            tag(self._model, whole)
+            place = self._place("replica", count or "rest")
+            tag(self._model, Region(kind="replica", place=place, size=count))
         if names.split is not None:
             self._split(names.split)
 
@@ -164,24 +161,20 @@ class _Annotator:
             stages=automatic,
             size=names.replica if isinstance(names.replica, int) else None,
         )
-        chain = self._whole_chain()
+        modules = self._all_modules()
         if automatic is not None:
-            for modules in chain.modules:
-                for name in modules:
-                    tag(self._model.get_submodule(name), pipeline)
+            for module in modules:
+                tag(module, pipeline)
             return
         assert stages is not None
         assert not isinstance(stages, int)
         listed = {f"s{n}": p for n, p in enumerate(stages)} if isinstance(stages, list) else stages
         for stage, patterns in listed.items():
             for pattern in patterns:
-                region = self._stage(stage, pattern, pipeline)
+                place = self._place(f"stages.{stage}", pattern)
+                region = Region(kind="stage", name=stage, parent=pipeline, place=place)
                 for module in self._modules(pattern, f"{self._key}.stages.{stage}"):
                     tag(module, region)
-
-    def _stage(self, name: str, pattern: str, pipeline: Region) -> Region:
-        place = self._place(f"stages.{name}", pattern)
-        return Region(kind="stage", name=name, parent=pipeline, place=place)
 
     def _split(self, split: int | SplitNames) -> None:
         if isinstance(split, int):
@@ -196,17 +189,13 @@ class _Annotator:
 
     def _all_modules(self) -> list[nn.Module]:
         """Return the modules of all layers."""
-        chain = self._whole_chain()
-        return [self._model.get_submodule(name) for names in chain.modules for name in names]
+        if self._chain is None:
+            raise self._no_chain
+        return [self._model.get_submodule(name) for names in self._chain.modules for name in names]
 
     def _modules(self, pattern: str, key: str) -> list[nn.Module]:
         found = matches(self._model, self._chain, pattern, key)
         return [self._model.get_submodule(name) for name in found]
-
-    def _whole_chain(self) -> NamedChain:
-        if self._chain is None:
-            raise self._no_chain
-        return self._chain
 
     def _place(self, name: str, value: object) -> str:
         return f"{self._key}.{name} = {value!r}"
