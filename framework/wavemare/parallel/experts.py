@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from wavemare.engine.waves.passes import wait
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.layers import GroupMap
-from wavemare.parallel.tensor.partition import check_equal_weights
+from wavemare.parallel.tensor.partition import check_equal_weights, gather_parts
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Types of models that are tested."""
@@ -70,10 +70,8 @@ def whole_experts(parameter: Tensor) -> Tensor:
     """Return all experts of a parameter on the first rank of its group; all ranks call this."""
     group = vars(parameter)["expert_group"]
     own = parameter.detach().contiguous()
-    first = dist.get_rank(group) == 0
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))] if first else None
-    dist.gather(own, parts, group=group, group_dst=0)
-    return own if parts is None else torch.cat(parts)
+    parts = gather_parts(own, group)
+    return torch.cat(parts) if parts else own
 
 
 def _forward(

@@ -143,7 +143,7 @@ def gather_weights(state: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]
             continue
         partition = partition_of(part)
         own = without_zero3(part)
-        parts = [own] if partition is None else _gather(own, group)
+        parts = [own] if partition is None else gather_parts(own, group)
         if dist.get_rank(group):
             merged[id(part)] = part
         else:
@@ -180,7 +180,7 @@ def without_zero3(part: Tensor) -> Tensor:
         return part.detach().clone()
 
 
-def _gather(part: Tensor, group: Any) -> list[Tensor]:
+def gather_parts(part: Tensor, group: Any) -> list[Tensor]:
     """Return the ranks' tensors, of one shape, on the group's first rank; elsewhere nothing."""
     first = dist.get_rank(group) == 0
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))] if first else []
