@@ -47,7 +47,7 @@ def execute(
     Raises:
         PlanError: Ranks wait for each other, or for what never comes.
     """
-    ranks = _rank_of(plan)
+    ranks = {action.stage: rank for rank, actions in enumerate(plan.ranks) for action in actions}
     ready = deque(range(len(plan.ranks)))
     channels: dict[tuple[int, int], _Channel] = {}
     norms = Counter(a.micro_batch for row in plan.ranks for a in row if a.kind is Kind.NORM)
@@ -176,10 +176,6 @@ class _Rendezvous(_Channel):
 
     def _arrival(self, message: Message, clock: float) -> float:
         return max(clock, self.pending.pop(message)) + self.latency(message[1])
-
-
-def _rank_of(plan: Plan) -> dict[int, int]:
-    return {action.stage: rank for rank, actions in enumerate(plan.ranks) for action in actions}
 
 
 def _stuck(plan: Plan, ranks: Mapping[int, int], positions: list[int]) -> PlanError:

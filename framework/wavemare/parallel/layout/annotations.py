@@ -82,8 +82,8 @@ def stage(name: str | None = None) -> Scope:
     Args:
         name: The stage's; one of its own if omitted.
     """
-    region = Region(kind="stage", place=_caller(), name=name)
-    return Scope(region if name is not None else _as_stage(region))
+    name = name if name is not None else f"stage {next_serial()}"
+    return Scope(Region(kind="stage", place=_caller(), name=name))
 
 
 def split(size: int) -> Scope:
@@ -145,12 +145,6 @@ def tag(module: nn.Module, region: Region) -> None:
 def is_annotated(model: Any) -> bool:
     """Whether a module of a model has an annotation."""
     return isinstance(model, nn.Module) and any(own_region(m) is not None for m in model.modules())
-
-
-def _as_stage(region: Region) -> Region:
-    values = {name: getattr(region, name) for name in ("place", "parent", "serial")}
-    name = region.name if region.name is not None else f"stage {region.serial}"
-    return Region(kind="stage", name=name, **values)
 
 
 def _caller() -> str:
