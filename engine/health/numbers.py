@@ -31,6 +31,7 @@ from wavemare.engine.health.nonfinite_trace import (
     loss_of,
     trace,
 )
+from wavemare.engine.launch.group import gather
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.seams import replaced
 from wavemare.errors import NumericsError
@@ -66,9 +67,7 @@ class StepConsensus:
         """Return the values of all ranks, in the same order everywhere; all must call it."""
         found = list(own)
         for group in self._groups:
-            parts: list[list[_T]] = [[] for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(parts, found, group=group)
-            found = [one for part in parts for one in part]
+            found = [one for part in gather(found, group) for one in part]
         return found
 
 

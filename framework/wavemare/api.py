@@ -22,6 +22,7 @@ from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.config.shape import check_complete
 from wavemare.engine.health.watchdog import acquire
 from wavemare.engine.initialize import file_plan, read_config
+from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures
@@ -260,9 +261,7 @@ def _replicas(settings: LocalStepsConfig, model: Any, mpu: Any) -> ProcessGrid:
         reason = "replicas are made of whole models of one rank"
         remedy = "Leave out mpu, mesh_param, pipelines and DeepSpeed's layers of experts"
         raise ConfigError(f"{key}.mode", settings.mode, reason, remedy)
-    own = settings.model_dump_json(), socket.gethostname()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    found = gather((settings.model_dump_json(), socket.gethostname()))
     for rank, (other, _) in enumerate(found):
         if other != found[0][0]:
             reason = f"rank {rank} has {other} instead"

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from wavemare.bench.request import GptRequest, Request
@@ -41,13 +40,6 @@ def interleaved(
         first = turn % len(items)
         for item in (*items[first:], *items[:first]):
             yield number > 0, item
-
-
-def gather(value: Any) -> list[Any]:
-    """Return every rank's value, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def ratio_row(rounds_s: Sequence[float], baseline_s: Sequence[float] | None) -> dict[str, Any]:

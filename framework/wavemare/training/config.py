@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, load_config, zero_section
 from wavemare.engine.config.shape import is_enabled
+from wavemare.engine.launch.group import gather
 from wavemare.errors import ConfigError, PlanError
 from wavemare.files import atomic_write_text
 from wavemare.parallel.layout.layout import Layout
@@ -218,11 +219,7 @@ class BalanceController:
 
     def _agree(self) -> None:
         # The run folder may be local to each machine, and hold a plan on some of them.
-        from torch import distributed as dist
-
-        own = None if self.plan is None else self.plan.digest[:12]
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
+        found = gather(None if self.plan is None else self.plan.digest[:12])
         for rank, theirs in enumerate(found):
             if theirs != found[0]:
                 reason = f"rank 0 has read {found[0] or 'no plan'}, rank {rank} {theirs or 'none'}"

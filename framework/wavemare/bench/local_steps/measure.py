@@ -34,9 +34,10 @@ from wavemare.bench.local_steps.request import (
     TORCHFT,
     LocalStepsRequest,
 )
-from wavemare.bench.ranks import build_gpt, gather, interleaved, ratio_row
+from wavemare.bench.ranks import build_gpt, interleaved, ratio_row
 from wavemare.bench.sparse.step import EngineSystem, StepSample, StepSystem, TorchSystem, run_round
 from wavemare.engine.config.sections import OuterConfig
+from wavemare.engine.launch.group import gather
 from wavemare.observe import Screen
 from wavemare.parallel.planner.local_steps import SlowLink
 

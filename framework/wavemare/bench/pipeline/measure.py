@@ -22,7 +22,8 @@ from wavemare.bench.pipeline.runner import (
 )
 from wavemare.bench.pipeline.systems import BUILDERS
 from wavemare.bench.pipeline.workload import Workload, build_workload
-from wavemare.bench.ranks import gather, interleaved, ratio_row
+from wavemare.bench.ranks import interleaved, ratio_row
+from wavemare.engine.launch.group import gather
 from wavemare.files import atomic_write_bytes, atomic_write_text
 from wavemare.models.timing import device_time
 from wavemare.observe import Screen
