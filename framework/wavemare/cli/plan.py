@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wavemare.bench.request import option
 from wavemare.errors import ConfigError
 from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
 
@@ -210,7 +211,7 @@ def show(
 
     The exit code is 2 if the plan cannot be run.
     """
-    costs_ms = {_option(n): context.params[n] for n in _TIMES if context.params[n] is not None}
+    costs_ms = {option(n): context.params[n] for n in _TIMES if context.params[n] is not None}
     if csv and text:
         raise ConfigError("--csv", csv, "--text prints another form", "Leave out one of them")
     if schedule.startswith(_FILE):
@@ -221,17 +222,13 @@ def show(
     _present(plan, costs_ms, memory_limit=memory_limit, form=form, folder=output)
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _read_plan(context: typer.Context, file: Path) -> Plan:
     from wavemare.pipeline.plan.files import read_plan
 
     for name in (*_SIZES, *_OF_A_PLAN):
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
-            key, reason = _option(name), "the plan in the file has its own"
+            key, reason = option(name), "the plan in the file has its own"
             raise ConfigError(key, context.params[name], reason, f"Leave out {key}")
     return read_plan(file, "--schedule")
 
@@ -243,8 +240,8 @@ def _make_plan(schedule: str, params: Mapping[str, Any], costs_ms: Mapping[str, 
     for name, others in _OF_A_SCHEDULE.items():
         if params[name] and schedule not in others:
             reason = f"the schedule {schedule!r} does not have it"
-            remedy = f"Leave it out, or give {_option(name)} with {' or '.join(others)}"
-            raise ConfigError(_option(name), params[name], reason, remedy)
+            remedy = f"Leave it out, or give {option(name)} with {' or '.join(others)}"
+            raise ConfigError(option(name), params[name], reason, remedy)
     stages, *_ = sizes = [params[name] for name in _SIZES]
     numbers = [*sizes, params["chunks"] or 1]
     if math.prod(max(number, 1) for number in numbers) > _MOST_PASSES:
