@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -130,17 +131,11 @@ def _build_torch(
     return TorchRunner(made, build_optimizer(*own.values()), workload, place, **ends)
 
 
-def _build_deepspeed(workload: Workload, place: Place) -> Runner:
-    module = _module(deepspeed.PipelineModule, workload, place, parts=place.stages)
-    engine = _initialize(deepspeed.initialize, module, _config(workload, place))
-    return EngineRunner(engine, workload.batches, record_actions(engine, place).take)
-
-
-def _build_dualpipev(workload: Workload, place: Place) -> Runner:
-    """Each rank holds two of twice as many parts."""
-    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
-
-    module = _module(DualPipeVModule, workload, place, parts=2 * place.stages)
+def _build_deepspeed(
+    workload: Workload, place: Place, *, kind: Any = deepspeed.PipelineModule, chunks: int = 1
+) -> Runner:
+    """Build DeepSpeed's engine; each rank holds so many parts."""
+    module = _module(kind, workload, place, parts=chunks * place.stages)
     engine = _initialize(deepspeed.initialize, module, _config(workload, place))
     return EngineRunner(engine, workload.batches, record_actions(engine, place).take)
 
@@ -168,7 +163,7 @@ def _build_wavemare(
 
 BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
     BASELINE: _build_deepspeed,
-    "deepspeed-dualpipev": _build_dualpipev,
+    "deepspeed-dualpipev": partial(_build_deepspeed, kind=DualPipeVModule, chunks=2),
     "torch-1f1b": partial(_build_torch, schedule=Schedule1F1B, homes=range),
     "torch-interleaved": partial(
         _build_torch, schedule=ScheduleInterleaved1F1B, homes=partial(loop, chunks=2)
