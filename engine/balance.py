@@ -70,19 +70,21 @@ class Balance(Feature):
         Raises:
             DataError: A mean over tokens is wanted of a batch without ``labels=``.
         """
-        if not self.counts_tokens:
-            return loss * self._share
-        if self._labels is None:
+        if self.counts_tokens and self._labels is None:
             reason = "the model was called without labels=, whose tokens are counted"
             remedy = 'Pass labels by name, or set wavemare.balance.mean to "samples"'
             raise DataError("labels", None, reason, remedy)
-        return self._weighted_by_tokens(loss, self._labels, self._shifts)
+        return self.of_labels(loss, self._labels, self._shifts)
 
-    def of_labels(self, loss: Tensor, labels: Tensor, shifts: bool) -> Tensor:
+    def of_labels(self, loss: Tensor, labels: Tensor | None, shifts: bool) -> Tensor:
         """Return a micro-batch's loss as the average over ranks needs it."""
         if not self.counts_tokens:
             return loss * self._share
-        return self._weighted_by_tokens(loss, labels, shifts)
+        assert labels is not None
+        own = count_labels(labels, shifts)
+        total = own.clone()
+        dist.all_reduce(total, group=self._group)
+        return _zero_without_tokens(loss, own) * (own * self._ranks / total.clamp(min=1))
 
     def sampler(self, dataset: Sized, *, shuffle: bool) -> ShareSampler:
         """Return the sampler of this rank's part of a dataset."""
@@ -93,12 +95,6 @@ class Balance(Feature):
             stride=sum(self.shares),
             shuffle=shuffle,
         )
-
-    def _weighted_by_tokens(self, loss: Tensor, labels: Tensor, shifts: bool) -> Tensor:
-        own = count_labels(labels, shifts)
-        total = own.clone()
-        dist.all_reduce(total, group=self._group)
-        return _zero_without_tokens(loss, own) * (own * self._ranks / total.clamp(min=1))
 
 
 def count_labels(labels: Tensor, shifts: bool) -> Tensor:
