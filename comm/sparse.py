@@ -20,12 +20,13 @@ from wavemare.comm.config import HALVES, MODES, CompressorConfig, Mode
 from wavemare.comm.executors import EXECUTORS_BY_MODE, Scratch
 from wavemare.comm.kernels import DTYPES, num_blocks
 from wavemare.comm.reduction import Bucket, Hierarchy, Reduction
-from wavemare.comm.selection.selector import ExecutorChoice, calibrate, choose_executor
 from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
+from wavemare.comm.selection.selector import ExecutorChoice, calibrate, choose_executor
 from wavemare.comm.statistics import Statistics, Timer, Totals
 from wavemare.comm.transport import open_transport
 from wavemare.comm.transport.choice import Choice, Staging
 from wavemare.errors import ConfigError, check_number, did_you_mean
+
 
 class SparseComm:
     """Sums gradients over a group of ranks; only blocks that are not zero travel.

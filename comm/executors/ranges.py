@@ -16,6 +16,7 @@ from wavemare.comm.executors.base import CollectiveCall, num_chunks, pipelined
 from wavemare.comm.executors.push_pull import begin_push
 from wavemare.comm.kernels import num_blocks
 
+
 def equal_ranges(numel: int, block: int, num_ranks: int) -> list[OwnedRange]:
     """Return one range of whole blocks for each rank, all of about the same size."""
     blocks = num_blocks(numel, block)

@@ -23,8 +23,8 @@ from wavemare.engine.experts import ExpertsMixin
 from wavemare.engine.health.stage_numbers import StageWatch
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Recorder
-from wavemare.engine.pipe.stage_optimizer import LayerwiseNorm
 from wavemare.engine.pipe.micro_batch import as_tuple, to_device
+from wavemare.engine.pipe.stage_optimizer import LayerwiseNorm
 from wavemare.errors import ModelError
 from wavemare.pipeline.plan.lowering import Pair, ahead, in_pairs
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind

@@ -27,7 +27,6 @@ from wavemare.pipeline.plan.plan import Action, Kind
 from wavemare.pipeline.plan.run_plan import RunPlan
 from wavemare.pipeline.plan.schedules import OVERLAP_SLACK, SEND_SLOTS
 
-
 _OVERLAP = "wavemare.pipeline.overlap_forward_backward"
 
 

@@ -19,11 +19,11 @@ from deepspeed.runtime.pipe.schedule import PipeSchedule
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.engine import Handlers, StepSchedule
-from wavemare.engine.pipe.stage_optimizer import LayerwiseNorm
 from wavemare.engine.pipe.linked import FlushingEngine
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_leaves
 from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.pipe.split_backward import SavedBytes, SplitBackward
+from wavemare.engine.pipe.stage_optimizer import LayerwiseNorm
 from wavemare.errors import ConfigError, PlanError
 from wavemare.pipeline.clock.simulate import Event, measured_costs, simulate
 from wavemare.pipeline.plan.automatic import EQUAL_PASSES, lower_bound

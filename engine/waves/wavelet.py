@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
-from torch import Tensor, distributed as dist
+from torch import Tensor
+from torch import distributed as dist
 
 from wavemare.engine.context import EngineContext
 from wavemare.engine.seams import discard_open_step

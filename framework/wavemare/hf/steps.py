@@ -201,9 +201,7 @@ class StepLoss:
     def _mean(self, logits: Any, labels: Tensor) -> Tensor:
         if self._smoother is None:
             return self.inner(logits, labels)
-        return self._smoother(
-            (whole_logits(self, logits),), labels, shift_labels=self._shifts
-        )
+        return self._smoother((whole_logits(self, logits),), labels, shift_labels=self._shifts)
 
 
 def whole_logits(loss: Any, logits: Any) -> Any:

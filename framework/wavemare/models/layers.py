@@ -150,7 +150,8 @@ class TiedHead(PipelineLayer):
 
     def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
         """Return logits, (batch, sequence, vocabulary)."""
-        return F.linear(hidden, self.tied.embedding.weight, self.bias)
+        weight: Any = self.tied.embedding.weight
+        return F.linear(hidden, weight, self.bias)
 
     def untied(self) -> Head:
         """Return a head with a copy of the weight; the bias is the same parameter."""

@@ -4,10 +4,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
-from wavemare.bench.sparse.peers.hitopk import ms_topk
 from wavemare.bench.sparse.peers.base import decode, encode
+from wavemare.bench.sparse.peers.hitopk import ms_topk
 from wavemare.bench.sparse.peers.zen import hash_partition, owners
 
 

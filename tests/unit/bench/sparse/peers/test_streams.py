@@ -2,7 +2,8 @@
 """Sparse streams of SparCML, against dense vectors."""
 
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wavemare.bench.sparse.peers.sparcml import SparseStream
 

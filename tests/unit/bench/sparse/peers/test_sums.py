@@ -9,7 +9,8 @@ import torch
 
 from wavemare.bench.sparse.measure import make_gradient
 from wavemare.bench.sparse.peers import PEERS, OmniReduce
-from wavemare.bench.sparse.request import PEERS as NAMES, Case, SparseRequest
+from wavemare.bench.sparse.request import PEERS as NAMES
+from wavemare.bench.sparse.request import Case, SparseRequest
 
 BLOCK = 16
 EXACT = [name for name in NAMES if not name.startswith(("sparcml-dsar-", "hitopk", "deepreduce"))]
