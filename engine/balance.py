@@ -77,10 +77,6 @@ class Balance(Feature):
             raise DataError("labels", None, reason, remedy)
         return self._weighted_by_tokens(loss, self._labels, self._shifts)
 
-    def weighted_loss(self, loss_fn: Callable[..., Tensor], module: nn.Module) -> WeightedLoss:
-        """Return a pipeline's loss function with weights while the pipeline trains."""
-        return WeightedLoss(self, loss_fn, module)
-
     def of_labels(self, loss: Tensor, labels: Tensor, shifts: bool) -> Tensor:
         """Return a micro-batch's loss as the average over ranks needs it."""
         if self._mean == "samples":
@@ -198,7 +194,7 @@ def attach_balance(engine: EngineContext, config: BalanceConfig) -> Balance | No
         balance.watch(module)
         return balance
     if module.loss_fn is not None:
-        weighted = balance.weighted_loss(module.loss_fn, module)
+        weighted = WeightedLoss(balance, module.loss_fn, module)
         module._modules.pop("loss_fn", None)  # a loss that is a module would refuse a function
         module.loss_fn = weighted
     return None

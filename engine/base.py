@@ -68,15 +68,14 @@ class EngineMixin(CheckpointMixin):
         describe_partitions(self)
         if settings.pipeline.is_asynchronous:
             refresh_by_stage(self)
-        if settings.sparse_collective.mode != "off" and self.basic_optimizer is not None:
-            self.sparse = attach_sparse_gradients(
-                self, settings.sparse_collective, settings.watchdog.collective_timeout_s
-            )
         balance = attach_balance(self, settings.balance)
         self.guard = attach_guard(self, settings.guard)
+        # The last two open links: an engine that is refused must not.
+        timeout_s = settings.watchdog.collective_timeout_s
+        if settings.sparse_collective.mode != "off" and self.basic_optimizer is not None:
+            self.sparse = attach_sparse_gradients(self, settings.sparse_collective, timeout_s)
         replicas = None
         if self._replicas is not None and self.basic_optimizer is not None:
-            timeout_s = settings.watchdog.collective_timeout_s
             replicas = LocalSteps(self, settings.local_steps, timeout_s)
         self.features = tuple(filter(None, (balance, self.guard, self.sparse, replicas)))
 

@@ -135,6 +135,7 @@ class EngineContext(Protocol):
     _running_engine_backward: bool
     _running_engine_backward_count: int
     _running_engine_backward_lock: Any
+    _running_engine_step: bool
     _unmanaged_backward_count: int
 
     def before_backward(self, loss: Tensor) -> Tensor:

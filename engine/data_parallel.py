@@ -47,10 +47,12 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
 
     def _broadcast_model(self) -> None:
         """Give all ranks the weights of the first, where DeepSpeed's method reaches one replica."""
-        super()._broadcast_model()
-        if self._replicas is not None:
-            for parameter in self.module.parameters():
-                dist.broadcast(parameter.data.view(torch.uint8), 0)
+        if self._replicas is None:
+            super()._broadcast_model()
+            return
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.contiguous()  # masters are flat views of it
+            dist.broadcast(parameter.data.view(-1).view(torch.uint8), 0)
 
     def _get_ckpt_name(self, path: str, tag: str, *args: Any, **kwargs: Any) -> str:
         """Return a file of weights as DeepSpeed's method of that name, of this replica."""

@@ -229,15 +229,14 @@ def _with_sizes(
     """Return the configuration with batch sizes, and with the optimizer of the policy."""
     world_size = dist.get_world_size()
     replicas = getattr(getattr(mpu, "replicas", None), "size", 1)
+    shares_samples = "sequence_parallel_size" in config or config.get("tensor_parallel")
     if mpu is not None:
         data_ranks = _data_ranks_of(mpu, world_size) * replicas
-    elif mesh_param is None and not _shards_the_batch_otherwise(config):
+    elif mesh_param is None and not shares_samples:
         data_ranks = world_size // _stages(model, ours)
     elif not ours.balance.is_active:
-        return (
-            config,
-            ours,
-        )  # DeepSpeed counts the data ranks of its own tensor and sequence parallelism
+        # DeepSpeed counts the data ranks of its own tensor and sequence parallelism.
+        return config, ours
     else:
         reason = "the ranks of DeepSpeed's own tensor and sequence parallelism share samples"
         given = ours.balance.model_dump(exclude_unset=True)
@@ -325,10 +324,6 @@ def _stages(model: Any, ours: WavemareConfig) -> int:
             "Remove the key, or build the model with that number of stages",
         )
     return built * int(grid.get_slice_parallel_world_size())
-
-
-def _shards_the_batch_otherwise(config: Mapping[str, Any]) -> bool:
-    return "sequence_parallel_size" in config or bool(config.get("tensor_parallel"))
 
 
 def _without_compiled_optimizer(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:

@@ -55,24 +55,23 @@ class LocalSteps(Feature):
     key = "local_steps"
 
     def __init__(self, engine: EngineContext, config: LocalStepsConfig, timeout_s: float) -> None:
+        if config.warmup_steps and any(getattr(m, "sparse", 0) for m in engine.module.modules()):
+            reason = "replicas have sparse gradients of different rows, which have no mean"
+            remedy = "Leave it out, or build embeddings without sparse=True"
+            raise ConfigError(f"{_KEY}.warmup_steps", config.warmup_steps, reason, remedy)
         self._engine, self._config = engine, config
         self._adapter = adapt(engine)
         on_device = config.copies == "device"
         self._device = engine.device if on_device else torch.device("cpu")
-        self._replicas = engine.mpu.replicas.size
+        replicas = engine.mpu.replicas
+        self._replicas = replicas.size
         self._momentum_rate = 0.0 if config.mode == "average" else config.outer.momentum
         sizes = [size for size, _ in self._adapter.masters()]
         self._parts = fragments_of(sizes, config.fragments)
         self._flights: list[_Flight] = []
         self._figures: dict[str, float] = {}
-        self._link = ReplicaLink(
-            engine.mpu.replicas.group, timeout_s=timeout_s, device=self._device
-        )
+        self._link = ReplicaLink(replicas.group, timeout_s=timeout_s, device=self._device)
         self._bytes = 0
-        if config.warmup_steps and any(getattr(m, "sparse", 0) for m in engine.module.modules()):
-            reason = "replicas have sparse gradients of different rows, which have no mean"
-            remedy = "Leave it out, or build embeddings without sparse=True"
-            raise ConfigError(f"{_KEY}.warmup_steps", config.warmup_steps, reason, remedy)
         if _norms(engine):
             logger.warning(
                 "local_steps: statistics of batch normalization are averaged only by synchronize()"
@@ -102,7 +101,7 @@ class LocalSteps(Feature):
         step = self._engine.global_steps + 1
         if step <= self._config.warmup_steps:
             gradients = self._adapter.gradients()
-            flat = torch.cat([g.reshape(-1).to(self._device, torch.float32) for g in gradients])
+            flat = torch.cat([g.reshape(-1).float() for g in gradients]).to(self._device)
             mean = self._link.send(Header(step, -1, flat.numel(), _FP32), flat).wait()
             for gradient, part in zip(
                 gradients, mean.split([g.numel() for g in gradients]), strict=True
@@ -224,12 +223,13 @@ class LocalSteps(Feature):
 
     def _read(self, number: int) -> Tensor:
         """Return a copy of this rank's masters of a fragment: (E,), float32, maybe empty."""
-        empty = torch.empty(0, device=self._device)
-        return torch.cat([empty, *(own.to(self._device) for own in self._own(number))])
+        empty = torch.empty(0, device=self._engine.device)
+        return torch.cat([empty, *self._own(number)]).to(self._device)
 
     def _write(self, number: int, weights: Tensor) -> None:
         own = self._own(number)
-        for master, part in zip(own, weights.split([o.numel() for o in own]), strict=True):
+        parts = weights.to(self._engine.device).split([master.numel() for master in own])
+        for master, part in zip(own, parts, strict=True):
             master.copy_(part)
 
     # --- checkpoints ------------------------------------------------------------------------------

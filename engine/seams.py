@@ -96,7 +96,7 @@ ATTRIBUTES = {
     "runtime.bf16_optimizer.BF16_Optimizer": """clip_grad fp32_groups_gradients_flat
         fp32_groups_has_gradients mpu non_expert_gradients""",
     "runtime.engine.DeepSpeedEngine": """_running_engine_backward _running_engine_backward_lock
-        _running_engine_backward_count has_moe_layers save_non_zero_checkpoint
+        _running_engine_backward_count _running_engine_step has_moe_layers save_non_zero_checkpoint
         _unmanaged_backward_count""",
     "runtime.pipe.engine.PipelineEngine": "_compute_loss eval_return_logits fwd_outputs",
     "runtime.pipe.module.PipelineModule": "_layer_specs _local_start _local_stop tied_comms",
@@ -248,6 +248,6 @@ def discard_open_step(engine: EngineContext) -> None:
     adapt(engine).discard_gradients()
     engine._unmanaged_backward_count = 0
     engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
-    if engine.pipeline_parallelism:
-        for name in engine.timers.timers:  # an error leaves them running
-            engine.timers(name).reset()
+    engine._running_engine_step = False
+    for name in engine.timers.timers:  # an error leaves them running
+        engine.timers(name).reset()

@@ -119,7 +119,8 @@ class TorchTransport(Transport):
 
     def split(self, colour: int) -> TorchTransport:
         """Return a transport among the ranks of one colour; collective."""
-        mine = torch.tensor([colour, _random_name()])
+        # Not torch's generator, whose state training depends on.
+        mine = torch.tensor([colour, secrets.randbits(62)])
         gathered = mine.new_empty(self.size, 2)
         self.all_gather(mine, gathered)
         table = gathered.tolist()
@@ -270,10 +271,6 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> s
         return "nccl"
     beside = kind == "cpu" and "nccl" in backends.values()
     return "gloo" if beside or "gloo" in backends.values() else None
-
-
-def _random_name() -> int:
-    return secrets.randbits(62)  # not torch's generator, whose state training depends on
 
 
 def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int] | None:

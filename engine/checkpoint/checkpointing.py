@@ -133,7 +133,7 @@ class CheckpointMixin(DeepSpeedEngine):
             self._writers = background_group()
         zipped = getattr(self.checkpoint_engine, "zipped", True)
         files = RankFiles(self.global_rank, background=background, zipped=zipped)
-        owner = _owns_folder(self)
+        owner = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
         if owner:
             files.attempt(str(folder), lambda: _tidy(folder, (folder / tag).parent))
         with self._writes_to(files), self.without_expert_files():
@@ -392,10 +392,6 @@ def _manifest(engine: EngineContext, runs: list[str]) -> dict[str, Any]:
         "untied": untied_weights(engine),
         "plan": None if plan is None else {"digest": plan.digest, "layout": layout},
     }
-
-
-def _owns_folder(engine: EngineContext) -> bool:
-    return bool((engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0)
 
 
 def _rank_file(rank: int) -> str:

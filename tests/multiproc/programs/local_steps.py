@@ -337,10 +337,12 @@ def experts(local):
 class Normed(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.out = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        self.norm, self.out = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+        self.out.weight.data = torch.randn(4, 2).t()  # not contiguous
+        self.scale = torch.nn.Parameter(torch.ones(()))
 
     def forward(self, values):
-        return self.out(self.norm(values)).square().mean()
+        return self.scale * self.out(self.norm(values)).square().mean()
 
 
 def statistics(local):

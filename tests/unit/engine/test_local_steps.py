@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local steps: what is refused by name, who forms a replica, and how weights are dealt."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from wavemare.engine.config.resolve import check_config
 from wavemare.engine.config.sections import LocalStepsConfig
-from wavemare.engine.local_steps import fragments_of
+from wavemare.engine.local_steps import LocalSteps, fragments_of
 from wavemare.errors import ConfigError
 from wavemare.parallel.layout.grid import replica_size
 
@@ -110,6 +113,12 @@ def test_unequal_hosts_and_a_single_replica_are_refused(replica, hosts, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         replica_size(LocalStepsConfig(mode="diloco", replica=replica), list(hosts))
     assert caught.value.key == f"{KEY}.replica"
+
+
+def test_a_refused_model_opens_no_link():
+    engine = SimpleNamespace(module=torch.nn.Embedding(4, 2, sparse=True))  # and no group
+    with pytest.raises(ConfigError, match="sparse gradients of different rows"):
+        LocalSteps(engine, LocalStepsConfig(mode="diloco", warmup_steps=1), 1.0)
 
 
 def test_parameters_are_dealt_to_fragments_by_size():

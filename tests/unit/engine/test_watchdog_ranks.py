@@ -36,12 +36,13 @@ def fail():
 
 def group_of(folder, rank):
     store = FileStore(str(folder / "store"), 2)
-    store.set_timeout(timedelta(seconds=60))
+    store.set_timeout(timedelta(seconds=0.1))
     return store, rank, 2
 
 
 def run_peer(pipe, group, config, machine):
     watchdog = Watchdog(config, Progress(), os._exit, os._exit, machine).start()
+    time.sleep(0.3)  # ranks may be late, whatever the time limit of their store
     watchdog.meet(group_of(*group))
     worker = os.fork()  # as of a data loader: it outlives this rank
     if worker == 0:
