@@ -14,9 +14,10 @@ from wavemare.training.setup import adapt_accumulation, connect, load_run, resum
 
 def test_no_time_limit_counts_while_the_first_rank_converts(tmp_path, monkeypatch):
     done, place = threading.Event(), {"world_size": 2, "folder": tmp_path, "foreign": "tag"}
-    convert = "wavemare.training.setup.convert_checkpoint"
-    monkeypatch.setattr(convert, lambda *_: time.sleep(0.5) or done.set())
-    monkeypatch.setattr("wavemare.init_distributed", lambda: None)
+    here = "wavemare.training.setup"
+    monkeypatch.setattr(f"{here}.convert_checkpoint", lambda *_: time.sleep(0.5) or done.set())
+    for name in ("wavemare.init_distributed", "transformers.set_seed", f"{here}.quiet_libraries"):
+        monkeypatch.setattr(name, lambda *_: None)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     place |= {"arguments": SimpleNamespace(seed=0), "balance": SimpleNamespace(config={})}
     first, other = (SimpleNamespace(rank=rank, **place) for rank in range(2))
