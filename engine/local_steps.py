@@ -61,8 +61,7 @@ class LocalSteps(Feature):
             raise ConfigError(f"{_KEY}.warmup_steps", config.warmup_steps, reason, remedy)
         self._engine, self._config = engine, config
         self._adapter = adapt(engine)
-        on_device = config.copies == "device"
-        self._device = engine.device if on_device else torch.device("cpu")
+        self._device = engine.device if config.copies == "device" else torch.device("cpu")
         replicas = engine.mpu.replicas
         self._replicas = replicas.size
         self._momentum_rate = 0.0 if config.mode == "average" else config.outer.momentum
@@ -99,10 +98,14 @@ class LocalSteps(Feature):
         """Average the gradients over the replicas in a warm-up; the step is always made."""
         self._figures = {}
         step = self._engine.global_steps + 1
+        if step == 1:  # weights may have been loaded into the module since
+            self._common = [self._read(number) for number in range(self._config.fragments)]
         if step <= self._config.warmup_steps:
             gradients = self._adapter.gradients()
             flat = torch.cat([g.reshape(-1).float() for g in gradients]).to(self._device)
             mean = self._link.send(Header(step, -1, flat.numel(), _FP32), flat).wait()
+            if not self._engine.gradient_average:
+                mean *= self._replicas
             for gradient, part in zip(
                 gradients, mean.split([g.numel() for g in gradients]), strict=True
             ):
@@ -112,7 +115,8 @@ class LocalSteps(Feature):
     def after_step(self) -> None:
         """Apply what is due, then send the fragment whose turn it is.
 
-        The other order would send the steps of a message in flight a second time.
+        The other order would send the steps of a message in flight a second time. At a turn all
+        messages are due, unless the run has resumed with another schedule.
         """
         every, count = self._config.every, self._config.fragments
         step = self._engine.global_steps - self._config.warmup_steps
@@ -120,9 +124,9 @@ class LocalSteps(Feature):
             self._begin()
         if step <= 0:
             return
-        self._deliver(step)
         for number in range(count):
             if (step - number * every // count) % every == 0:
+                self._deliver(math.inf)
                 self._send(number, step)
         self._deliver(step)
 
@@ -263,6 +267,10 @@ class LocalSteps(Feature):
         if not state:
             return  # a checkpoint without local steps: `reset` has begun with its weights
         same = state["replicas"] == self._replicas
+        steps, warmup = self._engine.global_steps, self._config.warmup_steps
+        if same and steps < warmup:
+            reason = f"the replicas of this checkpoint of step {steps} step alone already"
+            raise CheckpointError(f"{_KEY}.warmup_steps", warmup, reason, f"Give {steps} or less")
         lists = {"common": self._common, "momentum": self._momentum}
         if same:
             lists["residual"] = self._residual
@@ -311,12 +319,9 @@ def _finite(message: Message) -> Tensor:
     """Return the mean of a message that has come; all replicas have the same one."""
     mean = message.wait()
     if not bool(mean.isfinite().all()):
-        raise NumericsError(
-            _KEY,
-            message.header.fragment,
-            "the mean change of this fragment is not finite, on all replicas: one has diverged",
-            "Resume from the last checkpoint, with a smaller learning rate",
-        )
+        reason = "the mean change of this fragment is not finite, on all replicas: one has diverged"
+        remedy = "Resume from the last checkpoint, with a smaller learning rate"
+        raise NumericsError(_KEY, message.header.fragment, reason, remedy)
     return mean
 
 

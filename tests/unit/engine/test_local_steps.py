@@ -15,13 +15,12 @@ from wavemare.parallel.layout.grid import replica_size
 KEY = "wavemare.local_steps"
 ON = {"mode": "diloco"}
 BF16 = {"bf16": {"enabled": True}}
+CPU = {"device": "cpu"}
 
 
 def check(local, config=None, **ours):
-    section = {**ours, "local_steps": local}
-    check_config(
-        {"train_micro_batch_size_per_gpu": 1, **(config or {}), "wavemare": section}, world_size=4
-    )
+    given = {"train_micro_batch_size_per_gpu": 1, **(config or {})}
+    check_config({**given, "wavemare": {**ours, "local_steps": local}}, world_size=4)
 
 
 def zero(stage, **more):
@@ -53,11 +52,7 @@ def test_keys_without_effect_and_values_that_cannot_be_are_refused(local, key):
         (zero(3), {}, "zero_optimization.stage"),
         (BF16, {}, "bf16.enabled"),
         ({**zero(1), "fp16": {"enabled": True}}, {}, "fp16.enabled"),
-        (
-            zero(2, offload_optimizer={"device": "cpu"}),
-            {},
-            "zero_optimization.offload_optimizer.device",
-        ),
+        (zero(2, offload_optimizer=CPU), {}, "zero_optimization.offload_optimizer.device"),
         (zero(2, cpu_offload=True), {}, "zero_optimization.cpu_offload"),
         (zero(2, zenflow={"topk_ratio": 0.1}), {}, "zero_optimization.zenflow"),
         ({"optimizer": {"type": "OneBitAdam"}}, {}, "optimizer.type"),
