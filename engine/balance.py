@@ -49,7 +49,7 @@ class Balance(Feature):
 
     def watch(self, module: nn.Module) -> None:
         """Remember the labels that a model is called with, for means over tokens."""
-        if self._mean == "samples":
+        if not self.counts_tokens:
             return
 
         def note(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -69,19 +69,20 @@ class Balance(Feature):
         Raises:
             DataError: A mean over tokens is wanted of a batch without ``labels=``.
         """
-        if self._mean == "samples":
-            return loss * self._share
-        if self._labels is None:
+        if self._labels is None and self.counts_tokens:
             reason = "the model was called without labels=, whose tokens are counted"
             remedy = 'Pass labels by name, or set wavemare.balance.mean to "samples"'
             raise DataError("labels", None, reason, remedy)
-        return self._weighted_by_tokens(loss, self._labels, self._shifts)
+        return self.of_labels(loss, self._labels, self._shifts)
 
-    def of_labels(self, loss: Tensor, labels: Tensor, shifts: bool) -> Tensor:
+    def of_labels(self, loss: Tensor, labels: Any, shifts: bool) -> Tensor:
         """Return a micro-batch's loss as the average over ranks needs it."""
-        if self._mean == "samples":
+        if not self.counts_tokens:
             return loss * self._share
-        return self._weighted_by_tokens(loss, labels, shifts)
+        own = count_labels(labels, shifts)
+        total = own.clone()
+        dist.all_reduce(total, group=self._group)
+        return _zero_without_tokens(loss, own) * (own * self._ranks / total.clamp(min=1))
 
     @property
     def counts_tokens(self) -> bool:
@@ -97,12 +98,6 @@ class Balance(Feature):
             stride=sum(self.shares),
             shuffle=shuffle,
         )
-
-    def _weighted_by_tokens(self, loss: Tensor, labels: Tensor, shifts: bool) -> Tensor:
-        own = count_labels(labels, shifts)
-        total = own.clone()
-        dist.all_reduce(total, group=self._group)
-        return _zero_without_tokens(loss, own) * (own * self._ranks / total.clamp(min=1))
 
 
 def count_labels(labels: Tensor, shifts: bool) -> Tensor:

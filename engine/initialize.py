@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import config as stock
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.utils import groups
 
@@ -126,6 +127,7 @@ def resolve(
         PlanError: The stages would wait for each other, or miss a pass.
     """
     ours = check_config(config, world_size=dist.get_world_size())
+    _refuse_removed(config)
     if dist.get_rank() == 0:
         for warning in misplaced_keys(config):
             logger.warning(warning)
@@ -134,6 +136,17 @@ def resolve(
     config, optimizer = take_optimizer(config, model, optimizer)
     config = _without_compiled_optimizer(_without_elastic_files(config), optimizer)
     return Resolved(config, ours, optimizer)
+
+
+def _refuse_removed(config: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed has removed, in its words."""
+    for part, given, removed in (
+        ("", config, stock._REMOVED_TOP_LEVEL_CONFIG_KEYS),
+        ("zero_optimization.", zero_section(config), stock._REMOVED_ZERO_CONFIG_KEYS),
+    ):
+        for key in sorted(given.keys() & removed.keys()):
+            reason = removed[key].rstrip(". ")
+            raise ConfigError(f"{part}{key}", given[key], reason, "Leave it out")
 
 
 def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig) -> None:

@@ -292,8 +292,7 @@ def ask(peer: PeerAddress, token: str, request: Request) -> Request | Unreachabl
                 line = stream.readline(_LIMIT)
         if not line:
             return UnreachablePeer(peer, gone=True)  # it was killed just now
-        answer: Request = json.loads(line)
-        return answer
+        return json.loads(line)
     except ConnectionError:
         return UnreachablePeer(peer, gone=True)
     except (OSError, ValueError):

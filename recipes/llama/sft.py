@@ -273,8 +273,7 @@ def question(row: Mapping[str, Any], tokenizer: Any) -> str:
     turns: Sequence[Any] = row["messages"]
     while len(turns) > 1 and turns[-1]["role"] != "user":
         turns = turns[:-1]
-    asked: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return asked
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
 
 if __name__ == "__main__":

@@ -70,8 +70,7 @@ def run_ranks(
         if code or not answered.exists():
             reason = f"the ranks ended with code {code}"
             raise LaunchError("ranks", request.num_ranks, reason, "Look at their output above")
-        result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
-        return result
+        return json.loads(answered.read_text(encoding="utf-8"))
 
 
 def _variables(request: Request) -> dict[str, str]:

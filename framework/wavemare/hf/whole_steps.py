@@ -152,8 +152,7 @@ class WholeSteps(StockTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train a step at its last micro-batch and return its mean loss; return 0 before."""
         if not self.trains_whole_steps:
-            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-            return loss
+            return super().training_step(model, inputs, num_items_in_batch)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         mean: Tensor = self.deepspeed.train_batch(self._feed)

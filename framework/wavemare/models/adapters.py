@@ -112,5 +112,4 @@ def merged(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     whole = whole_without_weights(model)
     whole.load_state_dict(state, assign=True)
     # A safe merge leaves the given tensors, which may be the engine's, as they are.
-    result: dict[str, Tensor] = whole.merge_and_unload(safe_merge=True).state_dict()
-    return result
+    return whole.merge_and_unload(safe_merge=True).state_dict()

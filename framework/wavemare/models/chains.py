@@ -69,8 +69,7 @@ class PositionEmbedding(PipelineLayer):
 
     def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
         """Add the positions."""
-        result: Tensor = self.drop(hidden + self.wpe(self.context.position_ids(hidden, sides)))
-        return result
+        return self.drop(hidden + self.wpe(self.context.position_ids(hidden, sides)))
 
 
 class GPT2BlockLayer(Block):
@@ -227,8 +226,7 @@ class BertEmbedding(PipelineLayer):
         if types is None:
             types = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         embedded = hidden + self.token_type_embeddings(types) + self.position_embeddings(positions)
-        result: Tensor = self.dropout(self.LayerNorm(embedded))
-        return result
+        return self.dropout(self.LayerNorm(embedded))
 
 
 class BertLayerLayer(Block):
@@ -236,8 +234,7 @@ class BertLayerLayer(Block):
 
     def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
         """Apply the layer."""
-        result: Tensor = self.block(hidden, self.context.mask("full_attention", hidden, sides))
-        return result
+        return self.block(hidden, self.context.mask("full_attention", hidden, sides))
 
 
 class Pooler(Wrapped):
@@ -258,8 +255,7 @@ class Classifier(PipelineLayer):
 
     def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
         """Return logits, (batch, labels)."""
-        result: Tensor = self.classifier(self.dropout(hidden))
-        return result
+        return self.classifier(self.dropout(hidden))
 
 
 def masked_lm_chain(model: Any, inputs: Sequence[str]) -> list[PipelineLayer]:

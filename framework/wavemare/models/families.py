@@ -98,8 +98,7 @@ class ClassificationLoss:
         # transformers writes its decision into the configuration that it is given; only the last
         # stage sees labels, so it gets one of its own.
         config: Any = SimpleNamespace(num_labels=self.num_labels, problem_type=self.problem_type)
-        loss: Tensor = ForSequenceClassificationLoss(labels, logits, config)
-        return loss
+        return ForSequenceClassificationLoss(labels, logits, config)
 
 
 @dataclass(frozen=True)

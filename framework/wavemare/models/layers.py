@@ -115,8 +115,7 @@ class Wrapped(PipelineLayer):
 
     def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
         """Apply the module."""
-        result: Tensor = self.module(hidden)
-        return result
+        return self.module(hidden)
 
 
 class Head(Wrapped):

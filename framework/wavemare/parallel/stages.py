@@ -201,8 +201,7 @@ def _cut(times: Sequence[Array], order: Sequence[int], bounds: Sequence[int]) ->
 def _spans(values: Array) -> Array:
     """Return sums over [i, j), (..., L+1, L+1), from values of layers, (..., L)."""
     totals = np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], -1)
-    spans: Array = totals[..., None, :] - totals[..., :, None]
-    return spans
+    return totals[..., None, :] - totals[..., :, None]
 
 
 Finish = Callable[[int, int], float]

@@ -135,8 +135,7 @@ class TrainingText:
         special = {*self.tokenizer.all_special_ids}
         first = self.validation[0].tokens[:1024].tolist()
         ids = [token for token in first if token not in special]
-        start: str = self.tokenizer.decode(ids[: min(tokens, positions - 1)]).rstrip("\ufffd")
-        return start
+        return self.tokenizer.decode(ids[: min(tokens, positions - 1)]).rstrip("\ufffd")
 
     def describe(self) -> dict[str, object]:
         """Return the panel's rows about the corpus."""

@@ -102,7 +102,7 @@ def test_tied_weights_cannot_stay_tied():
     assert check_config(pipemare(untie=True), world_size=2).pipeline.unties
 
 
-@pytest.mark.parametrize("name", ["fp16", "torch_autocast", "amp"])
+@pytest.mark.parametrize("name", ["fp16", "torch_autocast"])
 def test_half_precision_that_asynchronous_stages_cannot_hold_is_refused_by_name(name):
     error = refusal(pipemare(config={name: {"enabled": True}}))
     assert (error.key, error.value) == (f"{name}.enabled", True)

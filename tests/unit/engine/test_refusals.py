@@ -124,6 +124,7 @@ def test_what_waves_do_not_go_with(section, config, key, reason):
         ({"pipeline": {"pipe_partitioned": True}}, "pipeline.pipe_partitioned", "whole tensors"),
         ({"pipeline": {"grad_partitioned": True}}, "pipeline.grad_partitioned", "whole tensors"),
         (FP16, "fp16.enabled", "one rank alone"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled", "never shows"),
         (zero(2), "zero_optimization.stage", "pipeline"),
     ],
 )
@@ -165,6 +166,9 @@ def test_what_balance_does_not_go_with():
     assert error.key == "wavemare.balance.shares"
     assert "alike on all ranks" in str(error)
     assert "shares" in str(refusal({"balance": {"share": [1]}}, {}))
+    curriculum = {"data_sampling": {"curriculum_learning": {"enabled": True}}}
+    error = refusal({"balance": {"shares": [1, 1]}}, {"data_efficiency": curriculum})
+    assert "it makes equal shares" in error.reason
 
 
 WITHOUT_SUMS = {

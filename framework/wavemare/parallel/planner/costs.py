@@ -211,8 +211,7 @@ class TimeModel:
 
     def seconds(self, kind: int, samples: int) -> NDArray[np.float64]:
         """Return the time of each layer's passes of a micro-batch."""
-        seconds: NDArray[np.float64] = np.diff(self._totals_of(kind, samples))
-        return seconds
+        return np.diff(self._totals_of(kind, samples))
 
     def span_s(self, kind: int, samples: int, first: int, end: int) -> float:
         """Return the time of a stage of the layers [first, end), without messages."""

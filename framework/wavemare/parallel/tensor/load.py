@@ -102,8 +102,7 @@ class Weights:
 
     def _part(self, stored: Any, partition: Partition) -> Tensor:
         def between(first: int, last: int) -> Tensor:
-            rows: Tensor = stored[(slice(None),) * partition.dim + (slice(first, last),)]
-            return rows
+            return stored[(slice(None),) * partition.dim + (slice(first, last),)]
 
         if partition.tokens is not None:
             share = VocabularyShare(partition.tokens, self._rank, self._ranks)
