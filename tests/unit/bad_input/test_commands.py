@@ -43,7 +43,6 @@ COMMANDS = [
     ("bench pipeline --json /no/such/folder/x", "--json = '/no/such/folder'", "no such folder"),
     ("bench pipeline --trace /dev/null/folder", "--trace = '/dev/null/folder'", "cannot be made"),
     ("bench planner --ranks 3", "--ranks = 3", "even numbers"),
-    ("bench whale --parts shares", "wavemare bench = 'whale'", "wavemare bench planner"),
     ("bench pipeline --stages 1", "--stages = 1", "Give 2 or more"),
     ("bench pipeline --micro-batches 1,x", "--micro-batches = '1,x'", "as in 1,2,4,8"),
     ("bench pipeline --forward-ms 3", "--forward-ms = 3.0", "Add --synthetic"),

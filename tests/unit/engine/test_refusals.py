@@ -98,12 +98,7 @@ def test_guards_that_would_have_no_effect(guard, config, key):
     [
         ({"mode": "snyc"}, {}, "wavemare.wavelet.mode", "Did you mean 'sync'?"),
         ({"mod": "sync"}, {}, "wavemare.wavelet.mod", "does not exist"),
-        ({"mode": "sync", "budget": 1.5}, {}, "wavemare.wavelet.budget", "was removed"),
-        ({"mode": "sync", "pair_order": "fb"}, {}, "wavemare.wavelet.pair_order", "was removed"),
         ({"compile": True}, {}, "wavemare.wavelet.compile", "no effect"),
-        ({"mode": "sync", "warmup_steps": 3}, {}, "wavemare.wavelet.warmup_steps", "was removed"),
-        ({"mode": "async"}, {}, "wavemare.wavelet.mode", 'was removed. Use "sync"'),
-        ({"mode": "replica"}, {}, "wavemare.wavelet.mode", 'was removed. Use "sync"'),
         (
             {"mode": "sync"},
             {"flops_profiler": {"enabled": True}},
@@ -203,7 +198,6 @@ def test_the_sparse_collective_needs_sums_of_gradients(key):
             "no effect on the reduce-scatters of ZeRO 1",
         ),
         ({"mode": "packed"}, {}, "mode", "does not sum in the order of the ranks"),
-        ({"mode": "sparcml"}, {}, "mode", "it was removed. Choose auto"),
         ({"mode": "allgather"}, zero(2), "mode", "reduce-scatters, which ZeRO 2"),
     ],
 )
