@@ -53,7 +53,9 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
             config[monitor]["enabled"] = True
     if arguments.micro_batch_size or arguments.global_batch_size:
         config.pop("gradient_accumulation_steps", None)  # follows from the two
-    if arguments.pipeline_model_parallel_size is not None:
+    if arguments.pipeline_model_parallel_size == 1:
+        del config[SECTION]["pipeline"]
+    elif arguments.pipeline_model_parallel_size is not None:
         drop_partition(config)
     _interleave(arguments, config)
     for name in ("fp16", "bf16"):

@@ -112,6 +112,10 @@ def test_impossible_virtual_stages_are_refused(words, said):
     assert str(refused.value).startswith("--num-layers-per-virtual-pipeline-stage = 2")
 
 
+def test_one_stage_is_no_pipeline():
+    assert "pipeline" not in resolve_config(parsed("--pipeline-model-parallel-size 1"))["wavemare"]
+
+
 def test_without_them_only_schedules_are_filled_in():
     arguments = parsed("--max_steps 300 --save-interval 5 --data corpus.txt --output x")
     assert (arguments.max_steps, arguments.data) == (300, "corpus.txt")
