@@ -24,6 +24,7 @@ _SPELLINGS = {"--train_iters": "--max_steps"} | dict.fromkeys(
 """Megatron's and TRL's names of options that have another name here; dashes may be underscores."""
 _AT_LEAST_0 = {"trace_steps", "lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_fraction"}
 _TOKENIZERS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase")
+_MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 _SIZES = {"num_layers": "num_hidden_layers"} | {
     name: name for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")
 }
@@ -233,6 +234,10 @@ def _resolve_megatron(arguments: Arguments) -> Arguments:
     if given.load is not None and given.save not in (None, given.load):
         reason = f"a run continues in its own folder, and --save is {given.save!r}"
         raise ConfigError("--load", given.load, reason, "Give both the same folder")
+    if given.load is not None and (Path(given.load) / _MEGATRON_LATEST).is_file():
+        reason = "it holds a checkpoint of Megatron"
+        remedy = f"Convert it: wavemare convert {given.load} FOLDER --to hf; then train gpt/finetune"
+        raise ConfigError("--load", given.load, reason, remedy)
     if given.save or given.load:
         changes["output"] = given.save or given.load
     # As in Megatron, the run starts from the beginning where there is no checkpoint.

@@ -170,3 +170,6 @@ def test_load_resumes_where_there_is_a_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / "latest").touch()
     assert parsed(both).resume
     assert not parsed(f"--save {tmp_path}").resume
+    (tmp_path / "latest_checkpointed_iteration.txt").touch()
+    with pytest.raises(ConfigError, match=r"--load.*of Megatron.*wavemare convert"):
+        parsed(both)
