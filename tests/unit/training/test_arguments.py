@@ -154,7 +154,8 @@ def test_schedules(style, kind, keys):
 def test_a_model_from_a_folder_has_its_own_size():
     with pytest.raises(ConfigError, match=r"--hidden-size.*no such option"):
         parsed("--hidden-size 8", FinetuneArguments)
-    assert parsed("--train-iters 3", FinetuneArguments).max_steps == 3
+    arguments = parsed("--train-iters 3 --vocab-file bpe/vocab.json", FinetuneArguments)
+    assert (arguments.max_steps, arguments.tokenizer) == (3, "bpe")
     with pytest.raises(ConfigError, match=r"--num-layers.*comes from a folder"):
         check_options(parsed("--num-layers 2 --model folder", Classification))
     check_options(parsed("--num-layers 2", Classification))
