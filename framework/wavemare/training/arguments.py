@@ -22,7 +22,7 @@ _SPELLINGS = {"--train_iters": "--max_steps"} | dict.fromkeys(
     ("--seq_length", "--max_length"), "--sequence_length"
 )
 """Megatron's and TRL's names of options that have another name here; dashes may be underscores."""
-_AT_LEAST_0 = {"trace_steps", "lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_fraction"}
+_AT_LEAST_0 = {"trace_steps", "lr_warmup_iters"}  # of whole numbers
 _TOKENIZERS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase")
 _MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 _SIZES = {"num_layers": "num_hidden_layers"} | {
@@ -46,6 +46,7 @@ class MegatronArguments:
     min_lr: float | None = option(None, "lowest learning rate of the cosine schedule")
     lr_decay_style: str | None = option(None, "cosine, linear or constant")
     lr_warmup_fraction: float | None = option(None, "share of the steps for warm-up, such as 0.1")
+    lr_warmup_iters: int | None = option(None, "the same as a number of steps")
     weight_decay: float | None = option(None, "weight decay of the JSON")
     clip_grad: float | None = option(None, "gradient_clipping of the JSON")
     fp16: bool = option(False, "turn on fp16 in the JSON")

@@ -20,6 +20,8 @@ from wavemare.training.models import read_model_config
 
 CONFIG = str(files("wavemare.recipes") / "gpt" / "pretrain_pipeline.json")
 
+WARMUP = {"warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr"}
+
 
 def parsed(line, kind=PretrainArguments):
     return parse_arguments(kind, ["--deepspeed_config", CONFIG, *line.split()])
@@ -137,18 +139,33 @@ def test_the_command_line_of_the_process(monkeypatch):
 
 @pytest.mark.parametrize(
     ("style", "kind", "keys"),
-    [
-        ("linear", "WarmupDecayLR", {"warmup_num_steps", "warmup_max_lr", "total_num_steps"}),
-        ("constant", "WarmupLR", {"warmup_num_steps", "warmup_max_lr"}),
-    ],
+    [("linear", "WarmupDecayLR", {"total_num_steps"}), ("constant", "WarmupLR", set())],
 )
 def test_schedules(style, kind, keys):
     scheduler = resolve_config(parsed(f"--lr-decay-style {style} --lr=0.5"))["scheduler"]
     assert scheduler["type"] == kind
-    assert scheduler["params"].keys() == keys
+    assert scheduler["params"].keys() == keys | WARMUP
     assert scheduler["params"]["warmup_max_lr"] == 0.5
     with pytest.raises(ConfigError, match=r"--min-lr.*no lowest rate.*cosine"):
         resolve_config(parsed(f"--lr-decay-style {style} --min-lr 0.1"))
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "first"),
+    [
+        ("--lr-warmup-fraction 0.02", 6, 0.0),
+        ("--lr-warmup-iters 7", 7, 0.0),
+        ("--lr-warmup-fraction 0", 1, 0.5),
+        ("--lr-warmup-iters 0 --lr-decay-style cosine", 1, 1.0),
+    ],
+)
+def test_warmup_is_linear_as_in_megatron(words, steps, first):
+    words = f"--lr-decay-style linear --lr 0.5 --max_steps 300 {words}"
+    params = resolve_config(parsed(words))["scheduler"]["params"]
+    assert (params["warmup_num_steps"], params["warmup_type"]) == (steps, "linear")
+    assert params.get("warmup_min_lr", params.get("warmup_min_ratio")) == first
+    with pytest.raises(ConfigError, match=r"--lr-warmup-iters.*says the same"):
+        resolve_config(parsed("--lr-warmup-iters 1 --lr-warmup-fraction 0.1"))
 
 
 def test_a_model_from_a_folder_has_its_own_size():
