@@ -40,7 +40,9 @@ def option(default: Any, text: str) -> Any:
 class MegatronArguments:
     """Megatron's options that change the JSON configuration or other options."""
 
-    micro_batch_size: int | None = option(None, "train_micro_batch_size_per_gpu of the JSON")
+    micro_batch_size: int | None = option(
+        None, "train_micro_batch_size_per_gpu of the JSON; alone, without accumulation"
+    )
     global_batch_size: int | None = option(None, "train_batch_size of the JSON")
     lr: float | None = option(None, "learning rate of the JSON")
     min_lr: float | None = option(None, "lowest learning rate of the cosine schedule")

@@ -53,6 +53,8 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
             config[monitor]["enabled"] = True
     if arguments.micro_batch_size or arguments.global_batch_size:
         config.pop("gradient_accumulation_steps", None)  # follows from the two
+    if arguments.global_batch_size is None and arguments.micro_batch_size is not None:
+        config.pop("train_batch_size", None)  # as in Megatron, one micro-batch of each replica
     if arguments.pipeline_model_parallel_size == 1:
         del config[SECTION]["pipeline"]
     elif arguments.pipeline_model_parallel_size is not None:

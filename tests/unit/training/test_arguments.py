@@ -63,6 +63,8 @@ def test_a_megatron_command_line(tmp_path):
     }
     check_config(config, world_size=6)
     assert check_batch_sizes(config, data_world_size=1)["gradient_accumulation_steps"] == 12
+    alone = resolve_config(parsed("--micro-batch-size 2 --pipeline-model-parallel-size 2"))
+    assert check_batch_sizes(alone, data_world_size=3)["train_batch_size"] == 6
     assert arguments.padded(4000, 2) == 4096
     assert arguments.padded(4097, 2) == 4352  # a multiple of 128 * 2
     for kind, sizes in (
