@@ -169,7 +169,7 @@ class SimulatedPipeline:
         return self.replay.step(given)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[Any]) -> float:
+    def evaluate(self, batches: Sequence[Any]) -> float:
         """Return the mean loss of micro-batches, with the newest weights of all stages."""
         losses = []
         for batch in batches:

@@ -153,8 +153,8 @@ def finish(
     evaluation: Any,
     evaluate: Evaluate,
 ) -> Path:
-    """Evaluate the trained model on all validation samples and export it; return its folder."""
-    found = evaluate(evaluation, None)
+    """Evaluate the trained model and export it; return its folder."""
+    found = evaluate(evaluation, setup.final_samples)
     recording.run.log(setup.arguments.max_steps, **found)
     parameters = count_parameters(setup, model)
     recording.results = {**found, "parameters": parameters, **recording.results}

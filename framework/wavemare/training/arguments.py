@@ -22,7 +22,7 @@ _SPELLINGS = {"--train_iters": "--max_steps"} | dict.fromkeys(
     ("--seq_length", "--max_length"), "--sequence_length"
 )
 """Megatron's and TRL's names of options that have another name here; dashes may be underscores."""
-_AT_LEAST_0 = {"trace_steps", "lr_warmup_iters"}  # of whole numbers
+_AT_LEAST_0 = {"trace_steps", "lr_warmup_iters", "eval_iters"}  # of whole numbers
 _TOKENIZERS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase")
 _MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 _SIZES = {"num_layers": "num_hidden_layers"} | {
@@ -63,7 +63,9 @@ class MegatronArguments:
     )
     tensorboard_dir: str | None = option(None, "turn on DeepSpeed's tensorboard monitor")
     wandb_project: str | None = option(None, "turn on DeepSpeed's wandb monitor")
-    eval_iters: int | None = option(None, "batches of an evaluation, in place of --eval_samples")
+    eval_iters: int | None = option(
+        None, "batches of an evaluation, in place of --eval_samples; also of the last one"
+    )
     data_path: list[str] | None = field(
         default=None, metadata={"help": "--data; several words are a blend"}
     )
@@ -246,6 +248,8 @@ def _resolve_megatron(arguments: Arguments) -> Arguments:
     # As in Megatron, the run starts from the beginning where there is no checkpoint.
     if given.load is not None and (Path(given.load) / "checkpoints" / "latest").is_file():
         changes["resume"] = True
+    if given.eval_iters == 0:
+        changes["eval_interval"] = sys.maxsize
     if isinstance(given, TokenizerArguments):
         changes |= _tokenizer_folder(given)
     return replace(arguments, **changes)

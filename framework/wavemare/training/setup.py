@@ -75,6 +75,11 @@ class Setup:
         return iterations * self.batch["train_batch_size"]
 
     @property
+    def final_samples(self) -> int | None:
+        """Samples of the last evaluation; None for all."""
+        return None if self.arguments.eval_iters is None else self.eval_samples
+
+    @property
     def data_ranks(self) -> int:
         """Number of processes that read different data."""
         return self.world_size // self.section.model_ranks

@@ -127,7 +127,7 @@ def test_a_state_without_position_is_refused():
     length=st.integers(1, 40),
     micro=st.integers(1, 4),
     world=st.integers(1, 4),
-    limit=st.none() | st.integers(1, 40),
+    limit=st.none() | st.integers(0, 40),
 )
 def test_evaluation(length, micro, world, limit):
 

@@ -45,6 +45,7 @@ def test_a_megatron_command_line(tmp_path):
     assert (arguments.save_interval, arguments.log_interval, arguments.eval_interval) == (50, 7, 60)
     assert arguments.tokenizer == "bpe"
     assert (arguments.prompt, arguments.eval_iters) == ("hello", 10)
+    assert parsed("--eval-iters 0").eval_interval == sys.maxsize
     config = resolve_config(arguments)
     assert config["train_micro_batch_size_per_gpu"] == 2
     assert config["train_batch_size"] == 24
