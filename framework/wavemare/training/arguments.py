@@ -119,7 +119,7 @@ class ModelArguments:
 
     model_config: str = option("", "transformers configuration of a new model")
     vocab_size: int = option(4096, "tokens of the trained BPE")
-    num_layers: int | None = option(None, "layers, in place of the configuration's")
+    num_layers: int | None = option(None, "layers, in place of the configuration's; drops cuts")
     hidden_size: int | None = option(None, "width, in place of the configuration's")
     num_attention_heads: int | None = option(None, "heads, in place of the configuration's")
     max_position_embeddings: int | None = option(None, "positions, in place of the configuration's")

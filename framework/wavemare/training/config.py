@@ -57,7 +57,7 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
         config.pop("train_batch_size", None)  # as in Megatron, one micro-batch of each replica
     if arguments.pipeline_model_parallel_size == 1:
         del config[SECTION]["pipeline"]
-    elif arguments.pipeline_model_parallel_size is not None:
+    elif arguments.pipeline_model_parallel_size is not None or getattr(arguments, "num_layers", 0):
         drop_partition(config)
     _interleave(arguments, config)
     for name in ("fp16", "bf16"):
@@ -72,8 +72,8 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
 
 
 def drop_partition(config: dict[str, Any]) -> None:
-    """Remove explicit cuts of the layers, in place: they are for another number of stages."""
-    pipeline = config[SECTION]["pipeline"]
+    """Remove explicit cuts of the layers, in place: they are for other stages or another model."""
+    pipeline = config.get(SECTION, {}).get("pipeline", {})
     if not isinstance(pipeline.get("partition", ""), str):
         del pipeline["partition"]
 

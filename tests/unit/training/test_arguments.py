@@ -117,6 +117,11 @@ def test_impossible_virtual_stages_are_refused(words, said):
     assert str(refused.value).startswith("--num-layers-per-virtual-pipeline-stage = 2")
 
 
+def test_cuts_for_another_number_of_layers_are_dropped():
+    pipeline = resolve_config(parsed("--num-layers 24"))["wavemare"]["pipeline"]
+    assert pipeline == {"stages": 2, "inputs": ["input_ids"]}
+
+
 def test_one_stage_is_no_pipeline():
     assert "pipeline" not in resolve_config(parsed("--pipeline-model-parallel-size 1"))["wavemare"]
 
