@@ -72,8 +72,9 @@ def main() -> None:
         exported = finish(setup, recording, model, text.tokenizer, evaluation, eval_loss)
         if setup.rank == 0:
             recording.screen.note(f"\n{fill(exported, args.prompt)}\n")
-        unigram = text.cross_entropies(args.sequence_length)["unigram"]
-        recording.finish({"unigram cross-entropy": unigram}, {"unigram": unigram})
+        baselines = text.cross_entropies(args.sequence_length)
+        unigram = {name: value for name, value in baselines.items() if name == "unigram"}
+        recording.finish({f"{name} cross-entropy": x for name, x in unigram.items()}, unigram)
     leave()
 
 

@@ -154,9 +154,12 @@ class TrainingText:
         }
 
     def cross_entropies(self, sequence_length: int) -> dict[str, float]:
-        """Return the n-gram cross-entropies, in nats per token that the model is scored on."""
-        if self.source.weights:
-            return {}  # counts of one corpus say nothing about a blend
+        """Return the n-gram cross-entropies of text, in nats per token that the model is scored on.
+
+        Counts of Megatron data could take more memory than there is, on every rank.
+        """
+        if self.source.kind is Kind.MEGATRON:
+            return {}
         from wavemare.data.tokens import bigram_cross_entropy, unigram_cross_entropy
 
         stores = self.single()

@@ -62,6 +62,7 @@ def test_data_without_validation_documents_is_refused(tmp_path):
     with pytest.raises(DataError, match="these shares leave no document for validation") as caught:
         text.causal_samples(sequence_length=2, num_samples=4, seed=0)
     assert (caught.value.key, caught.value.value) == ("--split", "969,30,1")
+    assert text.cross_entropies(sequence_length=2) == {}  # may be too large to be counted
 
 
 def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
