@@ -67,7 +67,7 @@ class MegatronArguments:
         None, "batches of an evaluation, in place of --eval_samples; also of the last one"
     )
     data_path: list[str] | None = field(
-        default=None, metadata={"help": "--data; several words are a blend"}
+        default=None, metadata={"help": "--data, split 969,30,1; several words are a blend"}
     )
     save: str | None = option(None, "--output")
     load: str | None = option(None, "--output, and --resume if it has a checkpoint")

@@ -62,6 +62,9 @@ def test_data_without_validation_documents_is_refused(tmp_path):
     with pytest.raises(DataError, match="these shares leave no document for validation") as caught:
         text.causal_samples(sequence_length=2, num_samples=4, seed=0)
     assert (caught.value.key, caught.value.value) == ("--split", "969,30,1")
+    arguments = PretrainArguments(data=str(tmp_path / "few"), data_path=[str(tmp_path / "few")])
+    again = read_text(find_text(arguments), arguments, "gpt", tokenizer=str(tmp_path / "tokenizer"))
+    assert again.split == "969,30,1"  # Megatron's default
     assert text.cross_entropies(sequence_length=2) == {}  # may be too large to be counted
 
 
