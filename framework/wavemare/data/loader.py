@@ -115,6 +115,8 @@ class ResumableLoader(Iterator[Any]):
             if key != "consumed_samples" and state[key] != own:
                 reason = f"the checkpoint was made with this, the run has {own!r}"
                 remedy = "Resume with the same data, sequence length and seed"
+                if not self._shuffle:  # Megatron's order depends on all samples of the training
+                    remedy += ", and the same --max_steps"
                 raise CheckpointError(f"data.{key}", state[key], reason, remedy)
         self._consumed_samples = int(state["consumed_samples"])
 
