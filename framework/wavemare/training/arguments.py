@@ -181,7 +181,10 @@ def parse_arguments(kind: type[Arguments], words: Sequence[str] | None = None) -
     if rest:
         name = rest[0].split("=")[0].lstrip("-")
         remedy = did_you_mean(name, [f.name for f in fields(kind)])
-        raise ConfigError(rest[0], " ".join(rest[1:]), "there is no such option", remedy)
+        value = None if rest[1:2] == [] or rest[1].startswith("--") else rest[1]
+        others = [word for word in rest[1:] if word.startswith("--")]
+        reason = ", nor ".join(["there is no such option", *others])
+        raise ConfigError(rest[0], value, reason, remedy)
     for each in fields(arguments):
         _check_value(each.name, getattr(arguments, each.name), each.default)
     if not arguments.deepspeed_config:

@@ -127,6 +127,7 @@ OPTIONS = [
     ("--num-layers 0", "--num_layers = 0", "Give 1 or more"),
     ("--num-layers", "--num_layers = None", "expected one argument"),
     ("--num-layer 2", "--num-layer", "Did you mean 'num_layers'"),
+    ("--swiglu --num-experts 8", "--swiglu = None", "no such option, nor --num-experts. "),
     ("--lr nan", "--lr = nan", "0 or more"),
     ("--clip-grad inf", "--clip_grad = inf", "0 or more"),
     ("--min-lr 1", "--min-lr = 1.0", "Give less than --lr"),
