@@ -181,7 +181,7 @@ def parse_arguments(kind: type[Arguments], words: Sequence[str] | None = None) -
     if rest:
         name = rest[0].split("=")[0].lstrip("-")
         remedy = did_you_mean(name, [f.name for f in fields(kind)])
-        value = None if rest[1:2] == [] or rest[1].startswith("--") else rest[1]
+        value = rest[1] if rest[1:] and not rest[1].startswith("--") else None
         others = [word for word in rest[1:] if word.startswith("--")]
         reason = ", nor ".join(["there is no such option", *others])
         raise ConfigError(rest[0], value, reason, remedy)
