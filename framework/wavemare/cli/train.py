@@ -63,7 +63,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def default_config(recipe: Recipe, options: Sequence[str]) -> Path:
-    """Return a recipe's JSON; where Megatron's sizes are given, a synchronous one as in Megatron."""
+    """Return a recipe's JSON, a synchronous one where Megatron's sizes are given."""
     given = " ".join(options).replace("_", "-")
     found = re.findall(r"--(\S+-(?:parallel-size|pipeline-rank|pipeline-stage))[ =](\d+)", given)
     if not found:

@@ -244,7 +244,7 @@ def _resolve_megatron(arguments: Arguments) -> Arguments:
         raise ConfigError("--load", given.load, reason, "Give both the same folder")
     if given.load is not None and (Path(given.load) / _MEGATRON_LATEST).is_file():
         reason = "it holds a checkpoint of Megatron"
-        remedy = f"Convert it: wavemare convert {given.load} FOLDER --to hf; then train gpt/finetune"
+        remedy = f"Use wavemare convert {given.load} FOLDER --to hf, and train gpt/finetune"
         raise ConfigError("--load", given.load, reason, remedy)
     if given.save or given.load:
         changes["output"] = given.save or given.load
