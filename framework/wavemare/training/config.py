@@ -57,7 +57,7 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
         config.pop("train_batch_size", None)  # as in Megatron, one micro-batch of each replica
     if arguments.pipeline_model_parallel_size == 1:
         del config[SECTION]["pipeline"]
-    elif arguments.pipeline_model_parallel_size is not None or getattr(arguments, "num_layers", 0):
+    elif arguments.pipeline_model_parallel_size or getattr(arguments, "num_layers", None):
         drop_partition(config)
     _interleave(arguments, config)
     for name in ("fp16", "bf16"):
