@@ -71,16 +71,13 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self.end.on_gpu is not None:
-            self._join_stream()
+            result = self._result if isinstance(self._result, tuple) else (self._result,)
+            for tensor in result:
+                stream = torch.cuda.current_stream(tensor.device)
+                stream.wait_event(self.end.on_gpu)
+                # The worker's stream allocated the memory and would reuse it too early.
+                tensor.record_stream(stream)
         return self._result
-
-    def _join_stream(self) -> None:
-        result = self._result if isinstance(self._result, tuple) else (self._result,)
-        for tensor in result:
-            stream = torch.cuda.current_stream(tensor.device)
-            stream.wait_event(self.end.on_gpu)
-            # The worker's stream allocated the memory and would reuse it too early.
-            tensor.record_stream(stream)
 
     def then(self, callback: Callable[[Handle], None]) -> None:
         """Call a function at the end, on the worker's thread; at once if it has ended.

@@ -467,8 +467,6 @@ def check_settings(block: int, mode: str, deterministic: bool) -> None:
         ConfigError: A value is out of range.
     """
     check_number(ConfigError, "block", block, 1, whole=True)
-    if mode in ("agsparse", "sparcml"):
-        raise ConfigError("mode", mode, "it was removed", "Choose auto; bench sparse measures it")
     if mode not in MODES:
         raise ConfigError("mode", mode, "there is no such mode", did_you_mean(mode, MODES))
     if deterministic and mode != "auto" and not EXECUTORS_BY_MODE[mode].deterministic:

@@ -21,7 +21,7 @@ class Wait:
         self.what = what
 
 
-_waits: dict[int, Wait] = {}
+_waits: dict[int, Wait | None] = {}
 _joined: dict[int, int] = {}
 
 
@@ -33,28 +33,27 @@ def waiting(what: str) -> Iterator[None]:
         what: For what, in words.
     """
     mine = threading.get_ident()
-    if mine in _waits:
-        yield
-        return
-    _waits[mine] = Wait(what)
+    before = _waits.get(mine)
+    _waits[mine] = before or Wait(what)
     try:
         yield
     finally:
-        del _waits[mine]
+        _waits[mine] = before
 
 
 @contextmanager
 def joining(thread: threading.Thread | None) -> Iterator[None]:
-    """Mark that this thread waits for another one of its process: it waits where that one does."""
+    """Mark that this thread waits for another one of its process: it waits where that one does.
+
+    A finaliser that the garbage collector runs inside may join another one meanwhile.
+    """
     mine = threading.get_ident()
-    if thread is None or thread.ident in (None, mine):
-        yield
-        return
-    _joined[mine] = thread.ident
+    before = _joined.get(mine, mine)
+    _joined[mine] = before if thread is None else thread.ident or before
     try:
         yield
     finally:
-        del _joined[mine]
+        _joined[mine] = before
 
 
 def wait_of(thread: int | None) -> Wait | None:

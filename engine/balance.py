@@ -70,17 +70,16 @@ class Balance(Feature):
         Raises:
             DataError: A mean over tokens is wanted of a batch without ``labels=``.
         """
-        if self.counts_tokens and self._labels is None:
+        if self._labels is None and self.counts_tokens:
             reason = "the model was called without labels=, whose tokens are counted"
             remedy = 'Pass labels by name, or set wavemare.balance.mean to "samples"'
             raise DataError("labels", None, reason, remedy)
         return self.of_labels(loss, self._labels, self._shifts)
 
-    def of_labels(self, loss: Tensor, labels: Tensor | None, shifts: bool) -> Tensor:
+    def of_labels(self, loss: Tensor, labels: Any, shifts: bool) -> Tensor:
         """Return a micro-batch's loss as the average over ranks needs it."""
         if not self.counts_tokens:
             return loss * self._share
-        assert labels is not None
         own = count_labels(labels, shifts)
         total = own.clone()
         dist.all_reduce(total, group=self._group)

@@ -31,6 +31,7 @@ from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.seams import discard_open_step, forget_grid, hold_grid
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
+from wavemare.errors import ConfigError
 
 
 class EngineMixin(CheckpointMixin):
@@ -69,15 +70,14 @@ class EngineMixin(CheckpointMixin):
         if settings.pipeline.is_asynchronous:
             optimizer = getattr(self, "basic_optimizer", None)
             refresh_by_stage(optimizer, self.stage_id, self.num_stages)
-        if settings.sparse_collective.mode != "off" and self.basic_optimizer is not None:
-            self.sparse = attach_sparse_gradients(
-                self, settings.sparse_collective, settings.watchdog.collective_timeout_s
-            )
         balance = attach_balance(self, settings.balance)
         self.guard = attach_guard(self, settings.guard)
+        # The last two open links: an engine that is refused must not.
+        timeout_s = settings.watchdog.collective_timeout_s
+        if settings.sparse_collective.mode != "off" and self.basic_optimizer is not None:
+            self.sparse = attach_sparse_gradients(self, settings.sparse_collective, timeout_s)
         replicas = None
         if self._replicas is not None and self.basic_optimizer is not None:
-            timeout_s = settings.watchdog.collective_timeout_s
             replicas = LocalSteps(self, settings.local_steps, timeout_s)
         self.features = tuple(filter(None, (balance, self.guard, self.sparse, replicas)))
 
@@ -128,22 +128,36 @@ class EngineMixin(CheckpointMixin):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
 
     def deepspeed_io(
-        self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, **kwargs: Any
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = ROUTE_TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
     ) -> Any:
         """Return a loader as DeepSpeed's method of that name, of this rank's share of samples."""
         shares = self.settings.balance
         if route == ROUTE_TRAIN and shares.shares is not None:
             balance = Balance(shares, self)
             # A pipeline brings a sampler of its own, which does not shuffle.
-            shuffles = kwargs.get("data_sampler") is None
-            kwargs["data_sampler"] = balance.sampler(dataset, shuffle=shuffles)
+            data_sampler = balance.sampler(dataset, shuffle=data_sampler is None)
             batch_size = balance.micro_batch
-        if self.num_replicas > 1 and kwargs.get("data_sampler") is None:
+        if self.num_replicas > 1 and data_sampler is None:
             # DeepSpeed's mpu knows one replica, and would give all of them the same samples.
-            kwargs["data_sampler"] = DistributedSampler(
+            data_sampler = DistributedSampler(
                 dataset, self.data_world_size, self.data_rank, shuffle=route == ROUTE_TRAIN
             )
-        return super().deepspeed_io(dataset, batch_size, route, **kwargs)
+        rest = pin_memory, data_sampler, collate_fn, num_local_io_workers
+        return super().deepspeed_io(dataset, batch_size, route, *rest)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the size of micro-batches as DeepSpeed's method of that name."""
+        if self.settings.balance.shares is not None:
+            key, reason = "train_micro_batch_size_per_gpu", "wavemare.balance.shares divides it"
+            raise ConfigError(key, micro_batch_size, reason, "Start again with other shares")
+        super().set_train_micro_batch_size(micro_batch_size)
 
     def drain(self) -> None:
         """Bring all weights to one version: empty a pipeline that never does so by itself."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from wavemare.engine.config.resolve import WavemareConfig
-    from wavemare.engine.sparse.gradients import SparseGradients
 
 
 class Feature:
@@ -77,7 +76,6 @@ class EngineContext(Protocol):
         mpu: The process grid that DeepSpeed was given; None without one.
         expert_data_parallel_group: Those of the ranks that hold the same experts, by name.
         layout: The layout of the model; None if the configuration alone determines it.
-        sparse: Reduces the gradients in place of DeepSpeed; None if it is off.
         grid: With ``pipeline_parallelism``: process groups, and stages by rank.
         stage_id: With ``pipeline_parallelism``: from 0.
     """
@@ -95,13 +93,11 @@ class EngineContext(Protocol):
     mp_world_size: int
     global_rank: int
     global_steps: int
-    global_samples: int
     micro_steps: int
     pipeline_parallelism: bool
     grid: Any
     stage_id: int
     layout: Any
-    sparse: SparseGradients | None
 
     # Of DeepSpeed's engine: configuration.
     local_rank: int
@@ -110,7 +106,6 @@ class EngineContext(Protocol):
     gradient_average: bool
     communication_data_type: torch.dtype
     torch_autocast_z0_gradscaler: Any
-    train_batch_size: Callable[[], int]
     train_micro_batch_size_per_gpu: Callable[[], int]
     gradient_accumulation_steps: Callable[[], int]
     bfloat16_enabled: Callable[[], bool]
@@ -127,7 +122,6 @@ class EngineContext(Protocol):
     timers: Any
     inside_no_sync_ctxt: bool
     is_gradient_accumulation_boundary: Callable[[], bool]
-    step: Callable[[], None]
     was_step_applied: Callable[[], bool]
     zero_grad: Callable[[], None]
     _backward_epilogue: Callable[[], None]
@@ -135,6 +129,7 @@ class EngineContext(Protocol):
     _running_engine_backward: bool
     _running_engine_backward_count: int
     _running_engine_backward_lock: Any
+    _running_engine_step: bool
     _unmanaged_backward_count: int
 
     def before_backward(self, loss: Tensor) -> Tensor:

@@ -13,44 +13,37 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 
 from wavemare.engine.balance import count_labels
 from wavemare.engine.base import EngineMixin
-from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.experts import ExpertsMixin
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.micro_batch import naming_ids, to_device
 from wavemare.engine.waves.wavelet import Wavelet, attach_wavelet
 from wavemare.errors import ConfigError, DataError
 
+_OF_PIPELINES = {"compute_loss": True, "reduce_output": "avg", "bcast_loss": True}
+
 
 class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
     """``deepspeed.DeepSpeedEngine`` that also has ``train_batch`` and ``eval_batch``.
 
     ``forward``, ``backward`` and ``step`` are DeepSpeed's own. A loop written with
-    ``train_batch`` runs unchanged on the pipeline engines.
-
-    Args:
-        args: DeepSpeed's.
-        settings: The section ``wavemare``; all defaults if omitted.
-        kwargs: DeepSpeed's.
+    ``train_batch`` runs unchanged on the pipeline engines. Parameters are `EngineMixin`'s.
     """
 
     _own_batches: Iterator[Any] | None = None
     _wavelet: Wavelet | None = None
 
-    def __init__(
-        self,
-        *args: Any,
-        settings: WavemareConfig | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, settings=settings, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._wavelet = attach_wavelet(self, self.settings.wavelet, self._loss_in_waves)
 
     def _broadcast_model(self) -> None:
         """Give all ranks the weights of the first, where DeepSpeed's method reaches one replica."""
-        super()._broadcast_model()
-        if self._replicas is not None:
-            for parameter in self.module.parameters():
-                dist.broadcast(parameter.data.view(torch.uint8), 0)
+        if self._replicas is None:
+            super()._broadcast_model()
+            return
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.contiguous()  # masters are flat views of it
+            dist.broadcast(parameter.data.view(-1).view(torch.uint8), 0)
 
     def _get_ckpt_name(self, path: str, tag: str, *args: Any, **kwargs: Any) -> str:
         """Return a file of weights as DeepSpeed's method of that name, of this replica."""
@@ -106,6 +99,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         """Step, unless each ``step`` is a whole one and this micro-batch is not the last."""
         if last or self.managed_gradient_accumulation():
             self.step()
+            self.tput_timer.start()  # DeepSpeed's loader has started it once for all
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward pass."""
@@ -119,6 +113,14 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         """Run DeepSpeed's backward pass; ``wavemare.balance`` weights the loss by its share."""
         with PROGRESS.doing("backward"):
             return super().backward(self.before_backward(loss), *args, **kwargs)
+
+    def _backward_prologue(self) -> None:
+        has_loss = self._running_engine_backward or self._manual_backward_expected
+        if not has_loss and (self.settings.balance.is_active or self._replicas is not None):
+            reason = "wavemare.balance and wavemare.local_steps need the loss"
+            remedy = "Call engine.backward(loss) or engine.scale(loss).backward()"
+            raise ConfigError("loss", "loss.backward()", reason, remedy)
+        super()._backward_prologue()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Run DeepSpeed's optimizer step, if this micro-batch is the last of one."""
@@ -136,8 +138,10 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
     def eval_batch(
         self,
         data_iter: Iterator[Any],
+        *,
         return_logits: bool = False,
         num_micro_batches: int | None = None,
+        **pipelines: Any,
     ) -> Any:
         """Evaluate micro-batches without changing the model.
 
@@ -149,10 +153,15 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             return_logits: Also return the logits of the last micro-batch on this rank.
             num_micro_batches: How many to take; ``gradient_accumulation_steps`` if omitted. It
                 must be the same on all ranks.
+            pipelines: Other parameters of DeepSpeed's pipelines, with their defaults.
 
         Returns:
             The mean loss over micro-batches and data ranks, or that and the logits.
         """
+        for name, value in pipelines.items():
+            if _OF_PIPELINES.get(name) != value:
+                reason = "an engine without pipeline stages returns the mean loss on all ranks"
+                raise ConfigError(f"eval_batch({name})", value, reason, "Leave it out")
         training = self.module.training
         self.eval()
         losses = []

@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import config as stock
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.utils import groups
 
@@ -125,6 +126,7 @@ def resolve(
         PlanError: The stages would wait for each other, or miss a pass.
     """
     ours = check_config(config, world_size=dist.get_world_size())
+    _refuse_removed(config)
     if dist.get_rank() == 0:
         for warning in misplaced_keys(config):
             logger.warning(warning)
@@ -133,6 +135,17 @@ def resolve(
     config, optimizer = take_optimizer(config, model, optimizer)
     config = _without_compiled_optimizer(_without_elastic_files(config), optimizer)
     return Resolved(config, ours, optimizer)
+
+
+def _refuse_removed(config: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed has removed, in its words."""
+    for part, given, removed in (
+        ("", config, stock._REMOVED_TOP_LEVEL_CONFIG_KEYS),
+        ("zero_optimization.", zero_section(config), stock._REMOVED_ZERO_CONFIG_KEYS),
+    ):
+        for key in sorted(given.keys() & removed.keys()):
+            reason = removed[key].rstrip(". ")
+            raise ConfigError(f"{part}{key}", given[key], reason, "Leave it out")
 
 
 def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig) -> None:
@@ -228,17 +241,14 @@ def _with_sizes(
     """Return the configuration with batch sizes, and with the optimizer of the policy."""
     world_size = dist.get_world_size()
     replicas = getattr(getattr(mpu, "replicas", None), "size", 1)
+    shares_samples = "sequence_parallel_size" in config or config.get("tensor_parallel")
     if mpu is not None:
         data_ranks = _data_ranks_of(mpu, world_size) * replicas
-    elif mesh_param is None and not (
-        "sequence_parallel_size" in config or config.get("tensor_parallel")
-    ):
+    elif mesh_param is None and not shares_samples:
         data_ranks = world_size // _stages(model, ours)
     elif not ours.balance.is_active:
-        return (
-            config,
-            ours,
-        )  # DeepSpeed counts the data ranks of its own tensor and sequence parallelism
+        # DeepSpeed counts the data ranks of its own tensor and sequence parallelism.
+        return config, ours
     else:
         reason = "the ranks of DeepSpeed's own tensor and sequence parallelism share samples"
         given = ours.balance.model_dump(exclude_unset=True)

@@ -55,24 +55,22 @@ class LocalSteps(Feature):
     key = "local_steps"
 
     def __init__(self, engine: EngineContext, config: LocalStepsConfig, timeout_s: float) -> None:
+        if config.warmup_steps and any(getattr(m, "sparse", 0) for m in engine.module.modules()):
+            reason = "replicas have sparse gradients of different rows, which have no mean"
+            remedy = "Leave it out, or build embeddings without sparse=True"
+            raise ConfigError(f"{_KEY}.warmup_steps", config.warmup_steps, reason, remedy)
         self._engine, self._config = engine, config
         self._adapter = adapt(engine)
-        on_device = config.copies == "device"
-        self._device = engine.device if on_device else torch.device("cpu")
-        self._replicas = engine.mpu.replicas.size
+        self._device = engine.device if config.copies == "device" else torch.device("cpu")
+        replicas = engine.mpu.replicas
+        self._replicas = replicas.size
         self._momentum_rate = 0.0 if config.mode == "average" else config.outer.momentum
         sizes = [size for size, _ in self._adapter.masters()]
         self._parts = fragments_of(sizes, config.fragments)
         self._flights: list[_Flight] = []
         self._figures: dict[str, float] = {}
-        self._link = ReplicaLink(
-            engine.mpu.replicas.group, timeout_s=timeout_s, device=self._device
-        )
+        self._link = ReplicaLink(replicas.group, timeout_s=timeout_s, device=self._device)
         self._bytes = 0
-        if config.warmup_steps and any(getattr(m, "sparse", 0) for m in engine.module.modules()):
-            reason = "replicas have sparse gradients of different rows, which have no mean"
-            remedy = "Leave it out, or build embeddings without sparse=True"
-            raise ConfigError(f"{_KEY}.warmup_steps", config.warmup_steps, reason, remedy)
         if _norms(engine):
             logger.warning(
                 "local_steps: statistics of batch normalization are averaged only by synchronize()"
@@ -100,10 +98,14 @@ class LocalSteps(Feature):
         """Average the gradients over the replicas in a warm-up; the step is always made."""
         self._figures = {}
         step = self._engine.global_steps + 1
+        if step == 1:  # weights may have been loaded into the module since
+            self._common = [self._read(number) for number in range(self._config.fragments)]
         if step <= self._config.warmup_steps:
             gradients = self._adapter.gradients()
-            flat = torch.cat([g.reshape(-1).to(self._device, torch.float32) for g in gradients])
+            flat = torch.cat([g.reshape(-1).float() for g in gradients]).to(self._device)
             mean = self._link.send(Header(step, -1, flat.numel(), _FP32), flat).wait()
+            if not self._engine.gradient_average:
+                mean *= self._replicas
             for gradient, part in zip(
                 gradients, mean.split([g.numel() for g in gradients]), strict=True
             ):
@@ -113,7 +115,8 @@ class LocalSteps(Feature):
     def after_step(self) -> None:
         """Apply what is due, then send the fragment whose turn it is.
 
-        The other order would send the steps of a message in flight a second time.
+        The other order would send the steps of a message in flight a second time. At a turn all
+        messages are due, unless the run has resumed with another schedule.
         """
         every, count = self._config.every, self._config.fragments
         step = self._engine.global_steps - self._config.warmup_steps
@@ -121,9 +124,9 @@ class LocalSteps(Feature):
             self._begin()
         if step <= 0:
             return
-        self._deliver(step)
         for number in range(count):
             if (step - number * every // count) % every == 0:
+                self._deliver(math.inf)
                 self._send(number, step)
         self._deliver(step)
 
@@ -224,12 +227,13 @@ class LocalSteps(Feature):
 
     def _read(self, number: int) -> Tensor:
         """Return a copy of this rank's masters of a fragment: (E,), float32, maybe empty."""
-        empty = torch.empty(0, device=self._device)
-        return torch.cat([empty, *(own.to(self._device) for own in self._own(number))])
+        empty = torch.empty(0, device=self._engine.device)
+        return torch.cat([empty, *self._own(number)]).to(self._device)
 
     def _write(self, number: int, weights: Tensor) -> None:
         own = self._own(number)
-        for master, part in zip(own, weights.split([o.numel() for o in own]), strict=True):
+        parts = weights.to(self._engine.device).split([master.numel() for master in own])
+        for master, part in zip(own, parts, strict=True):
             master.copy_(part)
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -263,6 +267,10 @@ class LocalSteps(Feature):
         if not state:
             return  # a checkpoint without local steps: `reset` has begun with its weights
         same = state["replicas"] == self._replicas
+        steps, warmup = self._engine.global_steps, self._config.warmup_steps
+        if same and steps < warmup:
+            reason = f"the replicas of this checkpoint of step {steps} step alone already"
+            raise CheckpointError(f"{_KEY}.warmup_steps", warmup, reason, f"Give {steps} or less")
         lists = {"common": self._common, "momentum": self._momentum}
         if same:
             lists["residual"] = self._residual
@@ -311,12 +319,9 @@ def _finite(message: Message) -> Tensor:
     """Return the mean of a message that has come; all replicas have the same one."""
     mean = message.wait()
     if not bool(mean.isfinite().all()):
-        raise NumericsError(
-            _KEY,
-            message.header.fragment,
-            "the mean change of this fragment is not finite, on all replicas: one has diverged",
-            "Resume from the last checkpoint, with a smaller learning rate",
-        )
+        reason = "the mean change of this fragment is not finite, on all replicas: one has diverged"
+        remedy = "Resume from the last checkpoint, with a smaller learning rate"
+        raise NumericsError(_KEY, message.header.fragment, reason, remedy)
     return mean
 
 

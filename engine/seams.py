@@ -36,15 +36,15 @@ FUNCTIONS = {
     "runtime.engine.DeepSpeedEngine": """
         _backward_epilogue=5d5297 _backward_prologue=373ee3 _broadcast_model=56eea8
         _configure_checkpointing=98e9ab _get_rank_zero_ckpt_name=ded768 train_batch_size=913c10
-        _get_zero_ckpt_name=ebf13c
+        _get_zero_ckpt_name=ebf13c _reduce_expert_gradients=e85f52
         _configure_distributed_model=a9a57b _get_ckpt_name=5bef33 _get_all_ckpt_names=d3a867
-        _reduce_expert_gradients=e85f52
         _configure_optimizer=dd82a7 _copy_recovery_script=4bfd76
         _get_gradients_for_reduction=e27ed4 _save_checkpoint=7cec5b _save_moe_checkpoint=cf5acf
         allreduce_bucket=aee7bd allreduce_gradients=463dde
         _take_model_step=c4c6e0 backward=b8c436 buffered_allreduce_fallback=c36145
         clip_fp32_gradients=c3ad53 deepspeed_io=9be5fb destroy=573c7f forward=d99afa
         load_checkpoint=5728d3 save_checkpoint=c92409 scale=bb48d2 set_train_batch_size=b15192
+        set_train_micro_batch_size=e5bdf7 _start_timers=352ef6 _stop_timers=38ddc0
         step=02d6a4 zero_allow_untested_optimizer=d96e72 zero_optimization=3405fc
         _load_zero_checkpoint=008491""",
     "runtime.pipe.dualpipev.DualPipeVEngine": """
@@ -96,8 +96,8 @@ ATTRIBUTES = {
     "runtime.bf16_optimizer.BF16_Optimizer": """clip_grad fp32_groups_gradients_flat
         fp32_groups_has_gradients mpu non_expert_gradients""",
     "runtime.engine.DeepSpeedEngine": """_running_engine_backward _running_engine_backward_lock
-        _running_engine_backward_count has_moe_layers save_non_zero_checkpoint
-        _unmanaged_backward_count""",
+        _running_engine_backward_count _running_engine_step has_moe_layers save_non_zero_checkpoint
+        _manual_backward_expected _unmanaged_backward_count engine_timers""",
     "runtime.pipe.engine.PipelineEngine": "_compute_loss eval_return_logits fwd_outputs",
     "runtime.pipe.module.PipelineModule": "_layer_specs _local_start _local_stop tied_comms",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """all_grad_tensors averaged_gradients
@@ -106,6 +106,7 @@ ATTRIBUTES = {
         round_robin_bit16_offsets""",
     "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": """averaged_gradients
         fp32_partitioned_groups_flat""",
+    "utils.timer.SynchronizedWallClockTimer": "started_",
 }
 """The attributes that are read, which have to stand in the source of their class."""
 
@@ -247,6 +248,6 @@ def discard_open_step(engine: EngineContext) -> None:
     adapt(engine).discard_gradients()
     engine._unmanaged_backward_count = 0
     engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
-    if engine.pipeline_parallelism:
-        for name in engine.timers.timers:  # an error leaves them running
-            engine.timers(name).reset()
+    engine._running_engine_step = False
+    for name in engine.timers.timers:  # an error leaves them running
+        engine.timers(name).reset()

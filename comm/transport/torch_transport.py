@@ -120,7 +120,7 @@ class TorchTransport(Transport):
 
     def split(self, colour: int) -> TorchTransport:
         """Return a transport among the ranks of one colour; collective."""
-        # A random name, but not of torch's generator, whose state training depends on.
+        # Not torch's generator, whose state training depends on.
         mine = torch.tensor([colour, secrets.randbits(62)])
         gathered = mine.new_empty(self.size, 2)
         self.all_gather(mine, gathered)

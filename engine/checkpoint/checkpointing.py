@@ -3,8 +3,7 @@
 
 DeepSpeed writes its files into a folder of a temporary name, each rank adds the state of its
 random generators, rank 0 lists all files with their checksums in ``wavemare.json``, and only then
-the folder gets its name. Stock DeepSpeed, ``zero_to_fp32`` and ``ds_to_universal`` read such a
-folder as their own.
+the folder gets its name. Stock DeepSpeed reads it; docs/checkpoints.md says which tools do.
 """
 
 from __future__ import annotations

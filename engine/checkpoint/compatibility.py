@@ -86,6 +86,7 @@ def check_checkpoint_fits(
     converts = keeps_adam_alone(engine) and engine.settings.expert_parallel.size == 1
     converts = converts and not {"replicas"} & (saved.keys() | current.keys())
     convert = _universal_remedy(folder) if converts else f"go on from {_EXPORTED}"
+    sizes = [each.get("experts", 1) for each in (saved, current)]
     rows: list[tuple[object, str, str]] = [
         (
             untied is not None and untied != own,
@@ -93,15 +94,17 @@ def check_checkpoint_fits(
             "Resume with the schedule that saved it (pipemare unties heads, 1f1b does not unless "
             f'"untie" is set), or go on from {_EXPORTED}',
         ),
-    ]
-    sizes = [each.get("experts", 1) for each in (saved, current)]
-    rows.append(
         (
             sizes[0] != sizes[1],
             "the experts are divided over {} ranks in it, and over {} in this run".format(*sizes),
             f"Set wavemare.expert_parallel.size to {sizes[0]}, or go on from {_EXPORTED}",
-        )
-    )
+        ),
+        (
+            "replicas" in saved and not whole,
+            "its weights are those of the first replica alone, not the common ones",
+            f"Load all of it with wavemare.local_steps, or go on from {_EXPORTED}",
+        ),
+    ]
     if whole and plan is not None and layout is not None:
         reason = f"it was saved under the plan {plan['digest']}, this run has {layout.digest}"
         remedy = f"Resume with the same plan, which is in {MANIFEST}, or {convert}"
@@ -183,13 +186,9 @@ def check_optimizer(folder: Path, engine: EngineContext) -> None:
         )
     elif ours == [*theirs, _COMPILED]:
         remedy = 'Give "torch_adam": true in optimizer.params'
-    raise CheckpointError(
-        "checkpoint",
-        str(folder),
-        f"its optimizer states are those of {_name(theirs)}, but this run has {_name(ours)} "
-        f"({type(basic).__name__})",
-        f"{remedy}, or {_WEIGHTS_ALONE}",
-    )
+    own = f"{_name(ours)} ({type(basic).__name__})"
+    reason = f"its optimizer states are those of {_name(theirs)}, but this run has {own}"
+    raise CheckpointError("checkpoint", str(folder), reason, f"{remedy}, or {_WEIGHTS_ALONE}")
 
 
 _WEIGHTS_ALONE = "load the weights alone (load_optimizer_states=False)"
@@ -210,13 +209,10 @@ def check_universal(load_dir: str, engine: EngineContext) -> None:
         CheckpointError: The optimizer has other states than Adam's.
     """
     if not keeps_adam_alone(engine):
-        raise CheckpointError(
-            "checkpoint",
-            str(load_dir),
-            "a universal checkpoint keeps only Adam's averages, and "
-            f"{type(engine.basic_optimizer).__name__} has other states",
-            f"Resume at the topology of the save without load_universal, or go on from {_EXPORTED}",
-        )
+        name = type(engine.basic_optimizer).__name__
+        reason = f"a universal checkpoint keeps only Adam's averages, and {name} has other states"
+        remedy = f"Resume at the save's topology without load_universal, or go on from {_EXPORTED}"
+        raise CheckpointError("checkpoint", str(load_dir), reason, remedy)
 
 
 def _universal_remedy(folder: Path) -> str:

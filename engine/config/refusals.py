@@ -46,6 +46,12 @@ _OF_DEEPSPEED: _Beside = {
     "compile.deepcompile": (_OFF, _UNTESTED),
     "hybrid_engine.enabled": (_OFF, _UNTESTED),
 }
+_BESIDE_STAGES: _Beside = {
+    "flops_profiler.enabled": (_OFF, "DeepSpeed never shows the profile"),
+}
+_BESIDE_SHARES: _Beside = {
+    "data_efficiency.data_sampling.curriculum_learning.enabled": (_OFF, "it makes equal shares"),
+}
 _BESIDE_EXPERTS: _Beside = {
     **_OF_DEEPSPEED,
     "checkpoint.use_node_local_storage": (_OFF, _UNTESTED),
@@ -66,13 +72,11 @@ _SCHEDULE_OF = {"pipemare": "pipemare", "chunks": "interleaved", "memory_limit":
 _BESIDE_PIPEMARE: _Beside = {
     "fp16.enabled": (_OFF, 'stages at different steps cannot share a loss scale; use "bf16"'),
     "torch_autocast.enabled": (_OFF, 'autocast would keep casts of old weights; use "bf16"'),
-    "amp.enabled": (_OFF, 'autocast would keep casts of old weights; use "bf16"'),
     "wavemare.pipeline.untie": ((None, True), "stages cannot meet at each step to share a weight"),
 }
 _BESIDE_SPLIT_PASSES: _Beside = {
     "fp16.enabled": (_OFF, _UNTESTED),
     "torch_autocast.enabled": (_OFF, "layers cannot defer the gradients of their weights"),
-    "amp.enabled": (_OFF, "layers cannot defer the gradients of their weights"),
     "compile.deepcompile": (_OFF, "layers cannot defer the gradients of their weights"),
     "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
     "wavemare.pipeline.overlap_forward_backward": ((False,), "passes have an order of their own"),
@@ -91,8 +95,6 @@ _BESIDE_COMPRESSOR: _Beside = {
 }
 _BESIDE_WAVES: _Beside = {
     "wavemare.pipeline.stages": ((1,), "stages interleave their micro-batches already"),
-    "curriculum_learning.enabled": (_OFF, "it would change whole forward passes"),
-    "progressive_layer_drop.enabled": (_OFF, "it would change whole forward passes"),
     "flops_profiler.enabled": (_OFF, "it would watch whole forward passes"),
     "wavemare.balance.shares": ((None,), _LOSSES),
     "wavemare.balance.mean": (("samples",), _LOSSES),
@@ -102,9 +104,7 @@ _BESIDE_REPLICAS: _Beside = {
     "zero_optimization.stage": ((None, 0, 1, 2), _PARTS),
     "zero_optimization.offload_param.device": ((None, "none"), _UNTESTED),
     "fp16.enabled": (_OFF, "loss scales differ by replica"),
-    "curriculum_learning.enabled": (_OFF, _UNTESTED),
     "data_efficiency.enabled": (_OFF, _UNTESTED),
-    "elasticity.enabled": (_OFF, _UNTESTED),
     "checkpoint.use_node_local_storage": (_OFF, _UNTESTED),
     "checkpoint.load_universal": (_OFF, _UNTESTED),
     "checkpoint.writer.decoupled": (_OFF, "it does not save the common weights"),
@@ -198,10 +198,11 @@ def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) ->
             "the stages of a split model send each other whole tensors",
             "Leave it out",
         )
+    divided = max(size, ours.expert_parallel.size) > 1
     # In a pipeline, bf16 has an optimizer of its own, which counts split weights of all ranks.
     for name in ("fp16",) if stages > 1 else ("fp16", "bf16"):
         yield (
-            size > 1 and zero == 0 and is_enabled(config, name),
+            divided and zero == 0 and is_enabled(config, name),
             f"{name}.enabled",
             True,
             "without ZeRO DeepSpeed's 16-bit optimizers clip by the weights of one rank alone",
@@ -222,6 +223,10 @@ def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) ->
         "gradients or weights that ZeRO partitions cannot stay for a pipeline's micro-batches",
         "Use 0 or 1 with pipeline stages, or wavemare.pipeline.stages 1",
     )
+    if stages > 1:
+        yield from _beside(config, _BESIDE_STAGES, "stages", f"{SECTION}.pipeline.stages")
+    if ours.balance.shares is not None:
+        yield from _beside(config, _BESIDE_SHARES, "unequal shares", _SHARES)
 
 
 def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> _Rows:
@@ -245,14 +250,6 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
         "ZeRO 3 would cut the weights of experts further, over ranks that hold other experts",
         f"Use 0, 1 or 2, or leave out {key}: ZeRO 3 alone shards experts, too",
     )
-    for name in ("fp16", "bf16"):
-        yield (
-            stage == 0 and is_enabled(config, name),
-            f"{name}.enabled",
-            True,
-            "without ZeRO DeepSpeed's 16-bit optimizers clip by the experts of one rank alone",
-            'Set "stage" to 1 or 2 in zero_optimization',
-        )
     if stages > 1:
         yield from _beside(config, _BESIDE_STAGED_EXPERTS, "divided experts of stages", key)
     yield from _beside(config, _BESIDE_EXPERTS, "divided experts", key)

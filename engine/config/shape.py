@@ -25,13 +25,11 @@ ZERO_WEIGHTS = 3
 _SECTIONS = (
     "activation_checkpointing",
     "aio",
-    "amp",
     "bf16",
     "checkpoint",
     "comet",
     "comms_logger",
     "csv_monitor",
-    "curriculum_learning",
     "data_efficiency",
     "flops_profiler",
     "fp16",

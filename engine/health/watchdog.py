@@ -40,7 +40,7 @@ from wavemare.engine.health.rank_status import (
     reachable_address,
     write_report,
 )
-from wavemare.engine.launch.group import environment_rank, environment_world_size, exit_now
+from wavemare.engine.launch.group import environment_rank, environment_world_size, exit_now, meet
 from wavemare.engine.observe.progress import PROGRESS, Progress
 from wavemare.engine.seams import mark_waits
 from wavemare.files import process_has_ended, process_state, this_machine
@@ -218,7 +218,8 @@ class Watchdog:
         keys = [f"{_KEY}/{meeting}/{n}" for n in range(size)]
         own = {"token": self._token or secrets.token_hex(16), "peer": asdict(self._me)}
         store.set(keys[rank], json.dumps(own))
-        found = [json.loads(text) for text in store.multi_get(keys)]  # waits for all
+        meet(store, f"{_KEY}/{meeting}", size)
+        found = [json.loads(text) for text in store.multi_get(keys)]
         self._ranks = [PeerAddress(**each["peer"]) for each in found]
         self._token = found[0]["token"]
         self._notices.clear()

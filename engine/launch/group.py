@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from wavemare.comm.waits import waiting
 from wavemare.engine.launch.environment import (
     RANK_VARIABLES,
     SIZE_VARIABLES,
@@ -52,6 +53,14 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     values = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(values, value, group=group)
     return values
+
+
+def meet(store: Any, key: str, size: int) -> None:
+    """Wait until so many ranks have called this; no time limit of a group or store ends it."""
+    store.add(key, 1)
+    with waiting("the store of the process group"):
+        while store.add(key, 0) < size:
+            time.sleep(_POLL_SECONDS)
 
 
 def compiled_ops_enabled() -> bool:

@@ -144,6 +144,7 @@ class _Batches(PlanInterpreter):
     module: Any
     dynamic_shape: bool
     device: torch.device
+    timers: Any
     _shapes: Shapes | None = None
 
     def _next_batch(self) -> Any:
@@ -182,6 +183,11 @@ class _Batches(PlanInterpreter):
         self.total_loss: torch.Tensor | None = None
         self.pipe_buffers: dict[str, Any] = {}
         super().destroy()  # type: ignore[misc]
+
+    def _start_timers(self, timer_names: Sequence[str]) -> None:
+        # DeepSpeed's pipeline starts those of a backward pass, and so do its hooks of outputs.
+        idle = [name for name in timer_names if not self.timers(name).started_]
+        super()._start_timers(idle)  # type: ignore[misc]
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """Train an optimizer step as ``deepspeed.PipelineEngine.train_batch``."""

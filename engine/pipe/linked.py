@@ -208,14 +208,14 @@ class LinkedEngine(PipelineEngine):
             self._passes.backward(number, micro_batch)
         elif self.is_last_stage():
             deepspeed.DeepSpeedEngine.backward(self, self.before_backward(micro_batch.loss))
-        else:  # as DeepSpeed's own _exec_backward_pass, but for all outputs at once
+        else:
             self._accumulate(micro_batch.backward)
         if self._stage_watch is not None and not micro_batch.ended:
             self._stage_watch.end_backward(number, micro_batch.grads)
         self._end_backward(action, micro_batch)
 
     def _accumulate(self, backward: Callable[[], None]) -> None:
-        """Run a backward pass that does not begin at a loss."""
+        """Run a backward pass that does not begin at a loss, as DeepSpeed's own pipeline."""
         if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads()
         self._running_engine_backward = True
@@ -225,6 +225,8 @@ class LinkedEngine(PipelineEngine):
             self._running_engine_backward = False
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
+        names = (*self.engine_timers.backward_inner_timers, *self.engine_timers.backward_timers)
+        self._stop_timers([name for name in names if self.timers(name).started_])
 
     def _end_backward(self, action: Action, micro_batch: MicroBatch) -> None:
         micro_batch.free_graph()

@@ -275,7 +275,7 @@ class RecvQueue:
     def wait(self) -> list[float]:
         """Wait for the message whose receive was posted first; return its header.
 
-        Where it has a header, a GPU's host waits for the message, but for no pass queued before.
+        A GPU's host waits for a message with a header, and so for passes queued before its receive.
         """
         receive, layout, message, work = self._posted.popleft()
         if layout.numbers and self._beside is not None:

@@ -85,10 +85,11 @@ class Wavelet:
             losses.append(loss.detach())
             if self.paired:
                 _, loss = self._runner.pair(backward, forward)
+                self._engine.end_micro_batch(last=False)
             else:
                 self._runner.alone(backward)
+                self._engine.end_micro_batch(last=False)
                 loss = self._runner.alone(forward)
-            self._engine.end_micro_batch(last=False)
         self._runner.alone(self._backward(len(batches) - 1, loss))
         self._engine.end_micro_batch(last=True)
         return [*losses, loss.detach()]

@@ -7,7 +7,7 @@ Names are imported at first use, so that ``import wavemare`` costs nothing by it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wavemare.lazy import at_first_use
 
@@ -40,23 +40,7 @@ _HOME = {
     "to_pipeline": "models",
 }
 
-_MOVED = {
-    "DualPipeVEngine": "wavemare.engine.DualPipeVEngine",
-    "Engine": "wavemare.engine.Engine",
-    "PipelineEngine": "wavemare.engine.PipelineEngine",
-    "pipeline": "wavemare.parallel.pipeline",
-    "plan": "wavemare.parallel.planner.plan",
-    "replicate": "wavemare.replica or wavemare.stage",
-}
-"""Names of earlier versions, and what to use now."""
-
-_find = at_first_use(__name__, _HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        raise AttributeError(f"wavemare.{name} was removed; use {_MOVED[name]}")
-    return _find(name)
+__getattr__ = at_first_use(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

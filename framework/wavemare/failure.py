@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from wavemare.engine.launch.group import end_mpich_helper, environment_rank, exit_now
-from wavemare.errors import WavemareError
+from wavemare.errors import CommError, WavemareError
 
 _STORE_KEY = "wavemare/failure"
 _STORE_SECONDS = 2.0
@@ -42,6 +42,8 @@ _GRACE_SECONDS = 3.0
 _LINGER_SECONDS = 0.5
 # More than the watchdog needs to end this process.
 _ENDING_SECONDS = 30.0
+# For writers; a rank that has stopped would hold them up for ever.
+_SAVE_SECONDS = 600.0
 _INTERRUPTED = 130
 _TORCH_HOOK = "torch.distributed.distributed_c10d"
 # How gloo, NCCL and TCPStore report a lost peer.
@@ -109,8 +111,12 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
         threading.Event().wait(_ENDING_SECONDS)
     if isinstance(error, WavemareError):
         if _should_print(_claim_failure(), grace_s):
-            _print_error(error)
+            where = f" on rank {environment_rank()}" if _group_exists() else ""
+            notes = getattr(error, "__notes__", [])  # where in the plan, for example
+            sys.stderr.write("\n".join([*notes, f"error{where}: {error}\n"]))
         _report_to_torchrun(error)
+        if not isinstance(error, CommError):  # the error of a lost peer, without whom no save ends
+            _finish_saves()
         _leave(error.exit_code)
     # A lost peer is not claimed: the peer may be about to report its error.
     if not _is_peer_loss(error):
@@ -120,7 +126,7 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
         _report_to_torchrun(error)
         _leave(1)
     else:
-        time.sleep(grace_s)  # in which other ranks claim their failures
+        time.sleep(grace_s)  # in which others claim the failure
         reported = _ask_store(lambda store: int(store.add(_STORE_KEY, 0)))
         if reported is None and _group_exists() and environment_rank() != 0:
             # Rank 0, which hosts the store, may have reported its error: no traceback after that.
@@ -131,6 +137,13 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
     _print_traceback(error)
     _report_to_torchrun(error)
     _leave(1)
+
+
+def _finish_saves() -> None:
+    """Complete the checkpoints that threads write: an error's message may point to the last."""
+    for thread in threading.enumerate():
+        if thread.name == "wavemare-checkpoint":
+            thread.join(_SAVE_SECONDS)
 
 
 def _explain_lost_peers() -> str | None:
@@ -198,12 +211,6 @@ def _is_peer_loss(error: BaseException) -> bool:
         return False
     text = str(error).lower()
     return any(phrase in text for phrase in _PEER_LOSS)
-
-
-def _print_error(error: WavemareError) -> None:
-    where = f" on rank {environment_rank()}" if _group_exists() else ""
-    notes = getattr(error, "__notes__", [])  # where in the plan, for example
-    sys.stderr.write("\n".join([*notes, f"error{where}: {error}\n"]))
 
 
 def _print_loss_of_store(error: BaseException) -> None:

@@ -36,26 +36,6 @@ _KINDS = {
     "string_type": "Give a string in quotes",
 }
 
-_REMOVED = {
-    "wavemare.pipeline.pair_passes": "Use wavemare.pipeline.overlap_forward_backward",
-    "wavemare.pipeline.pipemare.clipping": "Leave it out; the norm of all stages is bounded",
-    "wavemare.guard.message_checksum": "Leave it out; TCP and RDMA check messages themselves",
-    "wavemare.guard.replica_digest_interval": "Leave it out; memory with ECC finds flipped bits",
-    "wavemare.checkpoint.timeout_s": "Leave it out; a save waits for all ranks that write",
-    "wavemare.parallel.stages = text": "Give the modules of each stage; see docs/annotations.md",
-    "wavemare.parallel.colocated": "Leave it out; use wavemare.parallel.split",
-    "wavemare.balance.micro_steps": "Leave it out; use wavemare.balance.shares",
-    "wavemare.sparse_collective.mode = agsparse": "Choose auto; bench sparse measures it",
-    "wavemare.sparse_collective.mode = sparcml": "Choose auto; bench sparse measures it",
-    "wavemare.wavelet.budget": "Leave it out; waves of equal layers keep what one keeps",
-    "wavemare.wavelet.pair_order": "Leave it out; the backward pass comes first",
-    "wavemare.wavelet.streams": "Leave it out; all waves compute on one stream",
-    "wavemare.wavelet.warmup_steps": "Leave it out; waves do not change the gradients",
-    "wavemare.wavelet.mode = async": 'Use "sync"; the last backward pass hides the sums',
-    "wavemare.wavelet.mode = replica": 'Use "sync", which has the gradients of accumulation',
-}
-"""What to do without a key, or a key's value, that an earlier version had."""
-
 
 class Section(BaseModel):
     """A frozen part of the configuration that refuses unknown keys.
@@ -95,14 +75,9 @@ def _first_error(
     location, first = found[0]
     key = path + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in location)
     given = None if first["type"] == "missing" else first["input"]
-    if first["type"] == "extra_forbidden" and key in _REMOVED:
-        return ConfigError(key, given, "it was removed", _REMOVED[key])
     if first["type"] == "extra_forbidden":
         remedy = did_you_mean(str(location[-1]), _fields_at(model, location[:-1]))
         return ConfigError(key, given, "this key does not exist", remedy)
-    for removed in (f"{key} = {given}", f"{key} = text" if isinstance(given, str) else ""):
-        if removed in _REMOVED:
-            return ConfigError(key, given, "it was removed", _REMOVED[removed])
     # Where a value may be of several kinds there is an error of each.
     same = [details for place, details in found if place == location]
     choices = [item for item in same if item["type"] == "literal_error"]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any, Literal, get_args
@@ -171,7 +171,7 @@ class SimulatedPipeline:
         return self.replay.step(given)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[Any]) -> float:
+    def evaluate(self, batches: Iterable[Any]) -> float:
         """Return the mean loss of micro-batches, with the newest weights of all stages."""
         losses = []
         for batch in batches:

@@ -72,8 +72,9 @@ def main() -> None:
         exported = finish(setup, recording, model, text.tokenizer, evaluation, eval_loss)
         if setup.rank == 0:
             recording.screen.note(f"\n{fill(exported, args.prompt)}\n")
-        unigram = text.cross_entropies(args.sequence_length)["unigram"]
-        recording.finish({"unigram cross-entropy": unigram}, {"unigram": unigram})
+        baselines = text.cross_entropies(args.sequence_length)
+        unigram = {name: value for name, value in baselines.items() if name == "unigram"}
+        recording.finish({f"{name} cross-entropy": x for name, x in unigram.items()}, unigram)
     leave()
 
 
@@ -153,8 +154,8 @@ def finish(
     evaluation: Any,
     evaluate: Evaluate,
 ) -> Path:
-    """Evaluate the trained model on all validation samples and export it; return its folder."""
-    found = evaluate(evaluation, None)
+    """Evaluate the trained model and export it; return its folder."""
+    found = evaluate(evaluation, setup.final_samples)
     recording.run.log(setup.arguments.max_steps, **found)
     parameters = count_parameters(setup, model)
     recording.results = {**found, "parameters": parameters, **recording.results}

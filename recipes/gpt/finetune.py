@@ -13,14 +13,19 @@ from dataclasses import dataclass
 from wavemare.failure import run_main
 from wavemare.observe.recording import Recording
 from wavemare.recipes.gpt.pretrain import learn
-from wavemare.training.arguments import TrainArguments, option, parse_arguments
+from wavemare.training.arguments import (
+    TokenizerArguments,
+    TrainArguments,
+    option,
+    parse_arguments,
+)
 from wavemare.training.models import check_model_folder, reraise_model_errors
 from wavemare.training.setup import connect, prepare
 from wavemare.training.text import find_text, read_text
 
 
 @dataclass(frozen=True)
-class FinetuneArguments(TrainArguments):
+class FinetuneArguments(TokenizerArguments, TrainArguments):
     """Options of GPT finetuning."""
 
     output: str = option("runs/gpt-finetune", "run folder")
@@ -40,7 +45,7 @@ def main() -> None:
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     connect(setup)
-    text = read_text(source, args, "gpt", tokenizer=args.model)
+    text = read_text(source, args, "gpt", tokenizer=args.tokenizer or args.model)
 
     from transformers import AutoModelForCausalLM
 

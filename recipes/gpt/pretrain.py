@@ -86,7 +86,7 @@ def learn(
     evaluation = train(setup, recording, model, text, lr_scheduler)
     if evaluation is not None:
         evaluation.engine.synchronize()  # what is evaluated is what is exported
-        loss, exported = evaluation.loss(), setup.folder / "model"
+        loss, exported = evaluation.loss(setup.final_samples), setup.folder / "model"
         recording.run.log(setup.arguments.max_steps, eval_loss=loss)
         wavemare.save_pretrained(evaluation.engine, exported, tokenizer=text.tokenizer)
         if setup.rank == 0:

@@ -262,7 +262,7 @@ def train(
         return None
     if best["tag"] != f"step-{args.max_steps:06d}":
         engine.load_checkpoint(str(checkpoints), best["tag"])
-    loss = batches.loss(evaluation.batches())
+    loss = batches.loss(evaluation.batches(setup.final_samples))
     return engine, {"eval_loss": loss, "best step": int(best["tag"].removeprefix("step-"))}
 
 

@@ -204,6 +204,7 @@ def test_the_options_of_all_commands_are_accepted(launch, place):
         (run / "model" / "model.safetensors").touch()
     (place / "notes").symlink_to("texts")
     (place / "tokenizer").symlink_to("my-tokenizer")
+    (place / "again").symlink_to("runs/gpt-pretrain/model")
     for file in ("corpus.bin", "corpus.idx", "tokens.bin", "tokens.idx", "docs/page.md"):
         (place / file).write_text("text")
     # Only on the page of Megatron `corpus` is no folder of texts.

@@ -300,8 +300,9 @@ def test_other_kinds_of_data_reach_the_model(
     config = recipe_config("gpt/pretrain", "pipemare")
     recipe("gpt/pretrain", "--deepspeed_config", config, *options).check()
     results = json.loads((run / "summary.json").read_text())["results"]
-    assert results["bigram cross-entropy"] < results["unigram cross-entropy"] < 4
     assert results["eval_loss"] < 6
+    if kind == "jsonl":
+        assert results["bigram cross-entropy"] < results["unigram cross-entropy"] < 4
 
 
 @pytest.mark.nightly

@@ -54,6 +54,7 @@ REFUSED = {
     "length": ({"balance": {"shares": [4, 4, 4]}}, "3 numbers for 2 data-parallel ranks"),
     "nothing": ({"balance": {"shares": [8, 0]}}, "needs one or more samples"),
     "waves": ({"balance": {"shares": [5, 3]}, "wavelet": {"mode": "sync"}}, "alike on all ranks"),
+    "direct": ({"balance": {"shares": [5, 3]}}, "Call engine.backward(loss)"),
 }
 
 
@@ -90,7 +91,7 @@ PIPES = {
 @pytest.fixture
 def results(launch_once):
     refused = {
-        f"refused {name}": {"model": "gpt", "wavemare": sections}
+        f"refused {name}": {"model": "gpt", "zero": 1, "loop": name, "wavemare": sections}
         for name, (sections, _) in REFUSED.items()
     }
     wrong = {f"wrong {name}": case for name, case in WRONG.items()}

@@ -206,6 +206,17 @@ def test_the_end_of_rank_0_and_its_store_is_one_line_of_a_peer(ranks, cause):
     assert "by peer" in line
 
 
+def test_an_error_waits_for_the_checkpoint_that_a_thread_writes(ranks):
+    body = (
+        "from types import SimpleNamespace\n"
+        "from wavemare.engine.checkpoint.save import BackgroundSave\n"
+        "save = lambda group: (time.sleep(1), print('saved', flush=True))\n"
+        f"BackgroundSave(SimpleNamespace(complete=save), None)\n{RAISE}"
+    )
+    (ended,) = ranks(body, number=1)
+    assert (ended.code, ended.stdout.splitlines()[-1:]) == (2, ["saved"])
+
+
 def test_what_still_runs_in_a_group_does_not_keep_the_process(ranks):
     # Stands for the threads of a process group that wait for peers which never answer.
     body = f"threading.Thread(target=time.sleep, args=(300,)).start()\n{RAISE}"

@@ -151,26 +151,3 @@ for _name, _kind in (
     ("local-steps", LocalStepsRequest),
 ):
     bench.command(_name)(_command(_kind))
-
-
-_REMOVED = {
-    "kernels": "Leave it out",
-    "quality": "Use wavemare simulate RECIPE --systems NAMES",
-    "scaling": "Leave it out",
-    "soak": "Run tests/e2e/test_soak.py",
-    "training": "Use wavemare bench sparse --step",
-    "whale": "Use wavemare bench planner",
-}
-"""Remedies for the commands of an earlier version."""
-
-
-def _refusal(name: str) -> Callable[[typer.Context], None]:
-    def refuse(context: typer.Context) -> None:
-        raise ConfigError("wavemare bench", name, "it was removed", _REMOVED[name])
-
-    return refuse
-
-
-for _name in _REMOVED:
-    _anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-    bench.command(_name, hidden=True, context_settings=_anything)(_refusal(_name))

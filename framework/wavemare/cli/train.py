@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -61,6 +62,17 @@ def find_recipe(name: str) -> Recipe:
     return RECIPES[full_name]
 
 
+def default_config(recipe: Recipe, options: Sequence[str]) -> Path:
+    """Return a recipe's JSON, a synchronous one where Megatron's sizes are given."""
+    given = " ".join(options).replace("_", "-")
+    found = re.findall(r"--(\S+-(?:parallel-size|pipeline-rank|pipeline-stage))[ =](\d+)", given)
+    if not found:
+        return recipe.config
+    stages = int(dict(found).get("pipeline-model-parallel-size", 1))
+    name = recipe.module.rpartition(".")[2]
+    return recipe.config.with_name(f"{name}_{'pipeline' if stages > 1 else 'zero'}.json")
+
+
 def train(
     context: typer.Context,
     recipe: Annotated[
@@ -93,7 +105,7 @@ def train(
     chosen = find_recipe(recipe)
     options = list(context.args)
     refuse_second_config(options)
-    file = config if config is not None else chosen.config
+    file = config if config is not None else default_config(chosen, options)
     settings = load_config(file, key="--config")  # refused here, before any rank is started
     check_early(settings)
     options = ["--deepspeed_config", str(file), *options]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -113,6 +113,8 @@ class ResumableLoader(Iterator[Any]):
             if key != "consumed_samples" and state[key] != own:
                 reason = f"the checkpoint was made with this, the run has {own!r}"
                 remedy = "Resume with the same data, sequence length and seed"
+                if not self._shuffle:  # Megatron's order depends on all samples of the training
+                    remedy += ", and the same --max_steps"
                 raise CheckpointError(f"data.{key}", state[key], reason, remedy)
         self.consumed_samples = int(state["consumed_samples"])
 
@@ -140,8 +142,8 @@ def evaluation_batches(
     data_rank: int = 0,
     data_world_size: int = 1,
     limit: int | None = None,
-) -> Iterator[Any]:
-    """Iterate once over a dataset, in its order, with equally many batches on every rank.
+) -> Sequence[Any]:
+    """Return a dataset's batches in its order, equally many on all ranks, each read when used.
 
     All batches are full. The samples at the end that do not fill one batch for every rank are left
     out; nothing is evaluated twice.
@@ -161,14 +163,25 @@ def evaluation_batches(
     if size < data_world_size:
         reason = f"it gives {size} validation samples, fewer than the {data_world_size} data ranks"
         raise DataError("--data", size, reason, "Give more text")
-    count = min(max(limit or size, data_world_size), size)
+    count = min(max(size if limit is None else limit, data_world_size), size)
     micro = min(micro_batch_size, count // data_world_size)
     stride = micro * data_world_size
-    starts = range(data_rank * micro, count // stride * stride, stride)
-    return (
-        _collate([_read(dataset, n * size // count, 0) for n in range(start, start + micro)])
-        for start in starts
-    )
+
+    def read(start: int) -> Any:
+        return _collate([_read(dataset, n * size // count, 0) for n in range(start, start + micro)])
+
+    return _Batches(range(data_rank * micro, count // stride * stride, stride), read)
+
+
+class _Batches(Sequence[Any]):
+    def __init__(self, starts: range, read: Callable[[int], Any]) -> None:
+        self._starts, self._read = starts, read
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._read(self._starts[place])
 
 
 def _read(dataset: IndexedDataset, index: int, epoch: int) -> Any:

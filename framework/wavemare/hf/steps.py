@@ -231,7 +231,7 @@ def weighted_labels(
     items = total.clamp(min=1) / (micro_batches * ranks)
     weighted = [
         # The mean over no label is NaN, also with weight 0.
-        (one if count else torch.zeros_like(one), count / items, items)
+        (torch.where(count > 0, one, torch.zeros_like(one)), count / items, items)
         for one, count in zip(labels, counts, strict=True)
     ]
     zero = torch.zeros_like(items)

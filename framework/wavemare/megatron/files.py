@@ -235,6 +235,9 @@ def _flat(loaded: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     model = dict(loaded["model"])
     walk("", model.pop("language_model", {}))
     walk("", model)
+    if any(name.startswith("decoder.") for name in weights):
+        reason = "its layers are those of Megatron-core"
+        raise CheckpointError("checkpoint", str(path), reason, "Save it with --use-legacy-models")
     if not weights:
         reason = "its model has no language_model"
         raise CheckpointError("checkpoint", str(path), reason, "Give a GPT or BERT checkpoint")

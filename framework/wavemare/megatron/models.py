@@ -99,7 +99,8 @@ def arguments_of(config: Any, padded_vocab_size: int) -> dict[str, Any]:
         "seq_length": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "padded_vocab_size": padded_vocab_size,
-        "layernorm_epsilon": config.layer_norm_epsilon,
+        "norm_epsilon": config.layer_norm_epsilon,
+        "layernorm_epsilon": config.layer_norm_epsilon,  # of older versions
         "bias_gelu_fusion": False,
         "openai_gelu": activation in _TANH,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
@@ -169,7 +170,7 @@ def config_of(
         n_head=arguments["num_attention_heads"],
         n_inner=None if inner == 4 * hidden else inner,
         activation_function="gelu_new" if arguments.get("openai_gelu") else tanh,
-        layer_norm_epsilon=arguments.get("layernorm_epsilon", 1e-5),
+        layer_norm_epsilon=arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
         tie_word_embeddings=HEAD not in whole,
         architectures=["GPT2LMHeadModel"],
         dtype=str(whole[EMBEDDING].dtype).removeprefix("torch."),

@@ -96,13 +96,15 @@ def _per_token(logits: Tensor, labels: Tensor) -> Tensor:
 def _refuse_others(others: dict[str, Any]) -> None:
     """Refuse arguments of Megatron's GPT that a transformers model does not have."""
     for name, value in others.items():
-        if value is not None:
+        if value is not None and name != "loss_mask":  # which is for multi-token prediction
             reason = f"a model of transformers does not take {name!r} from Megatron's step"
             raise ModelError(_KEY, name, reason, "Leave it out of the call")
 
 
 class _Dressed:
     """A causal language model of transformers that is called as Megatron's GPT."""
+
+    vp_stage: int | None = None  # step functions of recent versions read it
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -137,6 +139,8 @@ def _is_causal(mask: Tensor) -> bool:
 
 class _Noted:
     """The model that a pipeline's step function sees: it keeps what it is called with."""
+
+    vp_stage: int | None = None
 
     def __init__(self) -> None:
         self.output = _Output()

@@ -22,8 +22,9 @@ _SPELLINGS = {"--train_iters": "--max_steps"} | dict.fromkeys(
     ("--seq_length", "--max_length"), "--sequence_length"
 )
 """Megatron's and TRL's names of options that have another name here; dashes may be underscores."""
-_AT_LEAST_0 = {"trace_steps", "lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_fraction"}
+_AT_LEAST_0 = {"trace_steps", "lr_warmup_iters", "eval_iters"}  # of whole numbers
 _TOKENIZERS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase")
+_MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 _SIZES = {"num_layers": "num_hidden_layers"} | {
     name: name for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")
 }
@@ -39,12 +40,15 @@ def option(default: Any, text: str) -> Any:
 class MegatronArguments:
     """Megatron's options that change the JSON configuration or other options."""
 
-    micro_batch_size: int | None = option(None, "train_micro_batch_size_per_gpu of the JSON")
+    micro_batch_size: int | None = option(
+        None, "train_micro_batch_size_per_gpu of the JSON; alone, without accumulation"
+    )
     global_batch_size: int | None = option(None, "train_batch_size of the JSON")
     lr: float | None = option(None, "learning rate of the JSON")
     min_lr: float | None = option(None, "lowest learning rate of the cosine schedule")
     lr_decay_style: str | None = option(None, "cosine, linear or constant")
     lr_warmup_fraction: float | None = option(None, "share of the steps for warm-up, such as 0.1")
+    lr_warmup_iters: int | None = option(None, "the same as a number of steps")
     weight_decay: float | None = option(None, "weight decay of the JSON")
     clip_grad: float | None = option(None, "gradient_clipping of the JSON")
     fp16: bool = option(False, "turn on fp16 in the JSON")
@@ -59,9 +63,11 @@ class MegatronArguments:
     )
     tensorboard_dir: str | None = option(None, "turn on DeepSpeed's tensorboard monitor")
     wandb_project: str | None = option(None, "turn on DeepSpeed's wandb monitor")
-    eval_iters: int | None = option(None, "batches of an evaluation, in place of --eval_samples")
+    eval_iters: int | None = option(
+        None, "batches of an evaluation, in place of --eval_samples; also of the last one"
+    )
     data_path: list[str] | None = field(
-        default=None, metadata={"help": "--data; several words are a blend"}
+        default=None, metadata={"help": "--data, split 969,30,1; several words are a blend"}
     )
     save: str | None = option(None, "--output")
     load: str | None = option(None, "--output, and --resume if it has a checkpoint")
@@ -113,7 +119,7 @@ class ModelArguments:
 
     model_config: str = option("", "transformers configuration of a new model")
     vocab_size: int = option(4096, "tokens of the trained BPE")
-    num_layers: int | None = option(None, "layers, in place of the configuration's")
+    num_layers: int | None = option(None, "layers, in place of the configuration's; drops cuts")
     hidden_size: int | None = option(None, "width, in place of the configuration's")
     num_attention_heads: int | None = option(None, "heads, in place of the configuration's")
     max_position_embeddings: int | None = option(None, "positions, in place of the configuration's")
@@ -175,7 +181,10 @@ def parse_arguments(kind: type[Arguments], words: Sequence[str] | None = None) -
     if rest:
         name = rest[0].split("=")[0].lstrip("-")
         remedy = did_you_mean(name, [f.name for f in fields(kind)])
-        raise ConfigError(rest[0], " ".join(rest[1:]), "there is no such option", remedy)
+        value = rest[1] if rest[1:] and not rest[1].startswith("--") else None
+        others = [word for word in rest[1:] if word.startswith("--")]
+        reason = ", nor ".join(["there is no such option", *others])
+        raise ConfigError(rest[0], value, reason, remedy)
     for each in fields(arguments):
         _check_value(each.name, getattr(arguments, each.name), each.default)
     if not arguments.deepspeed_config:
@@ -233,11 +242,17 @@ def _resolve_megatron(arguments: Arguments) -> Arguments:
     if given.load is not None and given.save not in (None, given.load):
         reason = f"a run continues in its own folder, and --save is {given.save!r}"
         raise ConfigError("--load", given.load, reason, "Give both the same folder")
+    if given.load is not None and (Path(given.load) / _MEGATRON_LATEST).is_file():
+        reason = "it holds a checkpoint of Megatron"
+        remedy = f"Use wavemare convert {given.load} FOLDER --to hf, and train gpt/finetune"
+        raise ConfigError("--load", given.load, reason, remedy)
     if given.save or given.load:
         changes["output"] = given.save or given.load
     # As in Megatron, the run starts from the beginning where there is no checkpoint.
     if given.load is not None and (Path(given.load) / "checkpoints" / "latest").is_file():
         changes["resume"] = True
+    if given.eval_iters == 0:
+        changes["eval_interval"] = sys.maxsize
     if isinstance(given, TokenizerArguments):
         changes |= _tokenizer_folder(given)
     return replace(arguments, **changes)

@@ -54,7 +54,11 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
             config[monitor]["enabled"] = True
     if arguments.micro_batch_size or arguments.global_batch_size:
         config.pop("gradient_accumulation_steps", None)  # follows from the two
-    if arguments.pipeline_model_parallel_size is not None:
+    if arguments.global_batch_size is None and arguments.micro_batch_size is not None:
+        config.pop("train_batch_size", None)  # as in Megatron, one micro-batch of each replica
+    if arguments.pipeline_model_parallel_size == 1:
+        del config[SECTION]["pipeline"]
+    elif arguments.pipeline_model_parallel_size or getattr(arguments, "num_layers", None):
         drop_partition(config)
     _interleave(arguments, config)
     for name in ("fp16", "bf16"):
@@ -69,8 +73,8 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
 
 
 def drop_partition(config: dict[str, Any]) -> None:
-    """Remove explicit cuts of the layers, in place: they are for another number of stages."""
-    pipeline = config[SECTION]["pipeline"]
+    """Remove explicit cuts of the layers, in place: they are for other stages or another model."""
+    pipeline = config.get(SECTION, {}).get("pipeline", {})
     if not isinstance(pipeline.get("partition", ""), str):
         del pipeline["partition"]
 
@@ -104,8 +108,11 @@ def _interleave(arguments: TrainArguments, config: dict[str, Any]) -> None:
 
 def _make_schedule(arguments: TrainArguments, config: dict[str, Any]) -> None:
     style, lowest = arguments.lr_decay_style, arguments.min_lr
-    if style is None and lowest is None and arguments.lr_warmup_fraction is None:
+    warmup = arguments.lr_warmup_fraction, arguments.lr_warmup_iters
+    if style is None and lowest is None and warmup == (None, None):
         return
+    if None not in warmup:
+        raise ConfigError("--lr-warmup-iters", warmup[1], "a fraction says the same", "Give one")
     style = style or "cosine"
     if style not in _SCHEDULES:
         reason = "there is no such style here"
@@ -114,17 +121,18 @@ def _make_schedule(arguments: TrainArguments, config: dict[str, Any]) -> None:
     rate = config.get("optimizer", {}).get("params", {}).get("lr")
     if not isinstance(rate, int | float) or rate <= 0:
         raise ConfigError("--lr", rate, "the schedule needs the highest rate", "Give --lr")
-    params: dict[str, Any] = {"warmup_num_steps": "auto"}
+    params: dict[str, Any] = {"warmup_num_steps": "auto", "warmup_type": "linear"}  # as Megatron's
     if style == "cosine":
         if (lowest or 0.0) > rate:
             reason = f"it is above the highest rate, {rate}"
             raise ConfigError("--min-lr", lowest, reason, "Give less than --lr")
         params["cos_min_ratio"] = (lowest or 0.0) / rate
+        params["warmup_min_ratio"] = float(0 in warmup)
     else:
         if lowest:
             reason = f"DeepSpeed's {_SCHEDULES[style]} has no lowest rate"
             raise ConfigError("--min-lr", lowest, reason, "Use the style cosine")
-        params["warmup_max_lr"] = rate
+        params |= {"warmup_max_lr": rate, "warmup_min_lr": rate * (0 in warmup)}
     if style != "constant":
         params["total_num_steps"] = "auto"
     config["scheduler"] = {"type": _SCHEDULES[style], "params": params}
@@ -134,6 +142,8 @@ def fill_schedules(arguments: TrainArguments, config: dict[str, Any]) -> None:
     """Replace each ``"auto"`` that depends on the number of steps, in place."""
     steps, share = arguments.max_steps, arguments.lr_warmup_fraction
     warmup = max(steps // 10 if share is None else round(steps * share), 1)
+    if arguments.lr_warmup_iters is not None:
+        warmup = max(arguments.lr_warmup_iters, 1)
     scheduler = config.get("scheduler", {}).get("params", {})
     for key, value in (("total_num_steps", steps), ("warmup_num_steps", warmup)):
         if scheduler.get(key) == "auto":

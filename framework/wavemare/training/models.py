@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,22 +208,19 @@ class Evaluation:
     def __init__(self, engine: Any, samples: Any) -> None:
         self.engine = engine
         self._samples = samples
-        self._iterate(1)  # too few samples are refused before the training
+        self.batches(1)  # too few samples are refused before the training
 
     def loss(self, num_samples: int | None = None) -> float:
         """Return the mean loss of samples, spread over the whole set; None for all of them."""
         batches = self.batches(num_samples)
         return float(self.engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
 
-    def batches(self, num_samples: int | None = None) -> list[Any]:
+    def batches(self, num_samples: int | None = None) -> Sequence[Any]:
         """Return this rank's micro-batches, equally many on every rank, at least one.
 
         Args:
             num_samples: Samples over all ranks; None for all.
         """
-        return list(self._iterate(num_samples))
-
-    def _iterate(self, num_samples: int | None) -> Iterator[Any]:
         return evaluation_batches(
             self._samples,
             self.engine.train_micro_batch_size_per_gpu(),

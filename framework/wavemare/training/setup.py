@@ -20,6 +20,7 @@ from wavemare.engine.launch.group import (
     environment_rank,
     environment_world_size,
     may_restart,
+    meet,
 )
 from wavemare.errors import CheckpointError, ConfigError
 from wavemare.files import atomic_write_text, remove_leftovers, replace_folder, temporary_sibling
@@ -74,6 +75,11 @@ class Setup:
         return iterations * self.batch["train_batch_size"]
 
     @property
+    def final_samples(self) -> int | None:
+        """Samples of the last evaluation; None for all."""
+        return None if self.arguments.eval_iters is None else self.eval_samples
+
+    @property
     def data_ranks(self) -> int:
         """Number of processes that read different data."""
         return self.world_size // self.section.model_ranks
@@ -121,7 +127,8 @@ def connect(setup: Setup) -> None:
         if setup.rank == 0:
             print(f"{setup.foreign} is converted for {setup.world_size} ranks", flush=True)
             convert_checkpoint(setup.folder / "checkpoints", setup.foreign)
-        distributed.barrier()
+        store = distributed.distributed_c10d._get_default_store()
+        meet(store, "wavemare/converted", setup.world_size)  # a barrier would not wait for hours
         setup.balance.config.setdefault("checkpoint", {})["load_universal"] = True
 
 
@@ -230,8 +237,7 @@ def convert_checkpoint(checkpoints: Path, tag: str) -> None:
 
 def adapt_accumulation(config: dict[str, Any], data_ranks: int) -> None:
     """Let another number of ranks share the same batch, in place: they accumulate more or less."""
-    sizes: Mapping[str, Any] = config
-    batch, micro = sizes.get("train_batch_size"), sizes.get("train_micro_batch_size_per_gpu")
+    batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     if isinstance(batch, int) and isinstance(micro, int) and batch % (micro * data_ranks) == 0:
         config.pop("gradient_accumulation_steps", None)
 

@@ -154,9 +154,12 @@ class TrainingText:
         }
 
     def cross_entropies(self, sequence_length: int) -> dict[str, float]:
-        """Return the n-gram cross-entropies, in nats per token that the model is scored on."""
-        if self.source.weights:
-            return {}  # counts of one corpus say nothing about a blend
+        """Return the n-gram cross-entropies of text, in nats per token that the model is scored on.
+
+        Counts of Megatron data could take more memory than there is, on every rank.
+        """
+        if self.source.kind is Kind.MEGATRON:
+            return {}
         from wavemare.data.tokens import bigram_cross_entropy, unigram_cross_entropy
 
         stores = self.single()
@@ -193,7 +196,8 @@ def read_text(
 
     found: Any = None if tokenizer is None else load_tokenizer(tokenizer)
     if source.kind is Kind.MEGATRON:
-        return _read_megatron(source, arguments.split, found)
+        split = arguments.split or (_SPLIT if source.weights or arguments.data_path else None)
+        return _read_megatron(source, split, found)
     cache = Path(arguments.cache).expanduser()
     corpus = load_text(source, text_column=arguments.text_column)
     if found is None:
@@ -215,11 +219,10 @@ def _read_megatron(source: Source, split: str | None, tokenizer: Any) -> Trainin
         reason = f"{source.name} holds tokens, whose meaning the data does not say"
         remedy = "Name the Hugging Face folder of the tokenizer that made them"
         raise ConfigError("--tokenizer", None, reason, remedy)
-    if not source.weights and split is None:
+    if split is None:
         store = read_indexed(source.files[0], vocab_size=len(tokenizer))
         train, validation = split_store(store)
         return TrainingText(source, tokenizer, (train,), (validation,))
-    split = split or _SPLIT
     pairs = []
     for prefix in source.files:
         store = open_indexed(prefix).store(len(tokenizer), sequences=True)

@@ -41,9 +41,9 @@ class TokenMean(Iterator[Any]):
         is_pipeline = isinstance(engine.module, TransformerPipeline)
         if is_pipeline and not engine.is_last_stage():
             return list(batches)
-        batches = to_device(list(batches), engine.device)
-        group = engine.data_parallel_group
-        labels = weighted_labels(batches, len(batches), shifts=True, group=group)
+        # Inputs stay on the host until they are checked there.
+        own, group = to_device(list(batches), engine.device), engine.data_parallel_group
+        labels = weighted_labels(own, len(own), shifts=True, group=group)
         if is_pipeline:
             inputs = [engine.module.split_batch(batch)[0] for batch in batches]
             return list(zip(inputs, labels, strict=True))

@@ -84,6 +84,8 @@ def loop(engine, own, case):
     loss = loss if isinstance(loss, Tensor) else loss.loss
     if case["loop"] == "scale":
         engine.scale(loss).backward()
+    elif case["loop"] == "direct":
+        loss.backward()
     else:
         engine.backward(loss)
     engine.step()

@@ -147,11 +147,9 @@ def nothing_there(folder, tag):
 if __name__ == "__main__":
     wavemare.init_distributed()
     rank, folder = torch.distributed.get_rank(), Path(sys.argv[1])
-    result = {
-        "waves, sync": synchronous_waves(rank),
-    }
+    result = {"waves, sync": synchronous_waves(rank)}
     for stage in range(4):
-        zero = {"zero_optimization": {"stage": stage}}
+        zero = {"zero_optimization": {"stage": stage}, "wall_clock_breakdown": True}
         result[f"bad, ZeRO {stage}"] = after_a_bad_step(folder / f"bad{stage}", **zero)
         result[f"open, ZeRO {stage}"] = within_a_step(folder / f"open{stage}", **zero)
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}

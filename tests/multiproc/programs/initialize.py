@@ -163,7 +163,7 @@ def case_training_data(pipeline=True):
     )
     losses = [engine.train_batch().item() for _ in range(STEPS)]
     engine.destroy()
-    return {"losses": losses}
+    return {"losses": losses, "timed": engine.tput_timer.global_step_count}
 
 
 def case_training_data_plain():

@@ -30,6 +30,8 @@ from transformers import GPT2LMHeadModel
 import wavemare
 from wavemare.hf import Trainer
 
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+SGD = {"type": "SGD", "params": {"lr": 0.05}}
 ENGINES = []
 
 
@@ -37,9 +39,7 @@ def start(local, *, zero=0, model=None, data=None, seed=7, **changes):
     """Return an engine whose replicas are ranks, unless ``local`` says so; None turns it off."""
     torch.manual_seed(seed)
     local = {"replica": "rank", **local} if local else {}
-    optimizer = changes.pop(
-        "optimizer", {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
-    )
+    optimizer = changes.pop("optimizer", ADAMW)
     clip = changes.pop("clip", 0.0)
     config = configuration(zero, gradient_clipping=clip, optimizer=optimizer, **changes)
     config.pop("scheduler")
@@ -68,11 +68,11 @@ def flat(model):
 class Twin:
     """All replicas in one process, by the equations of local steps."""
 
-    def __init__(self, replicas, ranks, local, optimizer):
+    def __init__(self, replicas, ranks, local):
         self.local, self.flights = local, []
         self.models = [build_gpt2(**QUIET) for _ in range(replicas)]
-        kind = getattr(torch.optim, optimizer["type"])
-        self.optimizers = [kind(m.parameters(), **optimizer["params"]) for m in self.models]
+        settings = ADAMW["params"]
+        self.optimizers = [torch.optim.AdamW(m.parameters(), **settings) for m in self.models]
         self.data = [
             [batches(replica * ranks + rank) for rank in range(ranks)]
             for replica in range(replicas)
@@ -136,11 +136,14 @@ class Twin:
                 self.write(model, index, new)
 
 
-def twin(local, *, steps=9, optimizer=None, zero=0):
+def twin(local, *, steps=9, zero=0):
     """Train beside the twin; say whether all bits of this replica's weights are the twin's."""
-    optimizer = optimizer or {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
-    engine = start(local, zero=zero, optimizer=optimizer)
-    other = Twin(engine.num_replicas, engine.dp_world_size, local, optimizer)
+    engine = start(local, zero=zero)
+    other = Twin(engine.num_replicas, engine.dp_world_size, local)
+    if not zero:  # weights that change before the first step are the common ones
+        other.common *= 2
+        for model in (engine.module, *other.models):
+            vector_to_parameters(2 * parameters_to_vector(model.parameters()), model.parameters())
     rank = distributed.get_rank()
     data, equal, furthest, metrics = batches(rank), [], 0.0, []
     for number in range(1, steps + 1):
@@ -150,15 +153,7 @@ def twin(local, *, steps=9, optimizer=None, zero=0):
         equal.append(bool((own == expected).all()))
         furthest = max(furthest, float(np.abs(own - expected).max()))
         metrics.append(engine.step_metrics())
-    before = flat(engine.module)
-    engine.synchronize()
-    return {
-        "equal": equal,
-        "furthest": furthest,
-        "before": float(np.abs(before - flat(engine.module)).max()),
-        "digest": weights_digest(engine),
-        "metrics": metrics,
-    }
+    return {"equal": equal, "furthest": furthest, "metrics": metrics, "digest": finish(engine)}
 
 
 def finish(engine):
@@ -171,11 +166,11 @@ def train(local, *, steps, zero=0, **changes):
     """Train; return what a user sees, and the weights before the end and after `synchronize`."""
     engine = start(local, zero=zero, **changes)
     data = batches(distributed.get_rank())
-    trained = [engine.train_batch(data).item() for _ in range(steps)]
+    for _ in range(steps):
+        engine.train_batch(data)
     before = flat(engine.module)
     metrics = engine.step_metrics()
     return {
-        "losses": trained,
         "digest": finish(engine),
         "moved": float(np.abs(before - flat(engine.module)).max()),
         "metrics": metrics,
@@ -183,13 +178,18 @@ def train(local, *, steps, zero=0, **changes):
     }
 
 
-def conserved(local, **changes):
+def conserved(local, then=None):
     """Stop the inner steps: exchanges alone must keep the sum of the replicas' weights."""
-    engine = start(local, optimizer={"type": "SGD", "params": {"lr": 0.05}}, **changes)
+    engine = start(local, optimizer=SGD)
     data, sums = batches(distributed.get_rank()), []
     for number in range(12):
         if number == 3:
             engine.optimizer.param_groups[0]["lr"] = 0.0
+        if number == 5 and then:  # resume with other settings while a message is in flight
+            engine.save_checkpoint(folder := str(Path(sys.argv[1], "conserved")))
+            end()
+            engine = start(then, optimizer=SGD)
+            engine.load_checkpoint(folder)
         engine.train_batch(data)
         total = torch.from_numpy(flat(engine.module))
         distributed.all_reduce(total)
@@ -270,10 +270,10 @@ def save(local, *, folder, steps, zero=0):
     return weights_digest(engine)
 
 
-def load(local, *, folder, zero=0):
+def load(local, *, folder, zero=0, alone=False):
     """Go on with another number of replicas, or say why not."""
     engine = start(local, zero=zero)
-    said = refusal(lambda: engine.load_checkpoint(folder))
+    said = refusal(lambda: engine.load_checkpoint(folder, load_module_only=alone))
     result = {"said": said, "steps": engine.global_steps, "digest": weights_digest(engine)}
     if said == "accepted":
         data = batches(distributed.get_rank())
@@ -373,18 +373,10 @@ def trainer(local):
     }
 
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(twin, train, conserved, traps, resume, save, load, unlike, out_of_step, diverged),
-        *(statistics, trainer, sparse, lost, experts),
-    )
-}
-
 if __name__ == "__main__":
     wavemare.init_distributed()
     results = {}
     for name, (kind, settings) in json.loads(sys.argv[2]).items():
-        results[name] = KINDS[kind](**settings)
+        results[name] = globals()[kind](**settings)
         end()
     leave(results)

@@ -33,7 +33,8 @@ def loss_func(loss_mask, output_tensor):
 def forward_step(data_iterator, model):
     data = next(data_iterator)
     tokens, labels, loss_mask, attention_mask, position_ids = data.values()
-    output = model(tokens, position_ids, attention_mask, labels=labels)
+    assert model.vp_stage is None
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(loss_func, loss_mask)
 
 

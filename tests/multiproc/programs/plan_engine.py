@@ -54,10 +54,12 @@ SGD = {
     "optimizer": {"type": "SGD", "params": {"lr": 2.0}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 2.0, "warmup_max_lr": 2.0}},
     "zero_allow_untested_optimizer": True,
+    "wall_clock_breakdown": True,
+    "steps_per_print": 1,
 }
 CHANGES = {
     "fp32": {"gradient_clipping": 0.0},
-    "clipped": {},
+    "clipped": {"wall_clock_breakdown": True, "steps_per_print": 1},
     "reentrant": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}},
     "bf16-zero-unclipped": {
         "gradient_clipping": 0.0,

@@ -71,7 +71,7 @@ def loader_once(seed):
     stream = ResumableLoader(
         Texts(), micro_batch_size=MICRO, data_rank=0, data_world_size=1, seed=seed
     )
-    for batches in (stream, evaluation_batches(Texts(), MICRO)):
+    for batches in (stream, iter(evaluation_batches(Texts(), MICRO))):
         for _ in range(2):
             next(batches)
 

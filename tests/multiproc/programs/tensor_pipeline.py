@@ -253,8 +253,6 @@ def composed(names):
     return result
 
 
-PARTS = {part.__name__: part for part in (synchronous, asynchronous, saved, pairs, composed)}
-
 if __name__ == "__main__":
     init_distributed()
-    leave(PARTS[sys.argv[2]](sys.argv[3:]))
+    leave(globals()[sys.argv[2]](sys.argv[3:]))

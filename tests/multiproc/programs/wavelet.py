@@ -73,7 +73,7 @@ def train(initialize, case, **wavelet):
     result = {
         "losses": losses,
         "weights": weights_digest(engine),
-        "steps": [engine.global_steps, engine.global_samples],
+        "steps": [engine.global_steps, engine.global_samples, engine.tput_timer.global_step_count],
         "zero": engine.zero_optimization_stage(),
     }
     waves = getattr(engine, "_wavelet", None)

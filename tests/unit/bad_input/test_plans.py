@@ -78,7 +78,6 @@ LAYOUTS = [
     (layout(schedule=[]), "schedule", "no such schedule"),
     (layout(zero_stage=4), "zero_stage", "no such stage of ZeRO"),
     (layout(order=[0, 0]), "order", "runs two ranks"),
-    (layout(colocated=["head"]), "colocated", "were removed"),
     (layout(predicted=3), "predicted", "no mapping"),
     (layout(predicted={"step": 1}), "predicted.step", "no such key"),
     (layout(predicted={**SECONDS, "tokens_per_s": []}), "predicted.tokens_per_s", "it is a list"),

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from wavemare.cli import app, launch
-from wavemare.cli.train import RECIPES, check_early, find_recipe
+from wavemare.cli.train import RECIPES, check_early, default_config, find_recipe
 from wavemare.errors import ConfigError, LaunchError
 
 
@@ -72,6 +72,22 @@ def test_recipes_are_found_by_both_names():
     for name, recipe in RECIPES.items():
         assert find_recipe(name) is recipe
         assert recipe.module == "wavemare.recipes." + name.replace("/", ".")
+
+
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        ("--lr 1", "pipemare"),
+        ("--pipeline-model-parallel-size 2", "pipeline"),
+        ("--pipeline_model_parallel_size=2 --tensor-model-parallel-size 2", "pipeline"),
+        ("--pipeline-model-parallel-size 1", "zero"),
+        ("--tensor-model-parallel-size 2", "zero"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "zero"),  # refused: there is no pipeline
+    ],
+)
+def test_megatrons_sizes_mean_its_synchronous_schedules(words, layout):
+    found = default_config(RECIPES["gpt/pretrain"], words.split())
+    assert found.name == f"pretrain_{layout}.json"
 
 
 def test_missing_launcher(monkeypatch, tmp_path):

@@ -115,6 +115,12 @@ def test_a_state_of_another_stream_is_refused(other, key):
     assert loader.consumed_samples == 0
 
 
+def test_megatrons_order_is_for_one_number_of_steps():
+    longer = load(Epochs(12), shuffle=False).state_dict()
+    with pytest.raises(CheckpointError, match=r"data\.num_samples.*the same --max_steps"):
+        load(Epochs(11), shuffle=False).load_state_dict(longer)
+
+
 def test_a_state_without_position_is_refused():
     loader = load(Epochs(11))
     state = loader.state_dict()
@@ -127,7 +133,7 @@ def test_a_state_without_position_is_refused():
     length=st.integers(1, 40),
     micro=st.integers(1, 4),
     world=st.integers(1, 4),
-    limit=st.none() | st.integers(1, 40),
+    limit=st.none() | st.integers(0, 40),
 )
 def test_evaluation(length, micro, world, limit):
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from wavemare.engine.balance import Balance, ShareSampler, WeightedLoss
+from wavemare.engine.base import EngineMixin
 from wavemare.engine.config.refusals import check_shares
 from wavemare.engine.config.sections import BalanceConfig
 from wavemare.errors import ConfigError, DataError
@@ -80,6 +81,12 @@ def test_tokens_cannot_be_counted_without_labels(monkeypatch):
     balance = Balance(BalanceConfig(mean="tokens"), engine)
     with pytest.raises(DataError, match="labels = None: the model was called without labels="):
         balance.before_backward(torch.ones(()))
+
+
+def test_the_size_of_micro_batches_stays_while_there_are_shares():
+    engine = SimpleNamespace(settings=SimpleNamespace(balance=BalanceConfig(shares=[3, 5])))
+    with pytest.raises(ConfigError, match="shares divides it"):
+        EngineMixin.set_train_micro_batch_size(engine, 8)
 
 
 def test_a_loss_alone_asks_no_other_rank_and_counts_nothing_without_tokens():

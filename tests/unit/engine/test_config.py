@@ -54,27 +54,6 @@ def test_an_unknown_key_names_the_nearest_valid_one_or_all(key, hint):
     assert hint in error.remedy
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "balance.micro_steps",
-        "checkpoint.timeout_s",
-        "guard.message_checksum",
-        "guard.replica_digest_interval",
-        "wavelet.streams",
-    ],
-)
-def test_a_removed_key_says_so(key):
-    error = error_of(WavemareConfig.of, nested(key, 5))
-    assert (error.key, error.value, error.reason) == (f"wavemare.{key}", 5, "it was removed")
-    assert error.remedy.startswith("Leave it out; ")
-
-
-def test_a_removed_kind_of_value_says_so():
-    error = error_of(WavemareConfig.of, nested("parallel.stages", "Et*6|t*6L"))
-    assert (error.key, error.reason) == ("wavemare.parallel.stages", "it was removed")
-
-
 def pipemare(pipemare=None, config=None, **pipeline):
     """A configuration of the asynchronous schedule, with additions to its sections."""
     pipeline = {"schedule": "pipemare", "stages": 2, **pipeline}
@@ -102,7 +81,7 @@ def test_tied_weights_cannot_stay_tied():
     assert check_config(pipemare(untie=True), world_size=2).pipeline.unties
 
 
-@pytest.mark.parametrize("name", ["fp16", "torch_autocast", "amp"])
+@pytest.mark.parametrize("name", ["fp16", "torch_autocast"])
 def test_half_precision_that_asynchronous_stages_cannot_hold_is_refused_by_name(name):
     error = refusal(pipemare(config={name: {"enabled": True}}))
     assert (error.key, error.value) == (f"{name}.enabled", True)

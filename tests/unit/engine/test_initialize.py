@@ -12,7 +12,7 @@ from deepspeed.ops.adam import FusedAdam
 from wavemare.engine import PipelineEngine
 from wavemare.engine.config.resolve import zero_section
 from wavemare.engine.initialize import ENGINES, build_engine
-from wavemare.errors import ModelError, PlanError
+from wavemare.errors import ConfigError, ModelError, PlanError
 from wavemare.pipeline.plan.plan import Plan
 
 SIZES = {"train_micro_batch_size_per_gpu": 2}
@@ -79,6 +79,14 @@ def test_nothing_is_offloaded_to_no_device(given):
 )
 def test_other_choices_are_left_alone(given, config):
     assert given(config) == {**SIZES, **config}
+
+
+@pytest.mark.parametrize("key", ["amp", "elasticity", "zero_optimization.mics_shard_size"])
+def test_what_deepspeed_has_removed_is_refused_in_its_words(given, key):
+    section, _, name = key.rpartition(".")
+    with pytest.raises(ConfigError, match="has been removed") as caught:
+        given({section: {name: 2}} if section else {name: {}})
+    assert caught.value.key == key
 
 
 def test_a_client_optimizer_and_the_switch_leave_the_configuration_alone(given, monkeypatch):

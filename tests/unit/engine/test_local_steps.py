@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local steps: what is refused by name, who forms a replica, and how weights are dealt."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from wavemare.engine.config.resolve import check_config
 from wavemare.engine.config.sections import LocalStepsConfig
-from wavemare.engine.local_steps import fragments_of
+from wavemare.engine.local_steps import LocalSteps, fragments_of
 from wavemare.errors import ConfigError
 from wavemare.parallel.layout.grid import replica_size
 
 KEY = "wavemare.local_steps"
 ON = {"mode": "diloco"}
 BF16 = {"bf16": {"enabled": True}}
+CPU = {"device": "cpu"}
 
 
 def check(local, config=None, **ours):
-    section = {**ours, "local_steps": local}
-    check_config(
-        {"train_micro_batch_size_per_gpu": 1, **(config or {}), "wavemare": section}, world_size=4
-    )
+    given = {"train_micro_batch_size_per_gpu": 1, **(config or {})}
+    check_config({**given, "wavemare": {**ours, "local_steps": local}}, world_size=4)
 
 
 def zero(stage, **more):
@@ -50,11 +52,7 @@ def test_keys_without_effect_and_values_that_cannot_be_are_refused(local, key):
         (zero(3), {}, "zero_optimization.stage"),
         (BF16, {}, "bf16.enabled"),
         ({**zero(1), "fp16": {"enabled": True}}, {}, "fp16.enabled"),
-        (
-            zero(2, offload_optimizer={"device": "cpu"}),
-            {},
-            "zero_optimization.offload_optimizer.device",
-        ),
+        (zero(2, offload_optimizer=CPU), {}, "zero_optimization.offload_optimizer.device"),
         (zero(2, cpu_offload=True), {}, "zero_optimization.cpu_offload"),
         (zero(2, zenflow={"topk_ratio": 0.1}), {}, "zero_optimization.zenflow"),
         ({"optimizer": {"type": "OneBitAdam"}}, {}, "optimizer.type"),
@@ -110,6 +108,12 @@ def test_unequal_hosts_and_a_single_replica_are_refused(replica, hosts, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         replica_size(LocalStepsConfig(mode="diloco", replica=replica), list(hosts))
     assert caught.value.key == f"{KEY}.replica"
+
+
+def test_a_refused_model_opens_no_link():
+    engine = SimpleNamespace(module=torch.nn.Embedding(4, 2, sparse=True))  # and no group
+    with pytest.raises(ConfigError, match="sparse gradients of different rows"):
+        LocalSteps(engine, LocalStepsConfig(mode="diloco", warmup_steps=1), 1.0)
 
 
 def test_parameters_are_dealt_to_fragments_by_size():

@@ -98,12 +98,7 @@ def test_guards_that_would_have_no_effect(guard, config, key):
     [
         ({"mode": "snyc"}, {}, "wavemare.wavelet.mode", "Did you mean 'sync'?"),
         ({"mod": "sync"}, {}, "wavemare.wavelet.mod", "does not exist"),
-        ({"mode": "sync", "budget": 1.5}, {}, "wavemare.wavelet.budget", "was removed"),
-        ({"mode": "sync", "pair_order": "fb"}, {}, "wavemare.wavelet.pair_order", "was removed"),
         ({"compile": True}, {}, "wavemare.wavelet.compile", "no effect"),
-        ({"mode": "sync", "warmup_steps": 3}, {}, "wavemare.wavelet.warmup_steps", "was removed"),
-        ({"mode": "async"}, {}, "wavemare.wavelet.mode", 'was removed. Use "sync"'),
-        ({"mode": "replica"}, {}, "wavemare.wavelet.mode", 'was removed. Use "sync"'),
         (
             {"mode": "sync"},
             {"flops_profiler": {"enabled": True}},
@@ -124,6 +119,7 @@ def test_what_waves_do_not_go_with(section, config, key, reason):
         ({"pipeline": {"pipe_partitioned": True}}, "pipeline.pipe_partitioned", "whole tensors"),
         ({"pipeline": {"grad_partitioned": True}}, "pipeline.grad_partitioned", "whole tensors"),
         (FP16, "fp16.enabled", "one rank alone"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled", "never shows"),
         (zero(2), "zero_optimization.stage", "pipeline"),
     ],
 )
@@ -165,6 +161,9 @@ def test_what_balance_does_not_go_with():
     assert error.key == "wavemare.balance.shares"
     assert "alike on all ranks" in str(error)
     assert "shares" in str(refusal({"balance": {"share": [1]}}, {}))
+    curriculum = {"data_sampling": {"curriculum_learning": {"enabled": True}}}
+    error = refusal({"balance": {"shares": [1, 1]}}, {"data_efficiency": curriculum})
+    assert "it makes equal shares" in error.reason
 
 
 WITHOUT_SUMS = {
@@ -199,7 +198,6 @@ def test_the_sparse_collective_needs_sums_of_gradients(key):
             "no effect on the reduce-scatters of ZeRO 1",
         ),
         ({"mode": "packed"}, {}, "mode", "does not sum in the order of the ranks"),
-        ({"mode": "sparcml"}, {}, "mode", "it was removed. Choose auto"),
         ({"mode": "allgather"}, zero(2), "mode", "reduce-scatters, which ZeRO 2"),
     ],
 )

@@ -97,11 +97,14 @@ def test_only_marked_waits_of_the_thread_that_trains_or_that_it_joins_count():
             began.set()
             end.wait()
 
-    worker = threading.Thread(target=collective)
+    worker, other = threading.Thread(target=collective), threading.Thread(target=end.wait)
     worker.start()
+    other.start()
     began.wait()
     assert progress.wait is None
     with joining(worker):
+        with joining(other):  # in a finaliser that the garbage collector runs
+            assert progress.wait is None
         assert progress.wait.what == "a peer"
         end.set()
         worker.join()

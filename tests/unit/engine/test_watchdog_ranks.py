@@ -36,12 +36,13 @@ def fail():
 
 def group_of(folder, rank):
     store = FileStore(str(folder / "store"), 2)
-    store.set_timeout(timedelta(seconds=60))
+    store.set_timeout(timedelta(seconds=0.1))
     return store, rank, 2
 
 
-def run_peer(pipe, group, config, machine):
+def run_peer(pipe, group, config, machine, late_s):
     watchdog = Watchdog(config, Progress(), os._exit, os._exit, machine).start()
+    time.sleep(late_s)
     watchdog.meet(group_of(*group))
     worker = os.fork()  # as of a data loader: it outlives this rank
     if worker == 0:
@@ -85,9 +86,9 @@ def pair(tmp_path, monkeypatch, clock, leaving):
         monkeypatch.setenv(name, "2")
     made = []
 
-    def pair(*, machine=None, rank=0, limit_s=100):
+    def pair(*, machine=None, rank=0, limit_s=100, late_s=0):
         config = WatchdogConfig(timeout_s=limit_s, folder=str(tmp_path / "w"))
-        peer = Peer((tmp_path, 1 - rank), config, machine)
+        peer = Peer((tmp_path, 1 - rank), config, machine, late_s)
         left = leaving()
         options = {"clock": clock, "longest_tick_s": 0.005}
         watchdog = Watchdog(config, Progress(), left, left, **options)
@@ -126,8 +127,8 @@ def test_a_lost_rank_is_explained_by_its_last_word(pair, tmp_path, rank, words, 
     assert "has lost" in (tmp_path / "w" / f"rank_{rank:05d}.txt").read_text()
 
 
-def test_a_rank_that_ends_by_an_error_says_so(pair):
-    watchdog, peer, _ = pair()
+def test_a_rank_that_is_late_and_ends_by_an_error_says_so(pair):
+    watchdog, peer, _ = pair(late_s=2.5)  # the store's time limit, of 0.1 s, does not count
     watchdog.start()
     peer.pipe.send("fail")
     os.waitid(os.P_PID, peer.process.pid, os.WEXITED | os.WNOWAIT)

@@ -185,6 +185,7 @@ def test_the_mean_over_micro_batches_is_that_over_labels():
     labels = [torch.randint(0, 7, (2, 4)) for _ in range(3)]
     labels[0][0, 1:], labels[1][:] = -100, -100
     batches = [{"labels": one} for one in labels]
+    weighted_labels([{"labels": labels[0].to("meta")}], 1, shifts=False)  # reads no value
     weighted = weighted_labels(batches, 4, shifts=False)
     assert len(weighted) == 4
 

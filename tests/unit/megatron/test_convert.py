@@ -230,6 +230,7 @@ def test_what_a_real_checkpoint_has_besides(tmp_path):
     def change(content):
         del content["args"].vocab_size
         content["args"].bias_gelu_fusion, content["args"].openai_gelu = True, False
+        content["args"].norm_epsilon = 1e-3
         content["args"].data_path = ["0.3", "a"]
         content["optimizer"] = {"state": {0: {"exp_avg": torch.ones(2)}}, "step": 3}
         content["rng_state"] = [
@@ -246,6 +247,8 @@ def test_what_a_real_checkpoint_has_besides(tmp_path):
     rewrite(tmp_path / "m", change)
     convert(tmp_path / "m", tmp_path / "again", "hf")
     assert weights(tmp_path / "again") == weights(source)
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["layer_norm_epsilon"] == 1e-3
 
 
 def test_without_arguments_the_heads_have_to_be_named(tmp_path):

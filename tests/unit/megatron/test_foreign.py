@@ -128,6 +128,7 @@ def narrow(content):
         (narrow, "01", "not in one shape"),
         (without("embedding", "position_embeddings"), "*", "learned positions"),
         (without("embedding", "word_embeddings"), "*", "learned positions"),
+        (lambda c: c["model"].update({"decoder.x": torch.ones(1)}), "*", "--use-legacy-models"),
         (argument("num_attention_heads", 5), "*", "16 on 2 tensor-parallel ranks"),
         (argument("num_attention_heads", 1), "*", "16 on 2 tensor-parallel ranks"),
         (lambda content: content.update(args=None), "*", "--num-attention-heads"),

@@ -152,11 +152,6 @@ def test_a_module_is_in_one_stage():
         model.second = model.first
 
 
-def test_decorators_are_refused():
-    with pytest.raises(PlanError, match="decorators were removed"):
-        wavemare.split(2)(nn.Linear)
-
-
 def test_both_ways_make_one_plan():
     scopes = gpt2()
     with pipeline(4):

@@ -20,6 +20,10 @@ many = settings(max_examples=50)
 stages = st.integers(1, 16)
 sizes = st.integers(1, 64)
 counts = st.integers(1, 4)
+options = st.fixed_dictionaries(
+    {name: st.integers(0, 3) for name in ("warmup_steps", "drain_interval")}
+    | {name: st.booleans() for name in ("correct", "norms")}
+)
 
 
 def with_rank(plan, rank, actions):
@@ -36,28 +40,10 @@ def parsed(text):
 
 
 @many
-@given(
-    num_stages=stages,
-    micro_batches=sizes,
-    num_steps=counts,
-    warmup_steps=st.integers(0, 3),
-    drain_interval=st.integers(0, 3),
-    correct=st.booleans(),
-    norms=st.booleans(),
-    send_slots=st.integers(2, 4),
-)
-def test_pipemare_plans_are_sound(
-    num_stages, micro_batches, num_steps, warmup_steps, drain_interval, correct, norms, send_slots
-):
-    plan = pipemare(
-        num_stages,
-        micro_batches,
-        num_steps,
-        warmup_steps=warmup_steps,
-        drain_interval=drain_interval,
-        correct=correct,
-        norms=norms,
-    )
+@given(stages, sizes, counts, options, st.integers(2, 4))
+def test_pipemare_plans_are_sound(num_stages, micro_batches, num_steps, options, send_slots):
+    plan = pipemare(num_stages, micro_batches, num_steps, **options)
+    warmup_steps, drain_interval = options["warmup_steps"], options["drain_interval"]
     report = check(replace(plan, send_slots=send_slots))
     ends = [
         step + 1
@@ -81,17 +67,13 @@ def test_pipemare_plans_are_sound(
                 for m in range(micro_batches * num_steps)
             )
     links = num_stages - 1
-    synchronous = stretches.count(1) if norms else 0
-    assert report.messages == {
-        kind: number
-        for kind, number in {
-            Kind.SEND_ACTIVATION: links * micro_batches * num_steps,
-            Kind.SEND_GRAD: links * micro_batches * num_steps,
-            Kind.SEND_NORM: links * num_steps * norms,
-            Kind.SEND_TOTAL: links * synchronous,
-        }.items()
-        if number
+    messages = {
+        Kind.SEND_ACTIVATION: links * micro_batches * num_steps,
+        Kind.SEND_GRAD: links * micro_batches * num_steps,
+        Kind.SEND_NORM: links * num_steps * options["norms"],
+        Kind.SEND_TOTAL: links * stretches.count(1) * options["norms"],
     }
+    assert report.messages == {kind: number for kind, number in messages.items() if number}
 
 
 @many

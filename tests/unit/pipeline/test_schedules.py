@@ -24,6 +24,10 @@ from wavemare.pipeline.plan.schedules import (
 stages = st.integers(1, 16)
 sizes = st.integers(1, 64)
 counts = st.integers(1, 4)
+options = st.fixed_dictionaries(
+    {name: st.integers(0, 3) for name in ("warmup_steps", "drain_interval")}
+    | {name: st.booleans() for name in ("correct", "norms")}
+)
 # The oracles are slow for the largest plans; hypothesis draws them seldom.
 many = settings(max_examples=50)
 
@@ -126,28 +130,10 @@ def stretches(num_steps, warmup_steps, drain_interval):
 
 
 @many
-@given(
-    num_stages=stages,
-    micro_batches=sizes,
-    num_steps=counts,
-    warmup_steps=st.integers(0, 3),
-    drain_interval=st.integers(0, 3),
-    correct=st.booleans(),
-    norms=st.booleans(),
-)
-def test_pipemare_runs_on_the_clock(
-    num_stages, micro_batches, num_steps, warmup_steps, drain_interval, correct, norms
-):
-    plan = pipemare(
-        num_stages,
-        micro_batches,
-        num_steps,
-        warmup_steps=warmup_steps,
-        drain_interval=drain_interval,
-        correct=correct,
-        norms=norms,
-    )
-    drains = stretches(num_steps, warmup_steps, drain_interval)
+@given(stages, sizes, counts, options)
+def test_pipemare_runs_on_the_clock(num_stages, micro_batches, num_steps, options):
+    plan = pipemare(num_stages, micro_batches, num_steps, **options)
+    drains = stretches(num_steps, options["warmup_steps"], options["drain_interval"])
     for stage, actions in enumerate(plan.ranks):
         got = [(a.kind, a.micro_batch, a.version) for a in actions if a.kind in COMPUTE]
         expected, peak = twin(stage, num_stages, micro_batches, drains)
@@ -157,7 +143,7 @@ def test_pipemare_runs_on_the_clock(
         corrections = [(a.micro_batch, a.version) for a in actions if a.kind is Kind.CORRECT]
         backwards = [(m, version) for kind, m, version in got if kind is Kind.BACKWARD]
         stale = [(m, forwards[m]) for m, version in backwards if forwards[m] < version]
-        assert corrections == (stale if correct else [])
+        assert corrections == (stale if options["correct"] else [])
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():

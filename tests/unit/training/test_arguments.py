@@ -20,6 +20,8 @@ from wavemare.training.models import read_model_config
 
 CONFIG = str(files("wavemare.recipes") / "gpt" / "pretrain_pipeline.json")
 
+WARMUP = {"warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr"}
+
 
 def parsed(line, kind=PretrainArguments):
     return parse_arguments(kind, ["--deepspeed_config", CONFIG, *line.split()])
@@ -43,6 +45,7 @@ def test_a_megatron_command_line(tmp_path):
     assert (arguments.save_interval, arguments.log_interval, arguments.eval_interval) == (50, 7, 60)
     assert arguments.tokenizer == "bpe"
     assert (arguments.prompt, arguments.eval_iters) == ("hello", 10)
+    assert parsed("--eval-iters 0").eval_interval == sys.maxsize
     config = resolve_config(arguments)
     assert config["train_micro_batch_size_per_gpu"] == 2
     assert config["train_batch_size"] == 24
@@ -61,6 +64,8 @@ def test_a_megatron_command_line(tmp_path):
     }
     check_config(config, world_size=6)
     assert check_batch_sizes(config, data_world_size=1)["gradient_accumulation_steps"] == 12
+    alone = resolve_config(parsed("--micro-batch-size 2 --pipeline-model-parallel-size 2"))
+    assert check_batch_sizes(alone, data_world_size=3)["train_batch_size"] == 6
     assert arguments.padded(4000, 2) == 4096
     assert arguments.padded(4097, 2) == 4352  # a multiple of 128 * 2
     for kind, sizes in (
@@ -112,6 +117,15 @@ def test_impossible_virtual_stages_are_refused(words, said):
     assert str(refused.value).startswith("--num-layers-per-virtual-pipeline-stage = 2")
 
 
+def test_cuts_for_another_number_of_layers_are_dropped():
+    pipeline = resolve_config(parsed("--num-layers 24"))["wavemare"]["pipeline"]
+    assert pipeline == {"stages": 2, "inputs": ["input_ids"]}
+
+
+def test_one_stage_is_no_pipeline():
+    assert "pipeline" not in resolve_config(parsed("--pipeline-model-parallel-size 1"))["wavemare"]
+
+
 def test_without_them_only_schedules_are_filled_in():
     arguments = parsed("--max_steps 300 --save-interval 5 --data corpus.txt --output x")
     assert (arguments.max_steps, arguments.data) == (300, "corpus.txt")
@@ -133,24 +147,40 @@ def test_the_command_line_of_the_process(monkeypatch):
 
 @pytest.mark.parametrize(
     ("style", "kind", "keys"),
-    [
-        ("linear", "WarmupDecayLR", {"warmup_num_steps", "warmup_max_lr", "total_num_steps"}),
-        ("constant", "WarmupLR", {"warmup_num_steps", "warmup_max_lr"}),
-    ],
+    [("linear", "WarmupDecayLR", {"total_num_steps"}), ("constant", "WarmupLR", set())],
 )
 def test_schedules(style, kind, keys):
     scheduler = resolve_config(parsed(f"--lr-decay-style {style} --lr=0.5"))["scheduler"]
     assert scheduler["type"] == kind
-    assert scheduler["params"].keys() == keys
+    assert scheduler["params"].keys() == keys | WARMUP
     assert scheduler["params"]["warmup_max_lr"] == 0.5
     with pytest.raises(ConfigError, match=r"--min-lr.*no lowest rate.*cosine"):
         resolve_config(parsed(f"--lr-decay-style {style} --min-lr 0.1"))
 
 
+@pytest.mark.parametrize(
+    ("words", "steps", "first"),
+    [
+        ("--lr-warmup-fraction 0.02", 6, 0.0),
+        ("--lr-warmup-iters 7", 7, 0.0),
+        ("--lr-warmup-fraction 0", 1, 0.5),
+        ("--lr-warmup-iters 0 --lr-decay-style cosine", 1, 1.0),
+    ],
+)
+def test_warmup_is_linear_as_in_megatron(words, steps, first):
+    words = f"--lr-decay-style linear --lr 0.5 --max_steps 300 {words}"
+    params = resolve_config(parsed(words))["scheduler"]["params"]
+    assert (params["warmup_num_steps"], params["warmup_type"]) == (steps, "linear")
+    assert params.get("warmup_min_lr", params.get("warmup_min_ratio")) == first
+    with pytest.raises(ConfigError, match=r"--lr-warmup-iters.*says the same"):
+        resolve_config(parsed("--lr-warmup-iters 1 --lr-warmup-fraction 0.1"))
+
+
 def test_a_model_from_a_folder_has_its_own_size():
     with pytest.raises(ConfigError, match=r"--hidden-size.*no such option"):
         parsed("--hidden-size 8", FinetuneArguments)
-    assert parsed("--train-iters 3", FinetuneArguments).max_steps == 3
+    arguments = parsed("--train-iters 3 --vocab-file bpe/vocab.json", FinetuneArguments)
+    assert (arguments.max_steps, arguments.tokenizer) == (3, "bpe")
     with pytest.raises(ConfigError, match=r"--num-layers.*comes from a folder"):
         check_options(parsed("--num-layers 2 --model folder", Classification))
     check_options(parsed("--num-layers 2", Classification))
@@ -166,3 +196,6 @@ def test_load_resumes_where_there_is_a_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / "latest").touch()
     assert parsed(both).resume
     assert not parsed(f"--save {tmp_path}").resume
+    (tmp_path / "latest_checkpointed_iteration.txt").touch()
+    with pytest.raises(ConfigError, match=r"--load.*of Megatron.*wavemare convert"):
+        parsed(both)

@@ -27,6 +27,30 @@ def test_samples_are_those_of_the_engines_ranks():
         batches(0, 101)
 
 
+def test_validation_samples_are_read_one_batch_after_the_other():
+    read = []
+
+    class Samples:
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            read.append(index)
+            return index
+
+    def eval_batch(batches, num_micro_batches):
+        return [(len(read), next(batches)) for _ in range(num_micro_batches)][-1][0]
+
+    engine = SimpleNamespace(
+        data_rank=0,
+        data_world_size=1,
+        train_micro_batch_size_per_gpu=lambda: 2,
+        eval_batch=eval_batch,
+    )
+    assert Evaluation(engine, Samples()).loss() == 4  # of 6 before the last batch is asked for
+    assert read == [0, 1, 2, 3, 4, 5]
+
+
 def test_data_without_validation_documents_is_refused(tmp_path):
     with IndexedWriter(tmp_path / "few", "u2") as writer:
         for _ in range(10):
@@ -38,6 +62,10 @@ def test_data_without_validation_documents_is_refused(tmp_path):
     with pytest.raises(DataError, match="these shares leave no document for validation") as caught:
         text.causal_samples(sequence_length=2, num_samples=4, seed=0)
     assert (caught.value.key, caught.value.value) == ("--split", "969,30,1")
+    arguments = PretrainArguments(data=str(tmp_path / "few"), data_path=[str(tmp_path / "few")])
+    again = read_text(find_text(arguments), arguments, "gpt", tokenizer=str(tmp_path / "tokenizer"))
+    assert again.split == "969,30,1"  # Megatron's default
+    assert text.cross_entropies(sequence_length=2) == {}  # may be too large to be counted
 
 
 def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):

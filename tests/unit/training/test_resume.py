@@ -1,19 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """What restarted ranks of a recipe resume from, and with which batches."""
 
+import threading
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
+from torch import distributed as dist
 
-from wavemare.engine.launch.group import agent_started
 from wavemare.errors import ConfigError
-from wavemare.training.setup import adapt_accumulation, load_run, resumes_after_restart
+from wavemare.training.setup import adapt_accumulation, connect, load_run, resumes_after_restart
 
 
-def test_the_agent_is_the_parent():
-    assert agent_started() == psutil.Process().parent().create_time() - 1
+def test_no_time_limit_counts_while_the_first_rank_converts(tmp_path, monkeypatch):
+    done, place = threading.Event(), {"world_size": 2, "folder": tmp_path, "foreign": "tag"}
+    here = "wavemare.training.setup"
+    monkeypatch.setattr(f"{here}.convert_checkpoint", lambda *_: time.sleep(0.5) or done.set())
+    for name in ("wavemare.init_distributed", "transformers.set_seed", f"{here}.quiet_libraries"):
+        monkeypatch.setattr(name, lambda *_: None)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    place |= {"arguments": SimpleNamespace(seed=0), "balance": SimpleNamespace(config={})}
+    first, other = (SimpleNamespace(rank=rank, **place) for rank in range(2))
+    thread = threading.Thread(target=connect, args=(first,))
+    thread.start()
+    connect(other)
+    assert done.is_set()
+    thread.join()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,7 @@ class Systems:
     def _forward(self, batches: list[_Batch], number: int) -> Pass:
         def forward() -> Tensor:
             with self._saved_tensors():
-                loss: Tensor = self.model(**batches[number]).loss / len(batches)
-            return loss
+                return self.model(**batches[number]).loss / len(batches)
 
         return Pass(Kind.FORWARD, number, forward)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -57,11 +57,6 @@ class Scope:
         token, hook = self._entered.pop()
         hook.remove()
         _open.reset(token)
-
-    def __call__(self, made: Any) -> NoReturn:
-        """Refuse to decorate, as an earlier version did."""
-        kind, reason = self._region.kind, "decorators were removed"
-        raise PlanError(kind, made, reason, f"Make the modules in 'with {kind}(...):'")
 
 
 def replica(count: int | None = None) -> Scope:

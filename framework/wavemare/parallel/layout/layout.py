@@ -156,10 +156,6 @@ class Layout:
         if version != VERSION or isinstance(version, bool):
             reason = f"this program reads version {VERSION}"
             raise PlanError("version", version, reason, "Make the plan again")
-        colocated = values.pop("colocated", [])
-        if colocated != []:
-            reason = "splits of output heads over the data ranks were removed"
-            raise PlanError("colocated", colocated, reason, "Make the plan again")
         predicted = values.pop("predicted", None)
         if predicted is not None:
             predicted = Prediction(**_arguments(Prediction, predicted, "predicted."))

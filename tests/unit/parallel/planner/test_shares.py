@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from wavemare.parallel.stages import balanced_shares, divisors
+from wavemare.parallel.stages import balanced_shares
 
 
 def linear(speeds, fixed_s=None):
@@ -55,8 +55,3 @@ def test_finish_times_may_be_bent():
     table = [[0, 1, 1, 1, 9, 10, 11], [0, 2, 4, 6, 8, 10, 12]]
     shares = balanced_shares(6, lambda device, samples: table[device][samples], [6, 6])
     assert shares == (3, 3)
-
-
-def test_divisors():
-    assert divisors(36) == [n for n in range(1, 37) if 36 % n == 0]
-    assert divisors(1) == [1]
