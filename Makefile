@@ -29,7 +29,7 @@ setup: $(READY)
 
 # torch goes first: what depends on it would pull another build.
 $(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.ready-*
 	test "$$(cat $(VENV)/.torch 2>/dev/null)" = '$(TORCH)' || $(PIP) uninstall --yes --quiet torch
 	$(PIP) install --quiet $(TORCH)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 import tempfile
@@ -133,6 +134,10 @@ class Job:
             return launch.run(command, variables, bare_signals=bare)
         if not self.hosts:
             return launch.run(command, variables)
+        for name in ("ssh", "pdsh") if self._by_pdsh() else ():
+            if shutil.which(name) is None:
+                reason = f"{name} is not installed"
+                raise LaunchError("--hostfile", str(self.hostfile), reason, f"Install {name}")
         with _environment_file({**os.environ, **variables}, pdsh=self._by_pdsh()) as file:
             variables = {**variables, _ENVIRONMENT_FILE: str(file)}
             return launch.run(command, variables)

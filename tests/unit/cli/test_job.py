@@ -84,6 +84,7 @@ def exported(flavour, monkeypatch, tmp_path):
     """Return the lines of the file by which DeepSpeed gives variables to other hosts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(job.Path, "home", lambda: tmp_path / "home")
+    monkeypatch.setattr(job.shutil, "which", lambda name: f"/bin/{name}")
 
     def run(**variables):
         lines = []
@@ -99,6 +100,12 @@ def exported(flavour, monkeypatch, tmp_path):
         return lines
 
     return run
+
+
+def test_other_hosts_need_ssh_and_pdsh(flavour, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="ssh is not installed"):
+        Job(program="x.py", hosts=HOSTS, hostfile=tmp_path / "hosts").run()
 
 
 def test_variables_reach_other_hosts_by_a_file(exported, tmp_path):
