@@ -24,33 +24,30 @@ COMPARED = 120
 MODEL = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 2, "n_positions": 64}
 MODEL |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 PIPELINE = {"schedule": "pipemare", "stages": 2, "inputs": ["input_ids"]}
+LOCAL_STEPS = {"mode": "diloco", "replica": 2, "every": 8, "fragments": 2, "overlap": 2}
 SYSTEMS = {
-    "pipemare": (4, {"pipeline": PIPELINE, "sparse_collective": {"mode": "auto"}}),
-    "local-steps": (
-        2,
-        {"local_steps": {"mode": "diloco", "every": 8, "fragments": 2, "overlap": 2}},
-    ),
+    "pipemare": {"pipeline": PIPELINE, "sparse_collective": {"mode": "auto"}},
+    "local-steps": {"local_steps": LOCAL_STEPS},
 }
-"""Ranks and section of each."""
 
 
 def configuration(system):
     section = {"watchdog": {"timeout_s": 30}, "checkpoint": {"keep": 2, "background": True}}
     return {
-        "train_batch_size": 8,
+        "train_batch_size": 8,  # two micro-batches for each of two replicas, or one for each rank
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 1},
         "steps_per_print": None,
-        "wavemare": {**section, **SYSTEMS[system][1]},
+        "wavemare": {**section, **SYSTEMS[system]},
     }
 
 
-def options(system, output, steps):
+def options(output, steps):
     model = ["--model_config", "model.json", "--sequence_length", 64, "--vocab_size", 512]
     intervals = ["--save_interval", 20, "--eval_interval", 10**6, "--log_interval", 1]
-    start = ["--nproc", SYSTEMS[system][0], "--max-restarts", 1000, "--config", "config.json"]
+    start = ["--nproc", 4, "--max-restarts", 1000, "--config", "config.json"]
     return [*start, *model, *intervals, "--output", output, "--max_steps", steps]
 
 
@@ -103,7 +100,7 @@ def test_training_survives_pauses_and_deaths(start, tmp_path, system):
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "config.json").write_text(json.dumps(configuration(system)))
     run = tmp_path / "run"
-    started = start("wavemare", "train", "gpt", *options(system, run, 10**6))
+    started = start("wavemare", "train", "gpt", *options(run, 10**6))
 
     def train(steps):
         wanted = newest(run) + steps
@@ -128,7 +125,7 @@ def test_training_survives_pauses_and_deaths(start, tmp_path, system):
     found = losses(run)
     assert found[max(found)] < found[1]
     reference = tmp_path / "reference"
-    ended = start("wavemare", "train", "gpt", *options(system, reference, COMPARED)).end()
+    ended = start("wavemare", "train", "gpt", *options(reference, COMPARED)).end()
     assert ended.code == 0, ended.output[-4000:]
     expected = losses(reference)
     assert len(expected) == COMPARED

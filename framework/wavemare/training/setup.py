@@ -198,14 +198,16 @@ def check_resume(
 def needs_conversion(checkpoints: Path, world_size: int, model_ranks: int) -> str | None:
     """Return the newest checkpoint's tag if another number of data ranks saved it with ZeRO.
 
+    Those of local steps load in another number of replicas as they are.
+
     Raises:
         CheckpointError: The checkpoint is damaged.
     """
     tag = resolve_tag(checkpoints, None)
     manifest = read_manifest(checkpoints / tag) if tag is not None else None
-    if manifest is None or not manifest["topology"]["zero_stage"]:
+    saved = manifest["topology"] if manifest is not None else {"zero_stage": 0}
+    if not saved["zero_stage"] or "replicas" in saved:
         return None
-    saved = manifest["topology"]
     own = {"world_size": world_size, "data": world_size // model_ranks}
     other = any(saved[key] != size for key, size in own.items())
     return tag if other and saved["pipe"] * saved["model"] == model_ranks else None

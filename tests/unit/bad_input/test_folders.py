@@ -142,6 +142,14 @@ def test_a_topology_that_a_restart_cannot_use(refused, folder, topology):
     refused(lambda: needs_conversion(given, 2, 1), CheckpointError, "checkpoint", "topology")
 
 
+@pytest.mark.parametrize(("replicas", "tag"), [({}, "one"), ({"replicas": 2}, None)])
+def test_local_steps_resume_as_they_were_saved(folder, replicas, tag):
+    topology = {**TOPOLOGY, "zero_stage": 1, **replicas}
+    content = json.dumps({"topology": topology, "files": {}})
+    given = folder({"latest": "one", "one/wavemare.json": content})
+    assert needs_conversion(given, 4, 2) == tag
+
+
 TAGS = [
     pytest.param(b"step-9", id="a tag that there is not"),
     pytest.param(b"", id="an empty file"),

@@ -25,10 +25,10 @@ def balancing(folder, choice, config=None, plan=None, *, resume=False):
 
 
 def ranks_that_read(monkeypatch, *digests):
-    def gather(found, own):
+    def gather(found, own, group=None):
         found[:] = [own, *digests]
 
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1 + len(digests))
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1 + len(digests))
     monkeypatch.setattr(dist, "all_gather_object", gather)
 
 
