@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from wavemare.data import train_tokenizer
+from wavemare.data.tokenizer import train_tokenizer
 from wavemare.engine.launch.environment import free_port
 from wavemare.report import read_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from wavemare.data import train_tokenizer
+from wavemare.data.tokenizer import train_tokenizer
 from wavemare.report import read_run
 
 ROOT = Path(__file__).resolve().parents[2]

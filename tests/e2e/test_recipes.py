@@ -14,7 +14,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from wavemare.data import IndexedWriter, train_tokenizer
+from wavemare.data.indexed import IndexedWriter
+from wavemare.data.tokenizer import train_tokenizer
 from wavemare.report import read_run
 from wavemare.report.traces import category
 

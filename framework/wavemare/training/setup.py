@@ -245,7 +245,7 @@ def adapt_accumulation(config: dict[str, Any], data_ranks: int) -> None:
 
 
 def load_run(engine: Any, checkpoints: str | Path, batches: Any, steps: int) -> float:
-    """Load the newest checkpoint into an engine and a `wavemare.data.ResumableLoader`.
+    """Load the newest checkpoint into an engine and a `ResumableLoader`.
 
     Returns:
         Seconds that the run has trained before.

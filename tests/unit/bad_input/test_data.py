@@ -3,10 +3,12 @@
 
 import pytest
 
-from wavemare.data import ResumableLoader, load_text, split_ranges, train_tokenizer
 from wavemare.data.classification import load_classification
+from wavemare.data.loader import ResumableLoader
+from wavemare.data.megatron_order import split_ranges
 from wavemare.data.sources import resolve
-from wavemare.data.tokenizer import load_tokenizer
+from wavemare.data.text import load_text
+from wavemare.data.tokenizer import load_tokenizer, train_tokenizer
 from wavemare.errors import ConfigError, DataError
 from wavemare.recipes.gpt.pretrain import PretrainArguments
 from wavemare.training.text import find_text, read_text
