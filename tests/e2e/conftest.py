@@ -30,7 +30,6 @@ LAUNCHERS = {
     "mpirun": ["mpirun", "-n", "2", sys.executable],
     "mpi4py": ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py"],
     "launch": ["wavemare", "launch"],
-    "launch-mpirun": ["wavemare", "launch", "--launcher", "mpirun"],
 }
 RECIPES = Path(str(files("wavemare.recipes")))
 TINY_GPT = {"model_type": "gpt2", "n_layer": 4, "n_embd": 32, "n_head": 2, "n_positions": 64}

@@ -50,6 +50,7 @@ Host node*
   ServerAliveInterval 3
   ServerAliveCountMax 3
 """
+MPIRUN = ["mpirun", "-launcher", "ssh", "-hosts", "node0:1,node1:1", "-n", 2]
 # Files are common to all hosts; this one is put over the machine's own, for a host alone.
 SET_UP = """
 mkdir -p /run/sshd
@@ -156,9 +157,9 @@ def words_of(launcher, cluster):
     hosts = ["--hostfile", cluster.hostfile]
     if launcher == "launch":
         return ["wavemare", "launch", *hosts]
-    if launcher == "launch-mpirun":
-        needed_mpi()
-        return ["wavemare", "launch", *hosts, "--launcher", "mpirun"]
+    if launcher == "mpirun":
+        needed_mpi("MPICH")
+        return [*MPIRUN, sys.executable, "-m", "mpi4py"]
     flavour = {"mpich": "MPICH", "openmpi": "Open MPI"}.get(launcher)
     if flavour is not None:
         needed_mpi(flavour)
@@ -166,7 +167,7 @@ def words_of(launcher, cluster):
     return ["deepspeed", *hosts, "--launcher", launcher, "--master_port", "29761", *extra]
 
 
-LAUNCHERS = ["pdsh", "mpich", "openmpi", "launch", "launch-mpirun"]
+LAUNCHERS = ["pdsh", "mpich", "openmpi", "launch", "mpirun"]
 
 
 @over_ssh
@@ -219,9 +220,8 @@ def test_a_failure_on_another_host_is_no_success(cluster, tmp_path, launcher, en
 
 @over_ssh
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("launcher", ["launch", "launch-mpirun"])
-def test_ctrl_c_ends_the_ranks_on_both_hosts(cluster, tmp_path, launcher):
-    words = words_of(launcher, cluster)
+def test_ctrl_c_ends_the_ranks_on_both_hosts(cluster, tmp_path):
+    words = words_of("launch", cluster)
     emulated = cluster.emulated
     process = start(emulated, 0, tmp_path, *words, PROGRAMS / "script.py", tmp_path, "wait")
     deadline = time.monotonic() + 600
@@ -253,8 +253,6 @@ def test_the_gpt_recipe_trains_on_both_hosts(
     cluster, on_one_host, tmp_path, small_options, recipe_config, engine, launcher
 ):
     """PipeMare and sparse data parallelism; the losses are those of the same run on one host."""
-    if launcher == "mpirun":
-        needed_mpi()
     config = recipe_config("gpt/pretrain", "zero" if engine == "sparse" else engine)
     if engine == "sparse":
         values = json.loads(config.read_text())
@@ -263,7 +261,11 @@ def test_the_gpt_recipe_trains_on_both_hosts(
         config.write_text(json.dumps(values))
     words = ["wavemare", "train", "gpt", "--config", config]
     here, there = tmp_path / "here", tmp_path / "there"
-    across = [*words, "--hostfile", cluster.hostfile, "--launcher", launcher]
+    if launcher == "mpirun":
+        needed_mpi("MPICH")
+        across = [*MPIRUN, *words]
+    else:
+        across = [*words, "--hostfile", cluster.hostfile]
     code, output = cluster.run(tmp_path, *across, *small_options("gpt", there))
     assert code == 0, output[-6000:]
     if engine not in on_one_host:
@@ -294,8 +296,7 @@ def start_to_cut(launcher, emulated, folder, log):
     cluster = Cluster(emulated, folder / "cluster")
     if launcher == "mpirun":
         needed_mpi("MPICH")
-        words = ["mpirun", "-launcher", "ssh", "-hosts", "node0:1,node1:1", "-n", 2]
-        words += ["sh", "-c", CODES, folder, sys.executable, "-m", "mpi4py", *program]
+        words = [*MPIRUN, "sh", "-c", CODES, folder, sys.executable, "-m", "mpi4py", *program]
     else:
         words = [*words_of(launcher, cluster), *program]
     return [start(emulated, 0, folder, *words, output=log)]

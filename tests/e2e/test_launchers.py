@@ -15,7 +15,7 @@ import torch
 SCRIPT = Path(__file__).parent / "programs" / "script.py"
 FAULT = "ValueError: this rank's own fault"
 nightly = pytest.mark.nightly
-OTHERS = ("deepspeed", "torchrun", "mpi4py", "launch", "launch-mpirun")
+OTHERS = ("deepspeed", "torchrun", "mpi4py", "launch")
 
 
 def without_notices(output):
@@ -76,17 +76,14 @@ def test_a_script_runs_by_the_variables_of_srun(launch, tmp_path):
 @pytest.mark.parametrize(
     ("launcher", "end", "code"),
     [
-        ("launch-mpirun", "kill", 137),
+        ("launch", "kill", 137),
         *(
             pytest.param(*case, marks=nightly)
             for case in [
                 ("mpirun", "raise", 1),
                 ("mpi4py", "exit", 3),
-                ("launch-mpirun", "exit", 3),
-                ("launch-mpirun", "raise", 1),
                 ("launch", "raise", 1),
                 ("launch", "exit", 3),
-                ("launch", "kill", 137),
                 ("torchrun", "raise", 1),
                 ("torchrun", "kill", 1),
             ]
@@ -107,16 +104,15 @@ def test_a_failure_is_the_result_and_the_last_word(
     elif end == "raise":
         assert lines[-1] == FAULT
         assert ended.output.count(FAULT) == 1
-    if end == "kill" and launcher.startswith("launch"):
+    if end == "kill" and launcher == "launch":
         assert "a rank was killed (signal 9)" in lines[-1]
         assert "memory ran out" in lines[-1]
 
 
 @pytest.mark.world_size(2)
 @nightly
-@pytest.mark.parametrize("launcher", ["launch-mpirun", "launch"])
-def test_ctrl_c_ends_all_ranks(words_of, start, tmp_path, launcher):
-    started = start(*words_of(launcher), SCRIPT, tmp_path, "wait")
+def test_ctrl_c_ends_all_ranks(words_of, start, tmp_path):
+    started = start(*words_of("launch"), SCRIPT, tmp_path, "wait")
     files = [tmp_path / f"rank_{rank}.pid" for rank in (0, 1)]
     started.wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     started.process.send_signal(signal.SIGINT)

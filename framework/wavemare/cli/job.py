@@ -8,23 +8,18 @@ import re
 import shlex
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast, get_args
 
 from wavemare.cli import launch
 from wavemare.engine.launch.environment import free_port
-from wavemare.errors import ConfigError, LaunchError, did_you_mean
-
-Launcher = Literal["deepspeed", "mpirun"]
+from wavemare.errors import ConfigError, LaunchError
 
 # Prefixes of the variables that are passed on to other hosts.
 _PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TORCH_", "TP_", "UCX_", "WAVEMARE_")
-_OPEN_MPI_OPTION = "--oversubscribe"
 _ENVIRONMENT_FILE = "DS_ENV_FILE"
 _DEFAULT_PROCESSES = 2
 _AGENT = "wavemare.cli.agent"
@@ -102,8 +97,7 @@ class Job:
     Attributes:
         num_processes: On this host, or each of several; None for a hostfile's slots, or 2.
         hosts: Hosts of a hostfile; empty for this host alone.
-        launcher: ``deepspeed`` (on several hosts by pdsh), or the ``mpirun`` of mpi4py's MPI.
-        launcher_options: More options of the launcher; they take precedence.
+        launcher_options: More options of ``deepspeed``; they take precedence.
     """
 
     program: str
@@ -112,37 +106,15 @@ class Job:
     num_processes: int | None = None
     hosts: Sequence[Host] = ()
     hostfile: Path | None = None
-    launcher: Launcher = "deepspeed"
     launcher_options: Sequence[str] = field(default=())
     max_restarts: int = 0
 
     def command(self) -> list[str]:
-        """Return the words that start the job.
+        """Return the words of DeepSpeed's launcher that start the job.
 
         Raises:
-            LaunchError: The launcher is not installed, does not belong to mpi4py's MPI, or cannot
-                restart ranks.
+            LaunchError: The launcher is not installed.
         """
-        return self._by_mpirun() if self.launcher == "mpirun" else self._by_deepspeed()
-
-    def run(self) -> int:
-        """Run the job to its end, and return an exit code as `wavemare.cli.launch.run` does."""
-        command, variables = self.command(), launch.extra_environment()
-        if self.launcher == "mpirun":
-            # Open MPI's ends with 128 + n if signal n has ended a rank.
-            bare = _OPEN_MPI_OPTION not in command
-            return launch.run(command, variables, bare_signals=bare)
-        if not self.hosts:
-            return launch.run(command, variables)
-        for name in ("ssh", "pdsh") if self._by_pdsh() else ():
-            if shutil.which(name) is None:
-                reason = f"{name} is not installed"
-                raise LaunchError("--hostfile", str(self.hostfile), reason, f"Install {name}")
-        with _environment_file({**os.environ, **variables}, pdsh=self._by_pdsh()) as file:
-            variables = {**variables, _ENVIRONMENT_FILE: str(file)}
-            return launch.run(command, variables)
-
-    def _by_deepspeed(self) -> list[str]:
         options = list(self.launcher_options)
         if self.hostfile is not None:
             options = ["--hostfile", str(self.hostfile), *self._options_of_one_host(), *options]
@@ -165,6 +137,19 @@ class Job:
             options = ["--num_accelerators", str(count), *options]
         return [launch.find_deepspeed(), *options, *(["--module"] * module), program, *words]
 
+    def run(self) -> int:
+        """Run the job to its end, and return an exit code as `wavemare.cli.launch.run` does."""
+        command, variables = self.command(), launch.extra_environment()
+        if not self.hosts:
+            return launch.run(command, variables)
+        for name in ("ssh", "pdsh") if self._by_pdsh() else ():
+            if shutil.which(name) is None:
+                reason = f"{name} is not installed"
+                raise LaunchError("--hostfile", str(self.hostfile), reason, f"Install {name}")
+        with _environment_file({**os.environ, **variables}, pdsh=self._by_pdsh()) as file:
+            variables = {**variables, _ENVIRONMENT_FILE: str(file)}
+            return launch.run(command, variables)
+
     def _given_options(self) -> set[str]:
         return {option.split("=")[0] for option in self.launcher_options}
 
@@ -184,49 +169,6 @@ class Job:
         if self.num_processes is None and not self.hosts:
             return _DEFAULT_PROCESSES
         return self.num_processes
-
-    def _by_mpirun(self) -> list[str]:
-        from wavemare.comm.mpi_library import describe_mpi
-
-        if self.max_restarts:
-            reason = "a job of mpirun ends with the first of its ranks"
-            remedy = "Leave out --launcher mpirun, or start the job again with --resume"
-            raise LaunchError("--max-restarts", self.max_restarts, reason, remedy)
-        mpi = describe_mpi()
-        program = mpi.mpirun()
-        open_mpi = mpi.launcher_flavour == "Open MPI"
-        count = self._processes_per_host()
-        places = {host.name: count or host.slots for host in self.hosts}
-        total = sum(places.values()) if places else count
-        words = [program, "-n", str(total)]
-        if places:
-            listed = ",".join(f"{name}:{number}" for name, number in places.items())
-            words += ["--host" if open_mpi else "-hosts", listed]
-        if open_mpi:
-            # Open MPI would bind each rank to one core, and refuse more ranks than cores.
-            words += ["--bind-to", "none", _OPEN_MPI_OPTION]
-            # MPICH's mpirun passes on all variables.
-            variables = {**os.environ, **launch.extra_environment()} if self.hosts else {}
-            words += [word for name in _chosen(variables) for word in ("-x", name)]
-        # mpi4py's runner ends the other ranks when one fails; they would wait forever.
-        words += [*self.launcher_options, sys.executable, "-u", "-m", "mpi4py"]
-        return [*words, *(["-m"] if self.module else []), self.program, *self.options]
-
-
-def check_launcher(name: str) -> Launcher:
-    """Return the launcher of that name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    names = get_args(Launcher)
-    if name not in names:
-        reason = "there is no such launcher here"
-        remedy = did_you_mean(name, names)
-        if name in {"openmpi", "mpich", "impi"}:
-            remedy = "Use mpirun: it belongs to the MPI that mpi4py loads"
-        raise ConfigError("--launcher", name, reason, remedy)
-    return cast("Launcher", name)
 
 
 def split_options(text: str) -> list[str]:
@@ -261,10 +203,6 @@ def _through_pdsh(text: str) -> str:
     return text.replace("%", "%%")
 
 
-def _chosen(variables: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in variables if name.startswith(_PASSED_ON))
-
-
 @contextmanager
 def _environment_file(variables: Mapping[str, str], *, pdsh: bool = True) -> Iterator[Path]:
     """Write the variables that DeepSpeed exports on other hosts; the user's own file wins.
@@ -274,8 +212,8 @@ def _environment_file(variables: Mapping[str, str], *, pdsh: bool = True) -> Ite
     name = variables.get(_ENVIRONMENT_FILE, ".deepspeed_env")
     lines = [
         f"{name}={_in_double_quotes(variables[name]) if pdsh else variables[name]}"
-        for name in _chosen(variables)
-        if name != _ENVIRONMENT_FILE and "\n" not in variables[name]
+        for name in sorted(variables)
+        if name.startswith(_PASSED_ON) and name != _ENVIRONMENT_FILE and "\n" not in variables[name]
     ]
     for folder in (Path.home(), Path()):  # in DeepSpeed's order
         if (folder / name).is_file():

@@ -31,8 +31,6 @@ _DEVICE_FILES = (
     "/dev/davinci[0-9]*",
     "/dev/cambricon_dev*",
 )
-# Signals whose bare numbers MPICH's mpirun exits with.
-_FATAL = (signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV)
 _SECONDS_TO_END = 10.0
 # For the current step, up to three more, and a checkpoint.
 _SECONDS_TO_STOP = 120.0
@@ -78,12 +76,7 @@ def accelerator_visible() -> bool:
     return sys.platform == "darwin" or any(glob.glob(pattern) for pattern in _DEVICE_FILES)
 
 
-def run(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    *,
-    bare_signals: bool = False,
-) -> int:
+def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
     """Run the launcher to its end, and pass on signals to its processes.
 
     On SIGTERM the ranks save a checkpoint and exit within two minutes. Ctrl-C, SIGHUP and a second
@@ -92,8 +85,6 @@ def run(
     Args:
         command: Of the launcher.
         variables: Added to the environment.
-        bare_signals: Whether the launcher exits with n after signal n has ended a rank, as
-            MPICH's ``mpirun`` does.
 
     Returns:
         The exit code, 0 if all ranks have ended with 0; 128 + n if signal n ended the job.
@@ -107,10 +98,7 @@ def run(
         code = _wait(launcher, received)
         if received:
             return exit_code(end_job(launcher, received))
-    if not bare_signals or code < 0:
-        code = exit_code(code)
-    elif code in _FATAL:
-        code += 128
+    code = exit_code(code)
     if code == 128 + signal.SIGKILL:
         sys.stderr.write(
             "error: a rank was killed (signal 9), most often by the kernel because memory ran out: "

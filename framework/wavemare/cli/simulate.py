@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from wavemare.cli.train import find_recipe, refuse_second_config
+from wavemare.cli.train import find_recipe, refuse_options
 from wavemare.errors import ConfigError
 
 
@@ -50,7 +50,7 @@ def simulate(
     All options: wavemare simulate gpt -- --help
     """
     options = list(context.args)
-    refuse_second_config(options)
+    refuse_options(options)
     chosen = find_recipe(recipe)
     if systems is not None:
         if config is not None:

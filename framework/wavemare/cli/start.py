@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from wavemare.cli import launch
-from wavemare.cli.job import Job, check_launcher, read_hosts, split_options
+from wavemare.cli.job import Job, read_hosts, split_options
 from wavemare.errors import LaunchError
 
 Nproc = Annotated[
@@ -18,9 +18,8 @@ Nproc = Annotated[
     typer.Option("--nproc", min=1, help="Processes on each host. (Default: slots, or 2.)"),
 ]
 Hostfile = Annotated[Path | None, typer.Option(help="DeepSpeed hostfile: run on its hosts.")]
-LauncherName = Annotated[str, typer.Option(help="deepspeed (several hosts: by pdsh) or mpirun.")]
 LauncherArguments = Annotated[
-    str, typer.Option(help="More options of the launcher, as one quoted text.")
+    str, typer.Option(help="More options of deepspeed, as one quoted text.")
 ]
 PrintCommand = Annotated[bool, typer.Option("--print-command", help="Show the command and leave.")]
 
@@ -30,7 +29,6 @@ def launch_script(
     script: Annotated[str, typer.Argument(help="Python script, with its options after it.")],
     nproc: Nproc = None,
     hostfile: Hostfile = None,
-    launcher: LauncherName = "deepspeed",
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a Python module.")
     ] = False,
@@ -44,8 +42,9 @@ def launch_script(
     Unlike the launchers themselves it fails if the hostfile is wrong or a rank is killed.
     """
     # The script may exist on the other hosts alone.
-    if not (module or print_command or hostfile is not None or Path(script).is_file()):
-        reason = "there is no such file"
+    elsewhere = module or print_command or hostfile is not None
+    if script.startswith("-") or not (elsewhere or Path(script).is_file()):
+        reason = "there is no such file or option"
         raise LaunchError("SCRIPT", script, reason, "Name a Python script, or a module with -m")
     job = Job(
         program=script,
@@ -54,7 +53,6 @@ def launch_script(
         num_processes=nproc,
         hosts=read_hosts(hostfile),
         hostfile=hostfile,
-        launcher=check_launcher(launcher),
         launcher_options=split_options(launcher_args),
     )
     start(job, print_command=print_command)

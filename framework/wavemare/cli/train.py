@@ -14,15 +14,8 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from wavemare.cli.job import Job, check_launcher, read_hosts, split_options
-from wavemare.cli.start import (
-    Hostfile,
-    LauncherArguments,
-    LauncherName,
-    Nproc,
-    PrintCommand,
-    start,
-)
+from wavemare.cli.job import Job, read_hosts, split_options
+from wavemare.cli.start import Hostfile, LauncherArguments, Nproc, PrintCommand, start
 from wavemare.engine.launch.environment import launcher_rank
 from wavemare.errors import ConfigError, LaunchError, did_you_mean
 
@@ -84,7 +77,6 @@ def train(
         typer.Option(help="DeepSpeed JSON, with our section. By default the recipe's own."),
     ] = None,
     hostfile: Hostfile = None,
-    launcher: LauncherName = "deepspeed",
     launcher_args: LauncherArguments = "",
     max_restarts: Annotated[
         int,
@@ -104,7 +96,7 @@ def train(
 
     chosen = find_recipe(recipe)
     options = list(context.args)
-    refuse_second_config(options)
+    refuse_options(options)
     file = config if config is not None else default_config(chosen, options)
     settings = load_config(file, key="--config")  # refused here, before any rank is started
     check_early(settings)
@@ -112,7 +104,6 @@ def train(
     given = launcher_rank(os.environ)
     if given is not None and given.by_mpi and not print_command:
         for name, value in {
-            "--launcher": launcher if launcher != "deepspeed" else "",
             "--nproc": nproc,
             "--hostfile": hostfile,
             "--launcher-args": launcher_args,
@@ -129,7 +120,6 @@ def train(
         num_processes=nproc,
         hosts=read_hosts(hostfile),
         hostfile=hostfile,
-        launcher=check_launcher(launcher),
         launcher_options=split_options(launcher_args),
         max_restarts=max_restarts,
     )
@@ -171,14 +161,17 @@ def _become_rank(module: str, options: Sequence[str]) -> NoReturn:
     os.execve(sys.executable, words, {**os.environ, **extra_environment()})
 
 
-def refuse_second_config(options: list[str]) -> None:
-    """Refuse ``--deepspeed_config`` among the options of a recipe.
+def refuse_options(options: list[str]) -> None:
+    """Refuse ``--deepspeed_config`` and ``--launcher`` among the options of a recipe.
 
     Raises:
-        ConfigError: It is among the options.
+        ConfigError: One is among the options.
     """
     for option in options:
         name, _, value = option.partition("=")
         if name in {"--deepspeed_config", "--deepspeed-config"}:
             reason = "the configuration is passed on by the command itself"
             raise ConfigError(name, value, reason, "Give it as --config FILE")
+        if name == "--launcher":
+            remedy = "Start ranks by MPI with 'mpirun -n 4 wavemare train gpt'"
+            raise ConfigError(name, value, "there is no such option", remedy)

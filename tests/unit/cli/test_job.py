@@ -14,56 +14,22 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app, job, launch
 from wavemare.cli.job import Host, Job
-from wavemare.comm import mpi_library as mpi
-from wavemare.comm.mpi_library import MpiInfo
 from wavemare.errors import LaunchError
 
 HOSTS = (Host("node0", 2), Host("node1", 1))
-RANK = [sys.executable, "-u", "-m", "mpi4py"]
 
 
 @pytest.fixture
-def flavour(monkeypatch):
-    """Pretend an MPI, and an environment with two variables of interest."""
+def machine(monkeypatch):
+    """Pretend DeepSpeed's launcher, a free port, and an environment of few variables."""
     monkeypatch.setattr(launch, "extra_environment", lambda: {"OMP_NUM_THREADS": "1"})
     monkeypatch.setattr(launch, "find_deepspeed", lambda: "/bin/deepspeed")
     monkeypatch.setattr(job, "free_port", lambda: 4321)
-    monkeypatch.setattr(job.os, "environ", {"GLOO_SOCKET_IFNAME": "eth0", "HOME": "/root"})
-
-    def pretend(name, launcher_flavour=None):
-        info = MpiInfo(flavour=name, launcher="/mpirun", launcher_flavour=launcher_flavour or name)
-        monkeypatch.setattr(mpi, "describe_mpi", lambda: info)
-
-    return pretend
+    monkeypatch.setattr(job.os, "environ", {"HOME": "/root"})
 
 
-def test_mpich_on_hosts_counts_their_slots(flavour):
-    flavour("MPICH")
-    command = Job(program="x.py", options=["--a"], launcher="mpirun", num_processes=3).command()
-    assert command == ["/mpirun", "-n", "3", *RANK, "x.py", "--a"]
-    command = Job(program="x.y", module=True, launcher="mpirun", hosts=HOSTS).command()
-    assert command == ["/mpirun", "-n", "3", "-hosts", "node0:2,node1:1", *RANK, "-m", "x.y"]
-    command = Job(program="x.py", launcher="mpirun", hosts=HOSTS, num_processes=4).command()
-    assert command[1:5] == ["-n", "8", "-hosts", "node0:4,node1:4"]
-
-
-def test_open_mpi_on_hosts_gets_the_variables_passed_on(flavour):
-    flavour("Open MPI")
-    made = Job(program="x.py", launcher="mpirun", hosts=HOSTS, launcher_options=["--quiet"])
-    assert made.command() == [
-        *("/mpirun", "-n", "3", "--host", "node0:2,node1:1", "--bind-to", "none"),
-        *("--oversubscribe", "-x", "GLOO_SOCKET_IFNAME", "-x", "OMP_NUM_THREADS", "--quiet"),
-        *(*RANK, "x.py"),
-    ]
-
-
-def test_a_foreign_mpirun_is_refused(flavour):
-    flavour("MPICH", "Open MPI")
-    with pytest.raises(LaunchError, match="belongs to the MPI"):
-        Job(program="x.py", launcher="mpirun").command()
-
-
-def test_deepspeed_on_hosts_counts_their_slots(flavour, tmp_path):
+@pytest.mark.usefixtures("machine")
+def test_deepspeed_on_hosts_counts_their_slots(tmp_path):
     file = tmp_path / "hosts"
     command = Job(program="x.py", hosts=HOSTS, hostfile=file).command()
     assert command == [
@@ -80,7 +46,7 @@ def test_deepspeed_on_hosts_counts_their_slots(flavour, tmp_path):
 
 
 @pytest.fixture
-def exported(flavour, monkeypatch, tmp_path):
+def exported(machine, monkeypatch, tmp_path):
     """Return the lines of the file by which DeepSpeed gives variables to other hosts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(job.Path, "home", lambda: tmp_path / "home")
@@ -102,7 +68,8 @@ def exported(flavour, monkeypatch, tmp_path):
     return run
 
 
-def test_other_hosts_need_ssh_and_pdsh(flavour, monkeypatch, tmp_path):
+@pytest.mark.usefixtures("machine")
+def test_other_hosts_need_ssh_and_pdsh(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="ssh is not installed"):
         Job(program="x.py", hosts=HOSTS, hostfile=tmp_path / "hosts").run()
@@ -150,7 +117,8 @@ def test_words_and_values_reach_other_hosts_as_they_are(exported, tmp_path):
     assert ast.literal_eval(done.stdout) == [["a b.py", *ODD], ODD]
 
 
-def test_options_after_the_script_are_its_own(flavour):
+@pytest.mark.usefixtures("machine")
+def test_options_after_the_script_are_its_own():
     arguments = ["launch", "--nproc", "3", "--print-command", "x.py", "--nproc", "9", "-m"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert shlex.split(result.stdout) == [

@@ -127,12 +127,7 @@ def under_mpirun(monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
 
 
-LAUNCHER_OPTIONS = [
-    ("--nproc", "2"),
-    ("--launcher", "mpirun"),
-    ("--launcher-args", "-v"),
-    ("--max-restarts", "1"),
-]
+LAUNCHER_OPTIONS = [("--nproc", "2"), ("--launcher-args", "-v"), ("--max-restarts", "1")]
 
 
 @pytest.mark.parametrize(("option", "value"), LAUNCHER_OPTIONS)
