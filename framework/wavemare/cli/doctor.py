@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from rich.filesize import decimal
 
 from wavemare.cli.launch import find_deepspeed
 from wavemare.errors import LaunchError
-from wavemare.observe.screen import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from wavemare.comm.mpi_library import MpiInfo
@@ -208,7 +209,7 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Iterator[Finding]:
         yield Finding("shared memory", "warn", f"there is no {folder}", "Mount a tmpfs there")
         return
     free = shutil.disk_usage(folder).free
-    value = f"{format_bytes(free)} free in {folder}"
+    value = f"{decimal(free)} free in {folder}"
     if free < _ENOUGH_SHARED_MEMORY:
         remedy = "Remove what crashed runs left there; in a container: docker run --shm-size=8g"
         yield Finding("shared memory", "warn", value, remedy)
@@ -225,7 +226,7 @@ def check_extension_locks() -> Iterator[Finding]:
     if not locks:
         yield Finding("extension locks", "ok", f"none in {folder}")
     for lock in locks:
-        age = format_duration(time.time() - lock.stat().st_mtime)
+        age = timedelta(seconds=round(time.time() - lock.stat().st_mtime))
         value = f"{lock} ({age} old): starts wait while it exists"
         remedy = f"If no process builds there: rm {shlex.quote(str(lock))}"
         yield Finding("extension locks", "warn", value, remedy)

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from textwrap import shorten
 
 from rich.console import Console, Group
+from rich.filesize import decimal
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -98,7 +99,7 @@ class Screen:
 
 
 class Progress:
-    """One line on a running training, at most 80 columns wide, and its speed.
+    """One line on a running training, and its speed.
 
     Args:
         total: Optimizer steps in all.
@@ -142,10 +143,10 @@ class Progress:
         if self._rate is not None:
             parts.append(f"lr {self._rate:.2e}")
         if self.tokens_per_second is not None:
-            parts.append(f"{format_count(self.tokens_per_second)} tokens/s")
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if first < step < self._total:
             seconds = (self._total - step) * (end - start) / (step - first)
-            parts.append(f"{format_duration(seconds)} left")
+            parts.append(f"{timedelta(seconds=round(seconds))} left")
         return "  ".join(parts)
 
 
@@ -156,7 +157,7 @@ def live_facts(
     facts = {
         "pipeline": _pipeline(metrics),
         "collective": _collective(metrics),
-        "memory": f"{format_bytes(memory_bytes)} on rank 0",
+        "memory": f"{decimal(memory_bytes)} on rank 0",
         "warnings": f"{warnings}, the latest: {shorten(latest, 80)}" if warnings else "",
     }
     return {subject: text for subject, text in facts.items() if text}
@@ -180,7 +181,7 @@ def _collective(metrics: Mapping[str, float]) -> str:
         parts.append(f"density {metrics['sparse_density']:.2%}")
     for way in ("up", "down"):
         if f"sparse_bytes_{way}" in metrics:
-            parts.append(f"{way} {format_bytes(metrics[f'sparse_bytes_{way}'])}")
+            parts.append(f"{way} {decimal(int(metrics[f'sparse_bytes_{way}']))}")
     parts += [
         f"{key.removeprefix(_CALLS)} x{count:.0f}"
         for key, count in sorted(metrics.items())
@@ -216,48 +217,3 @@ def _drawn(line: str, facts: Mapping[str, str]) -> Group:
     for each in lines:
         each.no_wrap, each.overflow = True, "ellipsis"
     return Group(*lines)
-
-
-_THOUSANDS = ("", "k", "M", "G", "T", "P")
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
-
-
-def format_count(number: float) -> str:
-    """Return a number with three significant digits: ``950``, ``12.3k``, ``1.24M``."""
-    return _scaled(number, 1000, _THOUSANDS, separator="")
-
-
-def format_bytes(number: float) -> str:
-    """Return a size in bytes with a binary unit: ``512 B``, ``1.20 GiB``."""
-    return _scaled(number, 1024, _BINARY, separator=" ")
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration by its two largest units: ``0.4s``, ``42s``, ``1m 05s``, ``2h 03m``."""
-    if not math.isfinite(seconds):
-        return "?"
-    if seconds < 9.95:  # noqa: PLR2004
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < _MINUTE:
-        return f"{whole}s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE}m {whole % _MINUTE:02d}s"
-    if whole < _DAY:
-        return f"{whole // _HOUR}h {whole % _HOUR // _MINUTE:02d}m"
-    return f"{whole // _DAY}d {whole % _DAY // _HOUR:02d}h"
-
-
-def _scaled(number: float, base: int, units: tuple[str, ...], *, separator: str) -> str:
-    if not math.isfinite(number):
-        return "?"
-    size, power = abs(number), 0
-    # 999.5 would be printed as 1000: it belongs to the next unit.
-    while size >= 999.5 and power < len(units) - 1:  # noqa: PLR2004
-        size /= base
-        power += 1
-    whole = power == 0 and float(number).is_integer()
-    digits = 0 if whole else max(0, 2 - (len(str(int(size))) - 1))
-    sign = "-" if number < 0 else ""
-    return f"{sign}{size:.{digits}f}{separator}{units[power]}"

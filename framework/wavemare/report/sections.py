@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from wavemare.observe.screen import format_bytes, format_count, format_duration
+from rich.filesize import decimal
+
 from wavemare.report.figures import Series, lines
 from wavemare.report.page import Page
 from wavemare.report.parallelism import add_collective, add_pipeline, add_timeline
@@ -145,9 +146,9 @@ def _add_checkpoints(page: Page, runs: Sequence[RunFacts]) -> None:
                     run.name,
                     each.tag + (" (latest)" if each.latest else ""),
                     each.saved[:19].replace("T", " ") or None,
-                    format_bytes(each.bytes),
+                    decimal(each.bytes),
                     state,
-                    None if seconds is None else format_duration(seconds),
+                    None if seconds is None else f"{seconds:.1f} s",
                 )
             )
     if rows:
@@ -245,9 +246,9 @@ def _facts(run: RunFacts) -> dict[str, object]:
         "last step logged": max((line["step"] for line in run.metrics), default=None),
         "last training loss (nats)": _last(loss),
         "last validation loss (nats)": _last(validation),
-        "tokens/s, median of logged steps": format_count(median(speed)) if speed else None,
+        "tokens/s, median of logged steps": f"{median(speed):,.0f}" if speed else None,
         "bubble": _bubble(run),
-        "most memory of a rank": format_bytes(max(memory)) if memory else None,
+        "most memory of a rank": decimal(max(memory)) if memory else None,
         "checkpoints": len(run.checkpoints),
         "warnings": _warnings(run),
     }

@@ -55,7 +55,7 @@ def test_pipe_gets_one_line_per_log_interval_and_the_last(clock, draw):
     shown = [int(line.split()[1].split("/")[0]) for line in lines]
     assert shown == [10, 20, 30, 40, 45]
     assert lines[0] == (
-        "step 10/45  loss 1.0000  lr 1.00e-03  2.00k tokens/s  18s left  pipeline: idle 10%"
+        "step 10/45  loss 1.0000  lr 1.00e-03  2,000 tokens/s  0:00:18 left  pipeline: idle 10%"
     )
     assert lines[-1].endswith("pipeline: idle 40%")
     assert all(character.isprintable() for line in lines for character in line)
@@ -117,7 +117,7 @@ def test_a_resumed_run_shows_its_own_speed(clock, draw):
             progress.show(2.0, {})
             assert progress.tokens_per_second == 500.0
 
-    assert draw(use).startswith("step  41/100  loss 2.0000  500 tokens/s  59s left")
+    assert draw(use).startswith("step  41/100  loss 2.0000  500 tokens/s  0:00:59 left")
 
 
 def everything(screen):
@@ -152,11 +152,11 @@ def test_speed_is_that_of_the_last_20_steps(clock):
         clock.now += 0.25
         progress.step(step, tokens=100)
     assert progress.tokens_per_second == pytest.approx(400.0)
-    assert lines[-1] == "step 21/30  loss -  400 tokens/s  2.2s left"
+    assert lines[-1] == "step 21/30  loss -  400 tokens/s  0:00:02 left"
 
 
 def test_subjects_that_a_run_does_not_have_are_left_out():
-    assert live_facts({}, **QUIET) == {"memory": "3.00 MiB on rank 0"}
+    assert live_facts({}, **QUIET) == {"memory": "3.1 MB on rank 0"}
     metrics = {
         "staleness_10": 0.0,
         "staleness_9": 0.75,
@@ -168,7 +168,7 @@ def test_subjects_that_a_run_does_not_have_are_left_out():
     }
     assert live_facts(metrics, memory_bytes=1, warnings=2, latest="x " * 99) == {
         "pipeline": "staleness 0.75 0",
-        "collective": "density 4.20%, up 1.00 MiB, down 2.00 MiB, dense x1, pushpull x3",
-        "memory": "1 B on rank 0",
+        "collective": "density 4.20%, up 1.0 MB, down 2.1 MB, dense x1, pushpull x3",
+        "memory": "1 byte on rank 0",
         "warnings": f"2, the latest: {'x ' * 37}[...]",
     }

@@ -65,7 +65,7 @@ def test_the_collective_is_shown_by_step(tmp_path, figures_of, sample):
 
 def test_tables_have_checkpoints_warnings_and_what_was_predicted(run_folder):
     html = run_page([read_run(run_folder)])
-    for cell in ("step-4 (latest)", "2026-01-02 03:04:09", "complete", "2.5s", "22.5%"):
+    for cell in ("step-4 (latest)", "2026-01-02 03:04:09", "complete", "2.5 s", "22.5%"):
         assert f"<td>{cell}</td>" in html, cell
     assert "<td>&lt;b&gt;mind&lt;/b&gt;</td>" in html
     assert "<td>python -m &#x27;a b&#x27;</td>" in html

@@ -67,7 +67,7 @@ def test_checkpoints_of_a_trainer_are_found_where_it_saves(run_folder, tmp_path)
     with (run_folder / "events" / "rank_00000.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
     html = run_page([read_run(run_folder)])
-    for cell in ("checkpoint-10", "2023-11-14 22:13:20", "7.5s", "checkpoint-100 (latest)"):
+    for cell in ("checkpoint-10", "2023-11-14 22:13:20", "7.5 s", "checkpoint-100 (latest)"):
         assert f"<td>{cell}</td>" in html, cell
 
 
