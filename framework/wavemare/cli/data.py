@@ -5,15 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-_SECONDS_BETWEEN_LINES = 5.0
 
 app = typer.Typer(no_args_is_help=True, help="Build, merge and inspect Megatron's indexed data.")
 
@@ -56,14 +51,7 @@ def build(
     documents = load_texts_to_build(resolve(source), text_column=text_column)
     # The tokenizers library reads these when it encodes for the first time.
     os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers)}
-    written = build_indexed(
-        documents,
-        loaded,
-        output,
-        append_eod=append_eod,
-        overwrite=overwrite,
-        progress=_lines(),
-    )
+    written = build_indexed(documents, loaded, output, append_eod=append_eod, overwrite=overwrite)
     typer.echo(f"{output}: {written.documents:,} documents, {written.tokens:,} tokens")
 
 
@@ -126,19 +114,3 @@ def _facts(data: Any) -> dict[str, object]:
         "longest": int(lengths.max()),
         "largest token": largest_token(data.store())[0],
     }
-
-
-def _lines() -> Callable[[int, int], None]:
-    """Return a callback that prints a line of progress to standard error now and then."""
-    started = shown = time.monotonic()
-
-    def note(done: int, total: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if done < total and now - shown < _SECONDS_BETWEEN_LINES:
-            return
-        shown = now
-        rate = done / max(now - started, 1e-9)
-        sys.stderr.write(f"{done:,} of {total:,} documents ({rate:,.0f}/s)\n")
-
-    return note

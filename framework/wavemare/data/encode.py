@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
 
 from wavemare.data.indexed import IndexedWriter, read_indexed
 from wavemare.data.text import iterate_texts
@@ -21,9 +23,6 @@ from wavemare.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
-
-Progress = Callable[[int, int], None]
-"""Called with the documents done and the total."""
 
 _FORMAT_VERSION = 3  # part of every cache key: raise it when the files or the encoding change
 _LARGEST_UINT16_VOCABULARY = 65500  # Megatron's bound, so that both choose the same type
@@ -40,7 +39,6 @@ def tokenize(
     cache_dir: Path,
     *,
     name: str,
-    progress: Progress | None = None,
 ) -> TokenStore:
     """Encode documents, each followed by the end token, or open their tokens from the cache.
 
@@ -52,7 +50,6 @@ def tokenize(
         tokenizer: A fast tokenizer with an end-of-text or separator token.
         cache_dir: Folder of the cache.
         name: Origin of the texts, for messages.
-        progress: Called with the documents done and in total, if there is work.
 
     Raises:
         DataError: No document holds text, the tokenizer has no end token, the cache cannot be
@@ -62,10 +59,7 @@ def tokenize(
     settings = ("tokens", str(_FORMAT_VERSION), _definition_of(tokenizer), str(end_token))
     key = content_key((*settings, content_key(iterate_texts(documents))))
     folder = Path(cache_dir) / f"tokens-{key[:32]}"
-    build_once(
-        folder,
-        lambda target: build_indexed(documents, tokenizer, target / "tokens", progress=progress),
-    )
+    build_once(folder, lambda target: build_indexed(documents, tokenizer, target / "tokens"))
     with from_cache(folder):
         store = read_indexed(folder / "tokens", vocab_size=len(tokenizer))
     store.name = name
@@ -79,7 +73,6 @@ def build_indexed(
     *,
     append_eod: bool = True,
     overwrite: bool = False,
-    progress: Progress | None = None,
 ) -> IndexedWriter:
     """Encode documents into ``OUTPUT.bin`` and ``OUTPUT.idx``, one sequence each.
 
@@ -93,7 +86,6 @@ def build_indexed(
         output: The target without ``.bin`` and ``.idx``.
         append_eod: Whether the end token follows each document.
         overwrite: Replace files of the target's name.
-        progress: Called with the documents done and in total.
 
     Returns:
         The writer, which knows the numbers of documents and tokens.
@@ -108,12 +100,10 @@ def build_indexed(
     end = [_end_token_of(tokenizer)] if append_eod else []
     dtype = token_dtype(len(tokenizer))
     with IndexedWriter(output, dtype, overwrite=overwrite) as writer:
-        for done, texts in _batches(documents):
+        for texts in _batches(documents):
             for ids in _encode(encoder, texts):
                 writer.add_sequence(np.array([*ids, *end], dtype=dtype))
                 writer.end_document()
-            if progress is not None:
-                progress(done, len(documents))
         if not writer.documents:
             reason = "the corpus is empty: it holds no text besides blanks"
             raise DataError("INPUT", str(output), reason, "Give files that hold text")
@@ -145,17 +135,24 @@ def cut_text(
     return [*pieces, text[start:]]
 
 
-def _batches(documents: Dataset) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of documents read so far and the texts of a batch."""
+def _batches(documents: Dataset) -> Iterator[list[str]]:
+    """Yield the texts of a batch; a terminal shows the progress meanwhile."""
     texts: list[str] = []
     size = 0
-    for number, text in enumerate(iterate_texts(documents), start=1):
+    for text in track(
+        iterate_texts(documents),
+        "encoding",
+        total=len(documents),
+        console=Console(stderr=True),
+        transient=True,
+    ):
         if text and text.strip():
             texts.append(text)
             size += len(text)
-        if size >= _BATCH_CHARACTERS or number == len(documents):
-            yield number, texts
+        if size >= _BATCH_CHARACTERS:
+            yield texts
             texts, size = [], 0
+    yield texts
 
 
 def _encode(encoder: Any, texts: list[str]) -> Iterator[NDArray[Any] | list[int]]:

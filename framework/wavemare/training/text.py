@@ -3,22 +3,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from wavemare.data.sources import Kind, Source, resolve
 from wavemare.errors import ConfigError, DataError
-from wavemare.observe.screen import Screen
 from wavemare.training.arguments import TrainArguments
 
 if TYPE_CHECKING:
     from wavemare.data.tokens import TokenStore
 
-
-_SECONDS_BETWEEN_NOTES = 2.0
 _SPLIT = "969,30,1"  # Megatron's own default
 
 
@@ -202,10 +197,8 @@ def read_text(
     corpus = load_text(source, text_column=arguments.text_column)
     if found is None:
         found = cached_tokenizer(corpus.train, vocab_size, kind, cache)
-    progress = _notes("tokenising")
     train, validation = (
-        tokenize(part, found, cache, name=source.name, progress=progress)
-        for part in (corpus.train, corpus.validation)
+        tokenize(part, found, cache, name=source.name) for part in (corpus.train, corpus.validation)
     )
     return TrainingText(source, found, (train,), (validation,))
 
@@ -232,16 +225,3 @@ def _read_megatron(source: Source, split: str | None, tokenizer: Any) -> Trainin
         )
     trains, validations = zip(*pairs, strict=True)
     return TrainingText(source, tokenizer, trains, validations, split)
-
-
-def _notes(what: str) -> Callable[[int, int], None]:
-    """Return a callback that notes progress now and then; one process per host encodes."""
-    screen, shown = Screen(rank=0), time.monotonic()
-
-    def note(done: int, total: int) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= _SECONDS_BETWEEN_NOTES:
-            shown = time.monotonic()
-            screen.note(f"{what} {done / max(total, 1):.0%}")
-
-    return note
