@@ -38,14 +38,6 @@ def report(
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
-    """Return the names of the run folders, or their paths if two have the same name.
-
-    Raises:
-        ConfigError: A run stands twice.
-    """
-    paths = [run.resolve() for run in runs]
-    for run, path in zip(runs, paths, strict=True):
-        if paths.count(path) > 1:
-            raise ConfigError("RUN", str(run), "this run is named twice", "Name each run once")
-    names = [path.name for path in paths]
+    """Return the names of the run folders, or their paths if two have the same name."""
+    names = [run.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]

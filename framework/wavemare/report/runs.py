@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from wavemare.engine.checkpoint.manifest import MANIFEST, complete_tags
-from wavemare.errors import ConfigError, DataError, did_you_mean
+from wavemare.errors import ConfigError, DataError
 from wavemare.files import parse_json
 from wavemare.observe.lines import read_events, read_metrics
 from wavemare.report.traces import Trace, read_traces
 
-_FILES = ("config.json", "metrics.jsonl", "summary.json")
+_FILES = ("config.json", "metrics.jsonl")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TRAINER, _TRAINER_STATE = "checkpoint-", "trainer_state.json"
 """Folders of a Hugging Face Trainer's checkpoints, and the file that it writes last into them."""
@@ -141,30 +141,10 @@ def read_run(folder: Path, *, name: str | None = None) -> RunFacts:
 
 
 def _check_folder(folder: Path) -> None:
-    if _is_run(folder):
-        return
-    remedy = "Name the folder that the training had as --output"
-    if not folder.is_dir():
-        beside = _runs_in(folder.parent)
-        if beside:
-            remedy = did_you_mean(folder.name, [path.name for path in beside])
-        reason = "this is a file" if folder.exists() else "there is no such folder"
+    if not any((folder / name).is_file() for name in _FILES):
+        reason = f"there is no run: it has none of {', '.join(_FILES)}"
+        remedy = "Name the folder that the training had as --output"
         raise ConfigError("RUN", str(folder), reason, remedy)
-    below = _runs_in(folder)
-    if below:
-        remedy = f"Name a run in it: {', '.join(str(path) for path in below[:5])}"
-    reason = f"this is not a run folder: it has none of {', '.join(_FILES)}"
-    raise ConfigError("RUN", str(folder), reason, remedy)
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _FILES[:2])
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in sorted(folder.iterdir()) if path.is_dir() and _is_run(path)]
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
