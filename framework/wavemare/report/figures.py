@@ -34,7 +34,6 @@ def lines(
     *,
     x: str = "optimizer step",
     zero: bool = False,
-    levels: Mapping[str, float] | None = None,
 ) -> Any:
     """Draw curves.
 
@@ -43,7 +42,6 @@ def lines(
         y: What the vertical axis shows, with its unit.
         x: The same of the horizontal one.
         zero: Whether the vertical axis begins at 0.
-        levels: Values to compare with, by name, as horizontal lines.
 
     Returns:
         A figure of plotly.
@@ -65,8 +63,6 @@ def lines(
             line={"color": colour, "width": 2, "dash": "solid" if alone else style},
             hovertemplate="%{fullData.name}: %{y:.5g} at %{x}<extra></extra>",
         )
-    if levels:
-        _add_levels(figure, series, levels)
     figure.update_layout(
         xaxis={"title": {"text": x}},
         yaxis={
@@ -96,20 +92,6 @@ def bars(names: Sequence[str], points: Mapping[str, Sequence[tuple[int, float]]]
         yaxis={"title": {"text": y}, "rangemode": "tozero"},
     )
     return figure
-
-
-def _add_levels(figure: Any, series: Sequence[Series], levels: Mapping[str, float]) -> None:
-    steps = [step for each in series for step, _ in each.points]
-    ends = [min(steps, default=0), max(steps, default=1)]
-    for number, (name, value) in enumerate(levels.items()):
-        figure.add_scatter(
-            x=ends,
-            y=[value, value],
-            name=f"{name} ({value:.3g})",
-            mode="lines",
-            line={"color": "#7a869a", "width": 1.5, "dash": ("dash", "dot", "dashdot")[number % 3]},
-            hovertemplate="%{fullData.name}<extra></extra>",
-        )
 
 
 class _Look(NamedTuple):

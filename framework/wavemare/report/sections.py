@@ -16,7 +16,6 @@ from wavemare.report.page import Page
 from wavemare.report.parallelism import add_collective, add_pipeline, add_timeline
 from wavemare.report.runs import RunFacts
 
-_MIB = 2**20
 _DASHES = ("solid", "dash", "dot", "dashdot")
 """Of several runs, whose curves may coincide."""
 
@@ -31,7 +30,6 @@ def run_page(runs: Sequence[RunFacts]) -> str:
     for add in (
         _add_learning,
         _add_speed,
-        _add_memory,
         add_pipeline,
         add_collective,
         add_timeline,
@@ -76,19 +74,12 @@ def _add_learning(page: Page, runs: Sequence[RunFacts]) -> None:
     page.section("Learning")
     about = "As logged; recipes log the mean of the steps since the previous line; metrics.jsonl."
     page.heading("Loss", about)
-    results = runs[0].summary.get("results", {}) if runs[0].summary is not None else {}
-    levels = {
-        name: float(value)
-        for name, value in (results.items() if isinstance(results, dict) else ())
-        if name.endswith("cross-entropy") and isinstance(value, int | float)
-    }
     _curves(
         page,
         runs,
         {"loss": ("training", "solid"), "eval_loss": ("validation", "markers")},
         "loss (nats)",
         "no step has been logged",
-        levels=levels if len(runs) == 1 else None,
     )
     page.heading("Learning rate", "At the logged step; metrics.jsonl.")
     rates = {"learning_rate": ("learning rate", "solid")}
@@ -105,30 +96,6 @@ def _add_speed(page: Page, runs: Sequence[RunFacts]) -> None:
     speed = {"tokens_per_second": ("tokens/s", "solid")}
     why = "no step has been logged, or the tokens of a step were not given"
     _curves(page, runs, speed, "tokens per second", why, zero=True)
-
-
-def _add_memory(page: Page, runs: Sequence[RunFacts]) -> None:
-    page.section("Memory over the run")
-    page.text(
-        "On an accelerator the peak allocation since the last logged step; without one the "
-        "process's resident memory at that step; events/."
-    )
-    several = len(runs) > 1
-    series: list[Series] = []
-    for run in runs:
-        ranks = sorted({event["rank"] for event in _events(run, "memory")})
-        if not ranks:
-            page.missing(run.name, "memory is not recorded: there are no such events")
-        for rank in ranks:
-            points = [
-                (event["step"], event["bytes"] / _MIB)
-                for event in _events(run, "memory")
-                if event["rank"] == rank
-            ]
-            name = f"{run.name}: rank {rank}" if several else f"rank {rank}"
-            series.append(Series(name, points, len(series)))
-    if series:
-        page.figure(lines(series, "memory (MiB)", zero=True), label="memory over the steps")
 
 
 def _add_checkpoints(page: Page, runs: Sequence[RunFacts]) -> None:
