@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from rich.filesize import decimal
 
 from wavemare.cli.launch import find_deepspeed
 from wavemare.errors import LaunchError
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "mpi4py")
 _CUDA = {True: "CUDA-aware", False: "not CUDA-aware", None: "CUDA support unknown"}
-_SHARED_MEMORY = Path("/dev/shm")
-_ENOUGH_SHARED_MEMORY = 256 * 2**20
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -77,7 +74,6 @@ def diagnose(hostfile: Path | None = None) -> Iterator[Finding]:
     yield from check_mpi()
     yield from check_launchers()
     yield from check_network()
-    yield from check_shared_memory()
     yield from check_extension_locks()
     if hostfile is not None:
         from wavemare.cli.host_checks import check_hostfile
@@ -201,20 +197,6 @@ def check_network() -> Iterator[Finding]:
     else:
         status: Literal["ok", "warn"] = "warn" if problem else "ok"
         yield Finding("host name", status, *(problem or (f"{name} is {address}",)))
-
-
-def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Iterator[Finding]:
-    """Check the space for tensors that processes of this host share."""
-    if not folder.is_dir():
-        yield Finding("shared memory", "warn", f"there is no {folder}", "Mount a tmpfs there")
-        return
-    free = shutil.disk_usage(folder).free
-    value = f"{decimal(free)} free in {folder}"
-    if free < _ENOUGH_SHARED_MEMORY:
-        remedy = "Remove what crashed runs left there; in a container: docker run --shm-size=8g"
-        yield Finding("shared memory", "warn", value, remedy)
-    else:
-        yield Finding("shared memory", "ok", value)
 
 
 def check_extension_locks() -> Iterator[Finding]:

@@ -72,13 +72,6 @@ def test_mpi_states():
     assert "PATH" in finding.remedy
 
 
-@pytest.mark.parametrize(("free", "status"), [(2**20, "warn"), (2**40, "ok")])
-def test_shared_memory(monkeypatch, tmp_path, free, status):
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
-    assert only(doctor.check_shared_memory(tmp_path)).status == status
-    assert only(doctor.check_shared_memory(tmp_path / "missing")).status == "warn"
-
-
 INTERFACES = [(1, "lo"), (2, "ens5")]
 
 
