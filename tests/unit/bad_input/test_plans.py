@@ -99,10 +99,6 @@ def cluster(*, links=None, **device):
     return values if links is None else {**values, "links": links}
 
 
-def pair(*nodes):
-    return cluster(links={"pairs": [{"nodes": list(nodes), "alpha_s": 0, "bytes_s": 1}]})
-
-
 CLUSTERS = [
     ([], "cluster", "Write {...}"),
     ({"devices": []}, "cluster.devices", "at least 1 item"),
@@ -119,9 +115,6 @@ CLUSTERS = [
     (cluster(efficiency=2), "cluster.devices[0].efficiency", "Give at most 1"),
     (cluster(count=0), "cluster.devices[0].count", "Give 1 or more"),
     (cluster(count=10**12), "cluster.devices[0].count", "at most 65536"),
-    (cluster(links={"pairs": 5}), "cluster.links.pairs", "valid list"),
-    (pair(["0"], ["0"]), "cluster.links.pairs[0].nodes[0]", "valid string"),
-    (pair("0", "9"), "cluster.links.pairs[0].nodes", "no device is in one of them"),
     (
         cluster(links={"between": {"bytes_s": 1e-310}}),
         "cluster.links.between.bytes_s",

@@ -83,11 +83,7 @@ DEVICE = {"type": "X", "tflops": 9.0, "memory_gib": 8.0, "memory_gb_s": 99.0, "n
 CLUSTER = {
     "version": 1,
     "devices": [{**DEVICE, "count": 2}, {"type": "V100", "node": "b", "efficiency": 0.5}],
-    "links": {
-        "within": {"alpha_s": 1e-5},
-        "between": {"bytes_s": 1e9},
-        "pairs": [{"nodes": ["a", "b"], "alpha_s": 0, "bytes_s": 1e9}],
-    },
+    "links": {"within": {"alpha_s": 1e-5}, "between": {"bytes_s": 1e9}},
 }
 
 

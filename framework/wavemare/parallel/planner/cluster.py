@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,8 +87,6 @@ class Cluster:
         devices: One for each rank.
         within: Between devices of a node.
         between: Between nodes.
-        pairs: Links of certain nodes, by their two names in alphabetical order; the same name twice
-            is a link within.
         measured: Where, when and with what a probe measured it.
 
     Raises:
@@ -98,7 +96,6 @@ class Cluster:
     devices: tuple[Device, ...]
     within: Link = WITHIN
     between: Link = BETWEEN
-    pairs: Mapping[tuple[str, str], Link] = field(default_factory=dict)
     measured: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -124,10 +121,6 @@ class Cluster:
 
     def link(self, first: str, second: str) -> Link:
         """Return the link between two nodes, or within one."""
-        low, high = sorted((first, second))
-        pair = self.pairs.get((low, high))
-        if pair is not None:
-            return pair
         return self.within if first == second else self.between
 
     def slowest_link(self, nodes: Iterable[str], *, single: bool = False) -> Link:
@@ -137,22 +130,21 @@ class Cluster:
             nodes: Their names, once for each device.
             single: Whether each node has but one of the devices, so that none shares a node.
         """
-        names = sorted(set(nodes))
-        links = [self.link(a, b) for place, a in enumerate(names) for b in names[place + 1 :]]
-        if not single or not links:
-            links += [self.link(name, name) for name in names]
-        return Link(max(link.alpha_s for link in links), min(link.bytes_s for link in links))
+        if len(set(nodes)) == 1:
+            return self.within
+        if single:
+            return self.between
+        return Link(
+            max(self.within.alpha_s, self.between.alpha_s),
+            min(self.within.bytes_s, self.between.bytes_s),
+        )
 
     def to_json(self) -> str:
         """Return the cluster as the text of a file."""
         values = {
             "version": VERSION,
             "devices": [asdict(device) for device in self.devices],
-            "links": {
-                "within": asdict(self.within),
-                "between": asdict(self.between),
-                "pairs": [{"nodes": list(n), **asdict(link)} for n, link in self.pairs.items()],
-            },
+            "links": {"within": asdict(self.within), "between": asdict(self.between)},
             "measured": self.measured,
         }
         return json.dumps(values, indent=2) + "\n"

@@ -23,7 +23,6 @@ from wavemare.parallel.planner.cluster import (
     WITHIN,
     Cluster,
     Device,
-    Link,
 )
 from wavemare.section import Section
 
@@ -54,16 +53,9 @@ class _LinkItem(Section):
     bytes_s: _Positive = WITHIN.bytes_s
 
 
-class _PairItem(Section):
-    nodes: list[str] = Field(min_length=2, max_length=2)
-    alpha_s: _NotNegative
-    bytes_s: _Positive
-
-
 class _Links(Section):
     within: _LinkItem = _LinkItem()
     between: _LinkItem = _LinkItem()
-    pairs: list[_PairItem] = Field(default_factory=list)
 
 
 class _ClusterFile(Section):
@@ -126,19 +118,10 @@ def parse_cluster(values: Any, dtype: str = "fp32") -> Cluster:
         key = f"cluster.devices[{place}]"
         _check_size(f"{key}.count", item.count, len(devices) + item.count)
         devices += [_device(key, item, dtype)] * item.count
-    pairs = {}
-    known = {device.node for device in devices}
-    for place, pair in enumerate(content.links.pairs):
-        if not set(pair.nodes) <= known:
-            key, reason = f"cluster.links.pairs[{place}].nodes", "no device is in one of them"
-            raise PlanError(key, pair.nodes, reason, "Give two names of nodes")
-        low, high = sorted(pair.nodes)
-        pairs[low, high] = Link(pair.alpha_s, pair.bytes_s)
     return Cluster(
         devices=tuple(devices),
         within=replace(WITHIN, **content.links.within.model_dump(exclude_unset=True)),
         between=replace(BETWEEN, **content.links.between.model_dump(exclude_unset=True)),
-        pairs=pairs,
         measured=content.measured,
     )
 

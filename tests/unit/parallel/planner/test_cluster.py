@@ -19,7 +19,6 @@ def test_json_round_trip(tmp_path):
         devices=(FAST, FAST, SLOW),
         within=Link(1e-6, 1e10),
         between=Link(2e-5, 1e9),
-        pairs={("a", "b"): Link(1e-4, 1e8), ("b", "b"): Link(0.0, 5e9)},
         measured={"torch": "2.13"},
     )
     cluster.save(tmp_path / "cluster.json")
@@ -52,14 +51,12 @@ def test_table():
 
 
 def test_links():
-    pairs = {("a", "b"): Link(1e-4, 1e8), ("b", "b"): Link(1e-5, 5e9)}
-    cluster = Cluster(devices=(FAST, SLOW), pairs=pairs)
-    assert cluster.link("b", "a") == pairs["a", "b"]
-    assert cluster.link("a", "a") == cluster.within
-    assert cluster.link("b", "b") == pairs["b", "b"]
-    assert cluster.link("a", "c") == cluster.between
-    worst = cluster.slowest_link(["a", "b", "b"])
-    assert worst == Link(1e-4, 1e8)
+    within, between = Link(1e-4, 5e9), Link(1e-5, 1e8)
+    cluster = Cluster(devices=(FAST, SLOW), within=within, between=between)
+    assert cluster.link("b", "a") == between
+    assert cluster.link("a", "a") == cluster.slowest_link("aa") == within
+    assert cluster.slowest_link("abb") == Link(1e-4, 1e8)
+    assert cluster.slowest_link("ab", single=True) == between
     assert Link(1e-3, 1e6).seconds(1e6) == pytest.approx(1.001)
 
 
