@@ -90,8 +90,8 @@ class PipelineConfig(Section):
 
     partition: str | list[int] = "parameters"
     """Where the stages are cut: ``parameters`` or ``time`` (balanced by parameter count or by
-    measured time), ``uniform`` (equal layer counts), ``type:REGEX`` (balanced by the number of
-    layers of a class), or the first layer of each stage as a list."""
+    measured time), ``uniform`` (equal layer counts), or the first layer of each stage as a
+    list."""
 
     chunks: int | None = Field(default=None, ge=1)
     """Stages per rank of ``interleaved``; 2 if omitted."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -14,7 +13,7 @@ from wavemare.errors import ConfigError, did_you_mean
 
 STAGES_KEY = "wavemare.pipeline.stages"
 PARTITION_KEY = "wavemare.pipeline.partition"
-_NAMES = ("parameters", "time", "uniform", "type:REGEX")
+_NAMES = ("parameters", "time", "uniform")
 _TOLERANCE = 1.01
 """Of the heaviest rank's weight, where a heavier one makes stages more even."""
 _Cost = Callable[[tuple[int, ...]], tuple[float, float]]
@@ -24,16 +23,9 @@ def check_partition(partition: str) -> None:
     """Check that there is a partition of that name.
 
     Raises:
-        ConfigError: There is none, or its expression is invalid.
+        ConfigError: There is none.
     """
-    kind, colon, pattern = partition.partition(":")
-    if kind == "type" and colon:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            reason = f"the expression is invalid ({error})"
-            raise ConfigError(PARTITION_KEY, partition, reason, "Correct it") from error
-    elif partition not in _NAMES[:-1]:
+    if partition not in _NAMES:
         remedy = did_you_mean(partition, _NAMES)
         raise ConfigError(PARTITION_KEY, partition, "there is no such partition", remedy)
 

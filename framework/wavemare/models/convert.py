@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +63,7 @@ def to_pipeline(
             sequence classification, or a causal language model with a ``base_model_pp_plan``; or
             one of these in a ``PeftModel`` of LoRA.
         num_stages: Number of stages; must divide the number of processes.
-        partition: ``parameters``, ``time``, ``uniform``, ``type:REGEX``, or the first layer of
-            each stage.
+        partition: ``parameters``, ``time``, ``uniform``, or the first layer of each stage.
         inputs: Batch entries that travel with the hidden states, ``input_ids`` first; the family's
             default if omitted.
         loss_fn: Loss of (logits, labels); the head's own if omitted.
@@ -236,10 +234,8 @@ def cut_chain(
         weights = [1.0] * len(chain)
     elif partition == "parameters":
         weights = [parameter_cost(layer) for layer in chain]
-    elif partition == "time":
-        weights = layer_times(model, chain, inputs)
     else:
-        weights = _of_type(chain, partition, stages)
+        weights = layer_times(model, chain, inputs)
     return balanced_cuts(weights, stages, homes)
 
 
@@ -271,20 +267,6 @@ def _check_trained(
             "Give each stage trained weights by the partition's first layers, or use fewer stages"
         )
         raise ConfigError(PARTITION_KEY, list(cuts[:-1]), reason, remedy)
-
-
-def _of_type(chain: Sequence[PipelineLayer], partition: str, stages: int) -> list[float]:
-    compiled = re.compile(partition.partition(":")[2], re.IGNORECASE)
-    weights = [float(layer.matches(compiled)) for layer in chain]
-    if sum(weights) < stages:
-        classes = sorted({type(child).__name__ for layer in chain for child in layer.children()})
-        raise ConfigError(
-            PARTITION_KEY,
-            partition,
-            f"it matches {int(sum(weights))} layers, too few for {stages} stages",
-            f"Name one of {', '.join(classes)}",
-        )
-    return weights
 
 
 @dataclass(frozen=True)

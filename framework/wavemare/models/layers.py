@@ -8,7 +8,6 @@ in the model's own state dict.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +74,6 @@ class PipelineLayer(nn.Module):
         """Return the layer's parameters and buffers under the names of the model's state dict."""
         state = self.state_dict(keep_vars=True)
         return {self.weight_names[name]: value for name, value in state.items()}
-
-    def matches(self, pattern: re.Pattern[str]) -> bool:
-        """Whether the layer's class, or that of the module it wraps, has such a name."""
-        classes = [type(self), *(type(child) for child in self.children())]
-        return any(pattern.search(kind.__name__) for kind in classes)
 
 
 class TokenEmbedding(PipelineLayer):

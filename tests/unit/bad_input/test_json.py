@@ -81,7 +81,6 @@ VALUES = [
     ("wavemare", [1], ["not a mapping", "{...}"]),
     ("wavemare.pipeline.stages", "2", ["'2'", "valid integer", "without quotes"]),
     ("wavemare.pipeline.partition", "paramters", ["no such", "Did you mean 'parameters'?"]),
-    ("wavemare.pipeline.partition", "type:(", ["the expression is invalid", "Correct it"]),
     ("wavemare.pipeline.partition[1]", [0, "5"], ["'5'", "without quotes"]),
     ("wavemare.pipeline.inputs", "input_ids", ["a valid list", "Write [...]"]),
     ("wavemare.tensor_parallel.size", 3, ["(2) is not a multiple"]),

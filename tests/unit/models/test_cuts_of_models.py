@@ -30,12 +30,6 @@ def test_uniform_counts_layers(make_model):
     assert cut(make_model("gpt2"), "uniform", 2) == balanced_cuts([1] * 7, 2)
 
 
-@pytest.mark.parametrize("pattern", ["GPT2Block$", "gpt2blocklayer"])
-def test_by_type_counts_layers_of_a_class(pattern, make_model):
-    expected = balanced_cuts([0, 0, 1, 1, 1, 0, 0], 3)
-    assert cut(make_model("gpt2"), f"type:{pattern}", 3) == expected
-
-
 def test_explicit_starts(make_model):
     assert cut(make_model("gpt2"), [0, 3], 2) == (0, 3, 7)
 
