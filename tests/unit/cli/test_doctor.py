@@ -109,7 +109,7 @@ def test_a_lock_of_a_build_is_named_with_the_command_that_removes_it(monkeypatch
     lock.touch()
     os.utime(lock, (time.time() - 7200, time.time() - 7200))
     finding = only(doctor.check_extension_locks())
-    assert (finding.status, "2h 00m old" in finding.value) == ("warn", True)
+    assert (finding.status, "2:00:00 old" in finding.value) == ("warn", True)
     subprocess.run(finding.remedy.partition(": ")[2], shell=True, check=True)
     assert only(doctor.check_extension_locks()).status == "ok"
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
