@@ -73,6 +73,17 @@ def offloads(zero: Mapping[str, Any]) -> bool:
     return bool(zero.get("cpu_offload")) or (bool(section) and section.get("device") != "none")
 
 
+def fill_auto(config: Any, values: Mapping[str, Any]) -> None:
+    """Replace each ``"auto"`` at a dotted path by its value, in place."""
+    for path, value in values.items():
+        *parents, key = path.split(".")
+        node = config
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        if isinstance(node, dict) and node.get(key) == "auto":
+            node[key] = value
+
+
 def refuse_idle(section: Section, key: str, mode: str) -> None:
     """Refuse keys of a section of ours whose ``mode`` is ``off``.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import sys
@@ -133,15 +134,12 @@ def check_early(config: Mapping[str, Any]) -> None:
         ConfigError: Naming the key.
     """
     from wavemare.engine.config.resolve import WavemareConfig
-    from wavemare.engine.config.shape import SECTION, check_shape, section_of
+    from wavemare.engine.config.shape import SECTION, check_shape, fill_auto
 
     check_shape(config)
-    ours = section_of(config, SECTION)
-    pipeline = section_of(ours, "pipeline")
-    pipemare = section_of(pipeline, "pipemare")
-    if pipemare.get("warmup_steps") == "auto":  # the recipe derives it from its steps
-        pipemare = {**pipemare, "warmup_steps": 0}
-        config = {SECTION: {**ours, "pipeline": {**pipeline, "pipemare": pipemare}}}
+    config = copy.deepcopy(config)
+    # The recipe derives it from its steps.
+    fill_auto(config, {f"{SECTION}.pipeline.pipemare.warmup_steps": 0})
     WavemareConfig.of(config)
 
 

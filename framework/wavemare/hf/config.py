@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, load_config
+from wavemare.engine.config.shape import fill_auto
 from wavemare.errors import ConfigError
 
 _ANNEAL_PART = 4
@@ -127,13 +128,7 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
             "pipeline.pipemare.warmup_steps": warmup_steps,
             "pipeline.pipemare.lr_rescheduling.anneal_steps": max(max_steps // _ANNEAL_PART, 1),
         }
-        for path, value in values.items():
-            *parents, key = path.split(".")
-            node: Any = self.section
-            for parent in parents:
-                node = node.get(parent) if isinstance(node, dict) else None
-            if isinstance(node, dict) and node.get(key) == "auto":
-                node[key] = value
+        fill_auto(self.section, values)
 
 
 class _Counted:

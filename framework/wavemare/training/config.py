@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, load_config, zero_section
-from wavemare.engine.config.shape import is_enabled
+from wavemare.engine.config.shape import fill_auto, is_enabled
 from wavemare.engine.launch.group import gather
 from wavemare.errors import ConfigError, PlanError
 from wavemare.files import atomic_write_text
@@ -144,16 +144,13 @@ def fill_schedules(arguments: TrainArguments, config: dict[str, Any]) -> None:
     warmup = max(steps // 10 if share is None else round(steps * share), 1)
     if arguments.lr_warmup_iters is not None:
         warmup = max(arguments.lr_warmup_iters, 1)
-    scheduler = config.get("scheduler", {}).get("params", {})
-    for key, value in (("total_num_steps", steps), ("warmup_num_steps", warmup)):
-        if scheduler.get(key) == "auto":
-            scheduler[key] = value
-    # Stale gradients do the most harm while the learning rate is at its highest.
-    section: Any = config
-    for key in (SECTION, "pipeline", "pipemare"):
-        section = section.get(key) if isinstance(section, dict) else None
-    if isinstance(section, dict) and section.get("warmup_steps") == "auto":
-        section["warmup_steps"] = steps // 5
+    values = {
+        "scheduler.params.total_num_steps": steps,
+        "scheduler.params.warmup_num_steps": warmup,
+        # Stale gradients do the most harm while the learning rate is at its highest.
+        f"{SECTION}.pipeline.pipemare.warmup_steps": steps // 5,
+    }
+    fill_auto(config, values)
 
 
 def _put(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
