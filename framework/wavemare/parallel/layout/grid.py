@@ -46,21 +46,6 @@ class Axis:
         """The global rank of the first of them."""
         return self.ranks[0]
 
-    @property
-    def last(self) -> int:
-        """The global rank of the last of them."""
-        return self.ranks[-1]
-
-    @property
-    def next(self) -> int:
-        """The global rank behind this process; behind the last one the first."""
-        return self.ranks[(self.rank + 1) % self.size]
-
-    @property
-    def previous(self) -> int:
-        """The global rank before this process; before the first one the last."""
-        return self.ranks[self.rank - 1]
-
 
 def _read(axis: str, attribute: str) -> Callable[..., Any]:
     """Return a method that reads an attribute of an axis, whatever flags it is given."""
@@ -169,9 +154,6 @@ class ProcessGrid:
     get_pipeline_model_parallel_rank = _read("pipeline", "rank")
     get_pipeline_model_parallel_world_size = _read("pipeline", "size")
     get_pipeline_model_parallel_first_rank = _read("pipeline", "first")
-    get_pipeline_model_parallel_last_rank = _read("pipeline", "last")
-    get_pipeline_model_parallel_next_rank = _read("pipeline", "next")
-    get_pipeline_model_parallel_prev_rank = _read("pipeline", "previous")
     get_data_parallel_group = _read("data", "group")
     get_data_parallel_rank = _read("data", "rank")
     get_data_parallel_world_size = _read("data", "size")
