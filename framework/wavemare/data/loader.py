@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wavemare.errors import CheckpointError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Dataset
 
 _STREAM = 0  # keeps these random numbers apart from those of the masking
 
@@ -86,10 +89,12 @@ class ResumableLoader(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
+        from torch.utils.data import default_collate
+
         start = self.consumed_samples + self._first
         batch = [self._sample(start + i) for i in range(self._own)]
         self.consumed_samples += self._stride
-        return _collate(batch)
+        return default_collate(batch)
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return the position and what it is relative to."""
@@ -120,7 +125,9 @@ class ResumableLoader(Iterator[Any]):
 
     def _sample(self, position: int) -> Any:
         epoch, place = divmod(position, len(self._dataset))
-        return _read(self._dataset, int(self._permutation(epoch)[place]), epoch)
+        index = int(self._permutation(epoch)[place])
+        at = getattr(self._dataset, "at", None)
+        return self._dataset[index] if at is None else at(index, epoch)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:
@@ -142,14 +149,14 @@ def evaluation_batches(
     data_rank: int = 0,
     data_world_size: int = 1,
     limit: int | None = None,
-) -> Sequence[Any]:
+) -> DataLoader[Any]:
     """Return a dataset's batches in its order, equally many on all ranks, each read when used.
 
     All batches are full. The samples at the end that do not fill one batch for every rank are left
     out; nothing is evaluated twice.
 
     Args:
-        dataset: The samples; a dataset with ``at(index, epoch)`` is read at epoch 0.
+        dataset: The samples, read by index.
         micro_batch_size: Samples per batch and rank at most; fewer where there are few samples.
         data_rank: Place of this process among those that read different data.
         data_world_size: Number of processes that read different data.
@@ -159,6 +166,9 @@ def evaluation_batches(
     Raises:
         DataError: The samples are fewer than the ranks.
     """
+    import torch
+    from torch.utils.data import DataLoader, Subset
+
     size = len(dataset)
     if size < data_world_size:
         reason = f"it gives {size} validation samples, fewer than the {data_world_size} data ranks"
@@ -167,29 +177,8 @@ def evaluation_batches(
     micro = min(micro_batch_size, count // data_world_size)
     stride = micro * data_world_size
 
-    def read(start: int) -> Any:
-        return _collate([_read(dataset, n * size // count, 0) for n in range(start, start + micro)])
-
-    return _Batches(range(data_rank * micro, count // stride * stride, stride), read)
-
-
-class _Batches(Sequence[Any]):
-    def __init__(self, starts: range, read: Callable[[int], Any]) -> None:
-        self._starts, self._read = starts, read
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._read(self._starts[place])
-
-
-def _read(dataset: IndexedDataset, index: int, epoch: int) -> Any:
-    at = getattr(dataset, "at", None)
-    return dataset[index] if at is None else at(index, epoch)
-
-
-def _collate(samples: list[Any]) -> Any:
-    from torch.utils.data import default_collate
-
-    return default_collate(samples)
+    starts = range(data_rank * micro, count // stride * stride, stride)
+    indices = [n * size // count for start in starts for n in range(start, start + micro)]
+    own: Subset[Any] = Subset(cast("Dataset[Any]", dataset), indices)
+    # With a generator of its own it leaves torch's alone.
+    return DataLoader(own, batch_size=micro, generator=torch.Generator())

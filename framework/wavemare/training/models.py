@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ from wavemare.errors import ConfigError, ModelError, did_you_mean
 from wavemare.files import parse_json
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from wavemare.training.setup import Setup
 
 
@@ -215,7 +217,7 @@ class Evaluation:
         batches = self.batches(num_samples)
         return float(self.engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
 
-    def batches(self, num_samples: int | None = None) -> Sequence[Any]:
+    def batches(self, num_samples: int | None = None) -> DataLoader[Any]:
         """Return this rank's micro-batches, equally many on every rank, at least one.
 
         Args:

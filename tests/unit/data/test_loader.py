@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ class Epochs:
         return self.length
 
     def __getitem__(self, index):
-        raise AssertionError("at() should be used")
+        return self.at(index, 0)
 
     def at(self, index, epoch):
         return index, epoch
@@ -153,6 +154,12 @@ def test_evaluation(length, micro, world, limit):
     seen = [i for batches in zip(*ranks, strict=True) for batch in batches for i in batch]
     assert seen == [(length * n // read, 0) for n in range(rounds * micro * world)]
     assert len(set(seen)) == len(seen)
+
+
+def test_an_evaluation_leaves_torchs_random_numbers_alone():
+    state = torch.get_rng_state()
+    assert len([*evaluation_batches(Epochs(4), 2)]) == 2
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @given(
