@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ class StageContext:
         self._rotary = rotary
         taken = inspect.signature(rotary.forward).parameters if rotary is not None else ()
         self._rotary_by_kind = "layer_type" in taken
-        self._batch: _Batch | None = None
+        self._batch: tuple[Any, tuple[Tensor, ...], dict[str, Any]] = (None, (), {})
 
     def mask(self, kind: str, hidden: Tensor, sides: SideInputs) -> Any:
         """Return the mask for layers of a kind.
@@ -121,28 +120,13 @@ class StageContext:
         # Tensors made under inference mode cannot be used by autograd later, hence the entry.
         inference = torch.is_inference_mode_enabled()
         settings = (getattr(self._config, name, None) for name in _OF_MASKS)
-        batch = (hidden.shape[:2], hidden.dtype, hidden.device, inference, *settings)
+        properties = (hidden.shape[:2], hidden.dtype, hidden.device, inference, *settings)
         tensors = tuple(sides.values())
-        if self._batch is None or not self._batch.is_of(batch, tensors):
+        key = (properties, [id(tensor) for tensor in tensors])
+        if self._batch[0] != key:
             # Holding the tensors keeps their identities from being reused.
-            self._batch = _Batch(batch, tensors, {})
-        return self._batch.results
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """A micro-batch, by what its results depend on."""
-
-    properties: tuple[Any, ...]
-    sides: tuple[Tensor, ...]
-    results: dict[str, Any]
-
-    def is_of(self, properties: tuple[Any, ...], sides: tuple[Tensor, ...]) -> bool:
-        return (
-            properties == self.properties
-            and len(sides) == len(self.sides)
-            and all(new is old for new, old in zip(sides, self.sides, strict=True))
-        )
+            self._batch = key, tensors, {}
+        return self._batch[2]
 
 
 def split_batch(
