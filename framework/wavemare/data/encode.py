@@ -16,7 +16,7 @@ from rich.progress import track
 
 from wavemare.data.indexed import IndexedWriter, read_indexed
 from wavemare.data.text import iterate_texts
-from wavemare.data.tokenizer import build_once, content_key, from_cache
+from wavemare.data.tokenizer import build_once, content_key
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import DataError
 
@@ -60,8 +60,7 @@ def tokenize(
     key = content_key((*settings, content_key(iterate_texts(documents))))
     folder = Path(cache_dir) / f"tokens-{key[:32]}"
     build_once(folder, lambda target: build_indexed(documents, tokenizer, target / "tokens"))
-    with from_cache(folder):
-        store = read_indexed(folder / "tokens", vocab_size=len(tokenizer))
+    store = read_indexed(folder / "tokens", vocab_size=len(tokenizer))
     store.name = name
     return store
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -139,18 +138,7 @@ def cached_tokenizer(
         train_tokenizer(texts, vocab_size, kind=kind).save_pretrained(target)
 
     build_once(folder, build)
-    with from_cache(folder):
-        return load_tokenizer(folder)
-
-
-@contextmanager
-def from_cache(folder: Path) -> Iterator[None]:
-    """Say of a cache entry that is damaged what mends it."""
-    try:
-        yield
-    except DataError as error:
-        error.remedy = f"Remove the folder {folder}, and it is made again"
-        raise
+    return load_tokenizer(folder)
 
 
 def content_key(parts: Iterable[str | None]) -> str:

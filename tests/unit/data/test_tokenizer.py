@@ -77,5 +77,5 @@ def test_a_truncated_cache_entry_is_refused(tmp_path, documents):
     cached_tokenizer(documents, 270, "gpt", tmp_path)
     (file,) = tmp_path.glob("*/tokenizer.json")
     file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(DataError, match=rf"Remove the folder {file.parent}, and it is made again"):
+    with pytest.raises(DataError, match=rf"{file.parent}.*no tokenizer that can be loaded"):
         cached_tokenizer(documents, 270, "gpt", tmp_path)
