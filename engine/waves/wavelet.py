@@ -182,7 +182,7 @@ class WaveProbe:
         Args:
             micro_batches: Per optimizer step.
         """
-        return decide(predict(*self.costs(), micro_batches), micro_batches)
+        return decide(predict(*self.costs(), micro_batches))
 
 
 class AccumulationProtocol:

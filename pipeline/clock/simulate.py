@@ -78,33 +78,9 @@ class Timeline:
         events = (event for rank in self.ranks for event in rank)
         return sum(e.end_s - e.start_s for e in events if e.action.kind in COLLECTIVES)
 
-    @property
-    def exposed_s(self) -> float:
-        """Seconds in which a rank's collectives run and nothing else does, summed over ranks."""
-        return sum(map(_exposed_s, self.ranks))
-
     def busy_s(self, rank: int) -> float:
         """Seconds in which a rank computed: forward and backward passes and optimizer steps."""
         return sum(e.end_s - e.start_s for e in self.ranks[rank] if e.action.kind in _BUSY)
-
-
-def _exposed_s(events: Iterable[Event]) -> float:
-    """Return how long collectives run alone; neither they nor other events overlap each other."""
-    collectives: list[Event] = []
-    others: list[Event] = []
-    for event in events:
-        (collectives if event.action.kind in COLLECTIVES else others).append(event)
-    exposed_s = 0.0
-    first = 0
-    for _, start_s, end_s in collectives:
-        exposed_s += end_s - start_s
-        while first < len(others) and others[first].end_s <= start_s:
-            first += 1
-        for other in others[first:]:
-            if other.start_s >= end_s:
-                break
-            exposed_s -= max(0.0, min(other.end_s, end_s) - max(other.start_s, start_s))
-    return exposed_s
 
 
 def utilisation(timeline: Timeline) -> tuple[float, ...]:

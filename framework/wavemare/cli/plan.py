@@ -293,7 +293,7 @@ def _present(
     timeline = simulate(plan, costs)
     prediction = [
         _prediction(plan, timeline, costs_ms) + _gap(plan, costs),
-        _hidden(plan, timeline, costs),
+        _collectives(plan, timeline, costs),
     ]
     if form is not None:
         typer.echo(str(plan) if form == "text" else to_csv(plan), nl=False)
@@ -388,19 +388,18 @@ def _gap(plan: Plan, costs: Costs) -> str:
     return f"\n{text}, which the plan exceeds by {gap:.1%}"
 
 
-def _hidden(plan: Plan, timeline: Timeline, costs: Costs) -> str:
-    """Return how much of the collectives is hidden, with a line feed; empty without any."""
+def _collectives(plan: Plan, timeline: Timeline, costs: Costs) -> str:
+    """Return the collectives' time and what waves gain, with a line feed; empty without any."""
     from wavemare.pipeline.wave.gain import step_time
     from wavemare.pipeline.wave.schedule import accumulation
 
     sums_s = timeline.collectives_s
     if not sums_s:
         return ""
-    hidden = 1 - timeline.exposed_s / sums_s
-    text = f"collectives: {sums_s * _MS_PER_S:.6g} ms, {hidden:.1%} of it behind passes"
+    text = f"collectives: {sums_s * _MS_PER_S:.6g} ms"
     if plan.num_steps and plan.schedule != "accumulation":
         plain = accumulation(plan.num_stages, plan.micro_batches)
-        gain = step_time(plain, costs).step_s / step_time(plan, costs).step_s
+        gain = step_time(plain, costs) / step_time(plan, costs)
         text += f"; speedup over accumulation: {gain:.3f}x"
     return f"{text}\n"
 

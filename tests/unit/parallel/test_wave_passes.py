@@ -278,4 +278,3 @@ def test_waves_are_on_where_collectives_take_time(sum_s, alone):
         for part in range(count):
             probe.note(Action(kind, part, 0), 1.0, 1.0 + seconds)
     assert probe.decide(8).on == (sum_s > 0)
-    assert not probe.decide(1).on

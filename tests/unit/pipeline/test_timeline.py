@@ -49,22 +49,19 @@ def test_passes_and_steps_are_busy_and_waiting_is_not():
     assert shown.busy_s(1) == 0.0
 
 
-def test_collectives_are_hidden_where_something_else_runs():
+def test_collectives_are_not_busy_time():
     shown = timeline(
         [
             ("0F0", 0.0, 2.0),
             ("0XO0", 2.0, 6.0),
-            ("0F1/1", 2.0, 3.0),
-            ("1F1/1", 3.0, 3.0),
             ("1F0", 5.0, 8.0),
             ("1XG0", 9.0, 10.0),
         ],
         [("0F0", 0.0, 9.0)],
     )
     assert shown.collectives_s == 4.0 + 1.0
-    assert shown.exposed_s == 2.0 + 1.0
     assert shown.makespan_s == 10.0
-    assert shown.busy_s(0) == 2.0 + 1.0 + 3.0
+    assert shown.busy_s(0) == 2.0 + 3.0
 
 
 FIRST = [

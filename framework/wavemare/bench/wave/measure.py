@@ -171,12 +171,12 @@ def build_result(
                     "mbit": setting.mbit,
                     "micro_batches": request.micro_batches,
                     **ratio_row(seconds, [sample.seconds for sample in before]),
-                    "model": prediction.accumulation.step_s / models[name].step_s,
+                    "model": prediction.accumulation / models[name],
                     "waiting": exposed_share(samples),
                     "compute_s": median(sample.compute_s for sample in samples),
                 }
             )
-        decision = decide(prediction, request.micro_batches)
+        decision = decide(prediction)
         auto.append({"exposed": setting.exposed / 100, **decision._asdict()})
     return {
         "baseline": BASELINE,
