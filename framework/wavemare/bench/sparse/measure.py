@@ -127,7 +127,7 @@ def ratio_interval(own: Sequence[float], other: Sequence[float]) -> tuple[float,
 def _aggregate(request: SparseRequest, network: Network) -> dict[str, Any]:
     """Be an aggregator of omnireduce in all of its turns."""
     network.everyone.timeout_s = _AGGREGATORS_TIMEOUT_S
-    system = OmniReduce(network.everyone, request)
+    system = OmniReduce("omnireduce", network.everyone, request)
     for _ in range(len(request.cases) * (request.warmups + request.rounds)):
         system.aggregate()
     network.close()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +15,12 @@ import torch.distributed as dist
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from torch import Tensor
 
-from wavemare.bench.sparse.peers import PEERS, OmniReduce, Peer
+from wavemare.bench.sparse.base import Bench, nonzero_rows
+from wavemare.bench.sparse.peers import PEERS, OmniReduce
 from wavemare.bench.sparse.request import DENSE, TOPK_SHARE, Case, SparseRequest
 from wavemare.comm import SparseComm
 from wavemare.comm.config import CompressorConfig
 from wavemare.comm.selection.cost import Constants
-from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport, open_transport
 
 
@@ -53,45 +52,6 @@ def open_network(request: SparseRequest, timeout_s: float) -> Network:
         return Network(everyone, everyone, None)
     ranks = everyone.split(int(everyone.rank >= request.ranks))
     return Network(everyone, ranks, dist.new_group(list(range(request.ranks))))
-
-
-class Bench(ABC):
-    """One system on one rank."""
-
-    statistics: Statistics | None = None
-    case: Case | None = None
-
-    def prepare(self, case: Case, gradient: Tensor) -> None:
-        """Take a gradient, in the form that a model would give to the collective."""
-        if case != self.case:
-            self.reset()
-        self.case = case
-        self.bucket = gradient
-
-    def reset(self) -> None:
-        """Drop what an earlier case has left."""
-        return None
-
-    @abstractmethod
-    def sum(self) -> Any:
-        """Sum over all ranks; this is timed."""
-
-    def result(self, summed: Any) -> Tensor:
-        """Return the sum as a flat dense tensor, to be checked."""
-        return self.bucket
-
-    def left_out(self) -> Tensor | None:
-        """Return what a case's first sum lacks because of this rank; None if it is exact."""
-        return None
-
-    def close(self) -> None:
-        """Close the collective."""
-        return None
-
-
-def nonzero_rows(table: Tensor) -> Tensor:
-    """Return the numbers of a table's rows that are not zero: a model knows them."""
-    return table.abs().amax(dim=1).nonzero().flatten()
 
 
 class _Plain(Bench):
@@ -140,37 +100,6 @@ class _HierarchicalTopK(_Wavemare):
     def left_out(self) -> Tensor | None:
         (residual,) = self.comm.state_dict()["compressor"]["residuals"].values()
         return residual
-
-
-class _Peer(Bench):
-    """A system of a paper, over our transport."""
-
-    def __init__(self, name: str, peer: Peer, *, owned: bool) -> None:
-        self._name = name
-        self._peer = peer
-        self._owned = owned
-
-    def prepare(self, case: Case, gradient: Tensor) -> None:
-        super().prepare(case, gradient)
-        self._table = gradient.view(-1, self._peer.block)
-        self._blocks = nonzero_rows(self._table)
-
-    def sum(self) -> Any:
-        up, down = self._peer.traffic
-        self._peer.sum(self._table, self._blocks)
-        after = self._peer.traffic
-        self.statistics = Statistics(self._name, bytes_up=after[0] - up, bytes_down=after[1] - down)
-
-    def reset(self) -> None:
-        self._peer.reset()
-
-    def left_out(self) -> Tensor | None:
-        return self._peer.left_out(self.bucket.numel())
-
-    def close(self) -> None:
-        self._peer.close()
-        if self._owned:
-            self._peer.transport.close()
 
 
 class _Rows(Bench):
@@ -244,17 +173,14 @@ def build_system(
         return _DeepSpeedSparse(request.block, network.group)
     kind = "gloo" if name.endswith("-gloo") else "mpi"
     name = name.removesuffix("-gloo")
-    if name in PEERS:
-        transport = network.ranks
-        if kind == "gloo":
-            transport = open_transport(network.group, choice="torch")
-        elif PEERS[name] is OmniReduce:
-            transport = network.everyone
-        return _Peer(name, PEERS[name](transport, request), owned=kind == "gloo")
     if kind == "gloo":
         transport = open_transport(network.group, choice="torch")
+    elif PEERS.get(name) is OmniReduce:
+        transport = network.everyone
     else:
         transport = network.ranks.split(0)
+    if name in PEERS:
+        return PEERS[name](name, transport, request)
     options = {"block": request.block, "constants": constants.get(kind)}
     if name == "wavemare-hierarchical-topk":
         return _HierarchicalTopK(transport, **options)

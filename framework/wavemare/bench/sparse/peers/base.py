@@ -11,30 +11,35 @@ norm; its experiments, and this, by the largest magnitude.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.bench.sparse.request import SparseRequest
+from wavemare.bench.sparse.base import Bench, nonzero_rows
+from wavemare.bench.sparse.request import Case, SparseRequest
+from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport
 
 Summation = Callable[[Tensor, Tensor, Transport], None]
 """Sums a bucket in place: its blocks (nb, block), the numbers of the non-zero ones, transport."""
 
 
-class Peer(ABC):
-    """A collective on one rank; all ranks build it together.
+class Peer(Bench):
+    """A system of a paper, over our transports; all ranks build it together.
 
     Args:
-        transport: Among all ranks.
+        name: One of `PEERS`.
+        transport: Among all ranks; the peer closes it.
         request: Has the elements per block, which divide a bucket.
     """
 
-    def __init__(self, transport: Transport, request: SparseRequest) -> None:
+    def __init__(self, name: str, transport: Transport, request: SparseRequest) -> None:
+        self.name = name
         self.transport = transport
         self.block = request.block
 
@@ -43,8 +48,21 @@ class Peer(ABC):
         """Bytes sent and received so far."""
         return self.transport.bytes_up, self.transport.bytes_down
 
+    def prepare(self, case: Case, gradient: Tensor) -> None:
+        """Take a gradient; the numbers of its blocks that are not zero are known."""
+        super().prepare(case, gradient)
+        self._table = gradient.view(-1, self.block)
+        self._blocks = nonzero_rows(self._table)
+
+    def sum(self) -> Any:
+        """Sum over all ranks, and count the bytes."""
+        up, down = self.traffic
+        self.sum_blocks(self._table, self._blocks)
+        after = self.traffic
+        self.statistics = Statistics(self.name, bytes_up=after[0] - up, bytes_down=after[1] - down)
+
     @abstractmethod
-    def sum(self, table: Tensor, blocks: Tensor) -> None:
+    def sum_blocks(self, table: Tensor, blocks: Tensor) -> None:
         """Replace a bucket by the sum over all ranks.
 
         Args:
@@ -52,31 +70,16 @@ class Peer(ABC):
             blocks: (k,), int64, ascending: the blocks that are not zero on this rank.
         """
 
-    def left_out(self, numel: int) -> Tensor | None:
-        """Return what the last sum lacks because of this rank; None if it is exact.
-
-        The sums of these over all ranks, and the sum of the buckets, differ by rounding alone if
-        there was no residual before.
-
-        Args:
-            numel: E.
-        """
-        return None
-
-    def reset(self) -> None:
-        """Drop the residual."""
-        return None
-
     def close(self) -> None:
-        """Close what it has opened."""
-        return None
+        """Close the transport, and what else was opened."""
+        self.transport.close()
 
 
 def plain(function: Summation) -> type[Peer]:
     """Return the class of a system that is exact and keeps no state."""
 
     class Plain(Peer):
-        def sum(self, table: Tensor, blocks: Tensor) -> None:
+        def sum_blocks(self, table: Tensor, blocks: Tensor) -> None:
             function(table, blocks, self.transport)
 
     return Plain

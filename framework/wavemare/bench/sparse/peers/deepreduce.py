@@ -23,12 +23,12 @@ class DeepReduce8(Peer):
 
     bits: ClassVar[int] = 8
 
-    def __init__(self, transport: Transport, request: SparseRequest) -> None:
-        super().__init__(transport, request)
+    def __init__(self, name: str, transport: Transport, request: SparseRequest) -> None:
+        super().__init__(name, transport, request)
         self._random = np.random.default_rng(transport.rank)
         self._residual: Pairs | None = None
 
-    def sum(self, table: Tensor, blocks: Tensor) -> None:
+    def sum_blocks(self, table: Tensor, blocks: Tensor) -> None:
         """Sum gradients and residuals; the coding's error becomes the new residual."""
         transport, block = self.transport, self.block
         if self._residual is not None:
@@ -52,11 +52,11 @@ class DeepReduce8(Peer):
             if rank == transport.rank:
                 self._residual = blocks, own - rows
 
-    def left_out(self, numel: int) -> Tensor | None:
+    def left_out(self) -> Tensor | None:
         """Return the residual."""
         if self._residual is None:
             return None
-        lacking = torch.zeros(numel // self.block, self.block)
+        lacking = torch.zeros_like(self.bucket).view(-1, self.block)
         lacking[self._residual[0]] = self._residual[1]
         return lacking.flatten()
 

@@ -23,8 +23,8 @@ _SAMPLINGS = 30
 class HiTopK(Peer):
     """On hosts of ``--ranks-per-host``; if that is 1, on pairs of ranks as if these were hosts."""
 
-    def __init__(self, transport: Transport, request: SparseRequest) -> None:
-        super().__init__(transport, request)
+    def __init__(self, name: str, transport: Transport, request: SparseRequest) -> None:
+        super().__init__(name, transport, request)
         size = request.ranks_per_host
         if size == 1 and transport.size % 2 == 0:
             size = 2
@@ -39,7 +39,7 @@ class HiTopK(Peer):
         both = self._within, self._between
         return sum(each.bytes_up for each in both), sum(each.bytes_down for each in both)
 
-    def sum(self, table: Tensor, blocks: Tensor) -> None:
+    def sum_blocks(self, table: Tensor, blocks: Tensor) -> None:
         """Sum what is chosen; all ranks get the same bits."""
         flat = table.view(-1)
         edges = borders(flat.numel(), self._within.size)
@@ -71,11 +71,11 @@ class HiTopK(Peer):
             own += term
         return own
 
-    def left_out(self, numel: int) -> Tensor | None:
+    def left_out(self) -> Tensor | None:
         """Return the residual of this rank's shard."""
         if self._residual is None:
             return None
-        lacking = torch.zeros(numel)
+        lacking = torch.zeros_like(self.bucket)
         lacking[self._start : self._start + len(self._residual)] = self._residual
         return lacking
 
@@ -84,7 +84,8 @@ class HiTopK(Peer):
         self._residual = None
 
     def close(self) -> None:
-        """Close both groups."""
+        """Close both groups too."""
+        super().close()
         self._within.close()
         self._between.close()
 

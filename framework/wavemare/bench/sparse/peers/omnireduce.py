@@ -49,18 +49,19 @@ class OmniReduce(Peer):
     """Ranks 0 to N-1 are workers and call `sum`; K more are aggregators and call `aggregate`.
 
     Args:
+        name: "omnireduce".
         transport: Among workers and aggregators.
         request: Has N and K.
     """
 
-    def __init__(self, transport: Transport, request: SparseRequest) -> None:
-        super().__init__(transport, request)
+    def __init__(self, name: str, transport: Transport, request: SparseRequest) -> None:
+        super().__init__(name, transport, request)
         blocks, slots = request.numel // request.block, _SLOTS_PER_AGGREGATOR * request.aggregators
         width = max(blocks // (slots * _DEPTH), 1)
         count = (request.ranks, slots, width)
         self._lanes = _DedicatedLanes(blocks, *count, num_aggregators=request.aggregators)
 
-    def sum(self, table: Tensor, blocks: Tensor) -> None:
+    def sum_blocks(self, table: Tensor, blocks: Tensor) -> None:
         """Push this worker's blocks, and write the sums."""
         nonzero = np.zeros(len(table), np.bool_)
         nonzero[blocks.numpy()] = True
@@ -74,6 +75,9 @@ class OmniReduce(Peer):
                 sent.append(self._push(answer, table))
         for exchange in sent:
             exchange.wait()
+
+    def close(self) -> None:
+        """Leave the transport, which is everyone's, open."""
 
     def aggregate(self) -> None:
         """Sum the blocks of one `sum` of all workers, in rank order, and send the union back."""

@@ -64,12 +64,12 @@ class Qsgd8(Peer):
 
     bits: ClassVar[int] = 8
 
-    def __init__(self, transport: Transport, request: SparseRequest) -> None:
-        super().__init__(transport, request)
+    def __init__(self, name: str, transport: Transport, request: SparseRequest) -> None:
+        super().__init__(name, transport, request)
         self._random = np.random.default_rng(transport.rank)
         self._start, self._error = 0, torch.empty(0)
 
-    def sum(self, table: Tensor, blocks: Tensor) -> None:
+    def sum_blocks(self, table: Tensor, blocks: Tensor) -> None:
         """Sum a bucket; all ranks, the owner of a range too, get the decoded sums."""
         rank = self.transport.rank
         ranges = _sum_ranges(table, blocks, self.transport)
@@ -83,9 +83,9 @@ class Qsgd8(Peer):
             part.copy_(decode(codes, scales, len(part), _QSGD_BLOCK, self.bits))
         self._error -= ranges[rank]
 
-    def left_out(self, numel: int) -> Tensor:
+    def left_out(self) -> Tensor:
         """Return the errors of this rank's range."""
-        lacking = torch.zeros(numel)
+        lacking = torch.zeros_like(self.bucket)
         lacking[self._start : self._start + len(self._error)] = self._error
         return lacking
 

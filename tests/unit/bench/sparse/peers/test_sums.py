@@ -13,6 +13,7 @@ from wavemare.bench.sparse.request import PEERS as NAMES
 from wavemare.bench.sparse.request import Case, SparseRequest
 
 BLOCK = 16
+CASE = Case("zipf", 0.3)
 EXACT = [name for name in NAMES if not name.startswith(("sparcml-dsar-", "hitopk", "deepreduce"))]
 SIZES = (1, 2, 3, 4, 5)
 
@@ -38,23 +39,19 @@ def ordered_sum(inputs):
     return torch.from_numpy(total)
 
 
-def add_up(peer, flat):
-    table = flat.view(-1, BLOCK)
-    peer.sum(table, table.ne(0).any(dim=1).nonzero().flatten())
-
-
 def sums(on_ranks, name, inputs, calls=1):
     """Return each rank's results of all calls, and what it left out of the last one."""
     asked = request(len(inputs))
 
     def work(transport):
-        peer = PEERS[name](transport, asked)
+        peer = PEERS[name](name, transport, asked)
         found = []
         for _ in range(calls):
             flat = inputs[transport.rank].clone()
-            add_up(peer, flat)
+            peer.prepare(CASE, flat)
+            peer.sum()
             found.append(flat)
-        return found, peer.left_out(len(inputs[0]))
+        return found, peer.left_out()
 
     return on_ranks(len(inputs), work)
 
@@ -77,11 +74,12 @@ def with_aggregators(on_ranks, workers, aggregators, cases):
     asked = request(workers).model_copy(update={"ranks": workers, "aggregators": aggregators})
 
     def work(transport):
-        peer, found = OmniReduce(transport, asked), []
+        peer, found = OmniReduce("omnireduce", transport, asked), []
         for density, pattern in cases:
             if transport.rank < workers:
                 found.append(gradients(workers, density, pattern)[transport.rank])
-                add_up(peer, found[-1])
+                peer.prepare(CASE, found[-1])
+                peer.sum()
             else:
                 peer.aggregate()
         return found, peer.traffic
