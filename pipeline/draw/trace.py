@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from wavemare.pipeline.clock.simulate import Event, Timeline
-from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.plan.plan import COMPUTE, Kind
 
 _US_PER_S = 1e6
-# A viewer ties an arrow to the box that holds its end, and a box does not hold its own last moment.
-_INSIDE_US = 0.001
-
 # More rows than a rank can have.
 _ROWS = 1000
 _MESSAGES = "communication"
@@ -24,8 +21,8 @@ def chrome_trace(timelines: Timeline | Sequence[Timeline]) -> str:
     """Return JSON with a process for each timeline and a thread for each rank.
 
     A rank's messages have threads of their own below it, as they may overlap its passes and each
-    other; arrows lead from sends to receives. The categories are compute, step (with the putting
-    in place of other weights) and communication (with loading).
+    other. The categories are compute, step (with the putting in place of other weights) and
+    communication (with loading).
 
     Args:
         timelines: One or several; times become microseconds.
@@ -35,7 +32,6 @@ def chrome_trace(timelines: Timeline | Sequence[Timeline]) -> str:
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
         events.append(_metadata("process_name", process, 0, {"name": timeline.title}))
-        placed: list[tuple[int, Event]] = []
         for rank, row in enumerate(timeline.ranks):
             own = [event for event in row if _category(event.action.kind) != _MESSAGES]
             messages = [event for event in row if _category(event.action.kind) == _MESSAGES]
@@ -47,8 +43,6 @@ def chrome_trace(timelines: Timeline | Sequence[Timeline]) -> str:
                 place = {"sort_index": rank * _ROWS + index}
                 events.append(_metadata("thread_sort_index", process, number, place))
                 events += (_box(process, number, event) for event in lane)
-                placed += ((number, event) for event in lane)
-        events += _arrows(process, placed)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
@@ -77,26 +71,6 @@ def _box(process: int, thread: int, event: Event) -> dict[str, Any]:
         "dur": (end_s - start_s) * _US_PER_S,
         "args": {**action._asdict(), "kind": action.kind.name.lower()},
     }
-
-
-def _arrows(process: int, placed: Sequence[tuple[int, Event]]) -> Iterator[dict[str, Any]]:
-    sends = {_message(e.action): (tid, e) for tid, e in placed if e.action.kind in SENDS}
-    receives = [(tid, event) for tid, event in placed if event.action.kind in RECEIVES]
-    for number, (receiver, receive) in enumerate(receives):
-        kind, distance = RECEIVES[receive.action.kind]
-        action = receive.action._replace(kind=kind, stage=receive.action.stage + distance)
-        if _message(action) not in sends:
-            continue
-        sender, send = sends[_message(action)]
-        arrow = {"name": "message", "cat": "message", "id": f"{process}.{number}", "pid": process}
-        end = max(receive.start_s * _US_PER_S, receive.end_s * _US_PER_S - _INSIDE_US)
-        yield {**arrow, "ph": "s", "tid": sender, "ts": send.start_s * _US_PER_S}
-        yield {**arrow, "ph": "f", "bp": "e", "tid": receiver, "ts": end}
-
-
-def _message(send: Action) -> Action:
-    # The two ends of a message meet different versions of weights.
-    return send._replace(version=-1)
 
 
 def _category(kind: Kind) -> str:

@@ -78,19 +78,3 @@ def test_no_thread_has_two_boxes_at_a_time():
         threads.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     for spans in threads.values():
         assert all(left[1] <= right[0] + 1e-6 for left, right in pairwise(sorted(spans)))
-
-
-def test_arrows_lead_from_sends_to_their_receives():
-    events = events_of(timeline())
-    found = boxes(events)
-    arrows: dict[str, dict[str, dict[str, Any]]] = {}
-    for event in events:
-        if event["ph"] in "sf":
-            arrows.setdefault(event["id"], {})[event["ph"]] = event
-    assert len(arrows) == 2  # the norm's send is not there
-    for arrow, micro_batch in zip(arrows.values(), (0, 1), strict=True):
-        send, receive = found[0, f"0SA{micro_batch}"], found[0, f"1RA{micro_batch}"]
-        assert (arrow["s"]["tid"], arrow["s"]["ts"]) == (send["tid"], send["ts"])
-        assert arrow["f"]["tid"] == receive["tid"]
-        assert receive["ts"] <= arrow["f"]["ts"] < receive["ts"] + receive["dur"]
-        assert arrow["f"]["bp"] == "e"
