@@ -10,8 +10,6 @@ no hook of DeepSpeed or torch reaches; each says why.
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
 import logging
 import sys
 import threading
@@ -124,20 +122,6 @@ def warn_of_other_version(version: str | None = None) -> None:
         "version. If something differs from stock, try: pip install deepspeed==%s",
         *(version, DEEPSPEED, DEEPSPEED),
     )
-
-
-def digest(owner: str, name: str) -> str:
-    """Return the digest of a function's source, by its owner as in `FUNCTIONS`."""
-    function = getattr(found(owner), name)
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    function = next(filter(inspect.isfunction, cells), function)  # behind DeepSpeed's decorators
-    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:6]
-
-
-def found(owner: str) -> object:
-    """Return a class or module of DeepSpeed."""
-    module, _, name = f"deepspeed.{owner}".rpartition(".")
-    return getattr(import_module(module), name)
 
 
 _dispatch_lock = threading.Lock()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract with DeepSpeed: its public signatures, and the private code that engines rely on."""
 
+import hashlib
 import inspect
+from importlib import import_module
 from types import SimpleNamespace
 
 import deepspeed
@@ -18,9 +20,7 @@ from wavemare.engine.seams import (
     ATTRIBUTES,
     DEEPSPEED,
     FUNCTIONS,
-    digest,
     forget_grid,
-    found,
     hold_grid,
     warn_of_other_version,
 )
@@ -60,6 +60,20 @@ def overridden():
                     if inspect.isfunction(vars(owner).get(name)):
                         place = f"{owner.__module__}.{owner.__qualname__}"
                         yield place.removeprefix("deepspeed."), name
+
+
+def found(owner):
+    """Return a class or module of DeepSpeed."""
+    module, _, name = f"deepspeed.{owner}".rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def digest(owner, name):
+    """Return the digest of a function's source, by its owner as in `FUNCTIONS`."""
+    function = getattr(found(owner), name)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    function = next(filter(inspect.isfunction, cells), function)  # behind DeepSpeed's decorators
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:6]
 
 
 def test_deepspeeds_inside_is_what_the_engines_were_written_against():
