@@ -7,10 +7,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from wavemare.comm.waits import Wait, wait_of
 from wavemare.pipeline.plan.plan import Action
+
+if TYPE_CHECKING:
+    from wavemare.engine.observe.recorder import StepTrace
 
 _OUTSIDE = "the script's own code"
 
@@ -36,19 +39,6 @@ class Place:
         return str(self.what)
 
 
-class Follower(Protocol):
-    """Is called as the process goes on."""
-
-    def enter(self, what: object) -> None:
-        """Something begins."""
-
-    def at(self, what: object) -> None:
-        """The next action begins."""
-
-    def leave(self) -> None:
-        """What was entered last has ended."""
-
-
 class Progress:
     """Written by the thread that trains, read by others; every write replaces one reference.
 
@@ -71,7 +61,7 @@ class Progress:
         self.actions: Sequence[object] = ()
         self.position = 0
         self.thread = threading.main_thread().ident
-        self.follower: Follower | None = None
+        self.follower: StepTrace | None = None
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

@@ -15,19 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from wavemare.pipeline.plan.plan import Action, Kind
 
 _SUMS = {Kind.FORWARD: Kind.SUM_OUTPUT, Kind.BACKWARD: Kind.SUM_GRADIENT}
 
 _running = threading.local()
-
-
-class Work(Protocol):
-    """A collective that was started with ``async_op=True``."""
-
-    def wait(self) -> Any:
-        """Return when its result is there."""
 
 
 def wait(work: Work) -> None:
