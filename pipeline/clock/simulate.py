@@ -110,7 +110,7 @@ _COST_OF = {
     Kind.SUM_GRADIENT: "sum_gradient_s",
 }
 _COLLECTIVE_AFTER = {Kind.FORWARD: Kind.SUM_OUTPUT, Kind.BACKWARD: Kind.SUM_GRADIENT}
-_OF_SEGMENTS = ("sum_output_s", "sum_gradient_s", "contention")
+_OF_SEGMENTS = ("sum_output_s", "sum_gradient_s")
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,8 @@ class Costs:
         reduce_s: The reduction of a stage's gradients.
         load_s: Reading a micro-batch, on the first and on the last stage.
         sum_output_s: The sum over ranks of a segment's output, which runs beside later passes; 0
-            where there is none. Like the next two for plans on one rank only.
+            where there is none. Like the next one for plans on one rank only.
         sum_gradient_s: The same of the gradient of its input.
-        contention: How much longer a pass takes while a sum runs: 0.08 for 8 %.
 
     Raises:
         PlanError: A cost is not a finite number of at least 0.
@@ -143,7 +142,6 @@ class Costs:
     load_s: Seconds = 0.0
     sum_output_s: Seconds = 0.0
     sum_gradient_s: Seconds = 0.0
-    contention: float = 0.0
     weight_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
@@ -211,7 +209,7 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
             reason = f"the plan has {len(plan.ranks)} ranks"
             raise PlanError(name, getattr(costs, name), reason, "Give it for plans of one rank")
     if any(by_stage["sum_output_s"]) or any(by_stage["sum_gradient_s"]):
-        return Timeline(title, (_overlap(plan.ranks[0], duration, costs.contention),))
+        return Timeline(title, (_overlap(plan.ranks[0], duration),))
     times = execute(plan, duration, lambda stage: by_stage["send_s"][stage])
     ranks = tuple(
         tuple(map(Event, actions, [0.0, *ends[:-1]], ends))
@@ -221,7 +219,7 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
 
 
 def _overlap(
-    actions: Iterable[Action], duration: Callable[[Kind, int], float], contention: float = 0.0
+    actions: Iterable[Action], duration: Callable[[Kind, int], float]
 ) -> tuple[Event, ...]:
     """Run a plan of one rank on the clock, with the collectives that follow its passes.
 
@@ -233,7 +231,6 @@ def _overlap(
         actions: In their order.
         duration: Seconds of an action, or of a segment's collective, by kind and segment. What
             takes no time is no collective.
-        contention: How much longer a pass takes while a collective runs: 0.08 for 8 %.
 
     Returns:
         Actions and collectives in the order in which they begin.
@@ -248,7 +245,7 @@ def _overlap(
         elif kind in _COLLECTIVE_AFTER:
             clock = max(clock, ends.get(micro_batch, 0.0))
         start_s = clock
-        clock += _stretched(duration(kind, stage), free_s - clock, contention)
+        clock += duration(kind, stage)
         events.append(Event(action, start_s, clock))
         collective = _COLLECTIVE_AFTER.get(kind)
         if collective is not None and (length_s := duration(collective, stage)):
@@ -257,15 +254,6 @@ def _overlap(
             sums = Action(collective, stage, micro_batch, version, wave)
             events.append(Event(sums, begin_s, free_s))
     return tuple(sorted(events, key=lambda event: event.start_s))
-
-
-def _stretched(length_s: float, beside_s: float, contention: float) -> float:
-    """Return how long an action takes if collectives run beside its first seconds.
-
-    None starts while it runs, as they start at the ends of passes.
-    """
-    slow_s = min(max(beside_s, 0.0), length_s * (1 + contention))
-    return slow_s + length_s - slow_s / (1 + contention)
 
 
 def measured_costs(ranks: Iterable[Iterable[Event]], homes: Sequence[int]) -> Costs:

@@ -18,7 +18,7 @@ some = settings(max_examples=100)
 LAYERS = 32
 
 
-def chain(c, layers=LAYERS, contention=0.0, f=1.0):
+def chain(c, layers=LAYERS, f=1.0):
     """Return costs of equal layers that sum in both directions, below a head that costs nothing."""
     sums = (c,) * layers + (0.0,)
     return Costs(
@@ -26,26 +26,23 @@ def chain(c, layers=LAYERS, contention=0.0, f=1.0):
         backward_s=(2 * f,) * layers + (0.0,),
         sum_output_s=sums,
         sum_gradient_s=sums,
-        contention=contention,
     )
 
 
 @pytest.mark.parametrize(
-    ("c", "two", "eight", "limit", "contended"),
+    ("c", "two", "eight", "limit"),
     [
-        (0.0, 1.00, 1.00, 1.00, 1.00),
-        (0.1, 1.03, 1.06, 1.07, 1.05),
-        (0.25, 1.08, 1.14, 1.17, 1.13),
-        (0.5, 1.14, 1.27, 1.33, 1.25),
-        (1.0, 1.25, 1.53, 1.67, 1.46),
+        (0.0, 1.00, 1.00, 1.00),
+        (0.1, 1.03, 1.06, 1.07),
+        (0.25, 1.08, 1.14, 1.17),
+        (0.5, 1.14, 1.27, 1.33),
+        (1.0, 1.25, 1.53, 1.67),
     ],
 )
-def test_the_table_of_gains(c, two, eight, limit, contended):
-    def gain(micro_batches, contention=0.0):
-        return predict(chain(c, contention=contention), LAYERS + 1, micro_batches).gain
-
+def test_the_table_of_gains(c, two, eight, limit):
     assert (3 + 2 * c) / (2 + max(1, c)) == pytest.approx(limit, abs=0.005)
-    for found, expected in ((gain(2), two), (gain(8), eight), (gain(8, 0.08), contended)):
+    for micro_batches, expected in ((2, two), (8, eight)):
+        found = predict(chain(c), LAYERS + 1, micro_batches).gain
         # Rounded to two digits in the table.
         assert found == pytest.approx(expected, rel=0.01, abs=0.005)
 
@@ -73,7 +70,7 @@ def test_the_limit_of_many_micro_batches_is_the_closed_form(f, c):
 
 
 def ticking(actions, duration, waits_for):
-    """Run actions without contention in whole ticks; return the end of each, and of all sums."""
+    """Run actions in whole ticks; return the end of each, and of all sums."""
     ends, sums, queue = {}, {}, deque()
     now, clock_free = 0, 0
     current = None
@@ -144,33 +141,14 @@ def test_the_walk_is_that_of_a_slow_clock(size, micro_batches, make, data):
     assert timeline.collectives_s == sum(e for e in up + down) * micro_batches
 
 
-@some
-@given(
-    c=st.integers(1, 30).map(lambda n: n / 8),
-    contention=st.integers(0, 8).map(lambda n: n / 8),
-    micro_batches=st.integers(1, 5),
-)
-def test_contention_slows_what_runs_beside_a_collective(c, contention, micro_batches):
-    costs = chain(c, 4, contention)
-    up, down = sums_of(costs, 5)
-    timeline = simulate(tick_tock(5, micro_batches, sums_output=up, sums_gradient=down), costs)
-    passes = [e for e in timeline.ranks[0] if e.action.kind in COMPUTE]
-    sums = [e for e in timeline.ranks[0] if e.action.kind in COLLECTIVES]
-    for action, start_s, end_s in passes:
-        beside_s = sum(max(0.0, min(s.end_s, end_s) - max(s.start_s, start_s)) for s in sums)
-        work_s = (end_s - start_s - beside_s) + beside_s / (1 + contention)
-        nominal = costs.forward_s if action.kind is Kind.FORWARD else costs.backward_s
-        assert work_s == pytest.approx(nominal[action.stage])
-
-
 def test_optimizer_steps_wait_for_all_sums():
     costs = Costs(1.0, 1.0, step_s=0.5, reduce_s=0.25, sum_gradient_s=(7.0, 0.0))
     timeline = simulate(tick_tock(2, 1, 2), costs)
     assert timeline.makespan_s == 2 * (4 + 7 + 2 * 0.25 + 2 * 0.5)
 
 
-def test_sums_and_contention_are_for_one_rank():
-    for name in ("sum_output_s", "sum_gradient_s", "contention"):
+def test_sums_are_for_one_rank():
+    for name in ("sum_output_s", "sum_gradient_s"):
         with pytest.raises(PlanError, match="the plan has 2 ranks") as info:
             simulate(one_f_one_b(2, 2), Costs(1.0, 2.0, **{name: 0.5}))
         assert info.value.key == name
