@@ -7,7 +7,6 @@ import copy
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,41 +84,29 @@ def build_engine(
     warn_of_other_version()
     names = ("model", "mpu", "mesh_param", "optimizer")
     model = arguments.get("model")
-    resolved = resolve(config, **{name: arguments.get(name) for name in names})
+    complete, ours, optimizer = resolve(config, **{name: arguments.get(name) for name in names})
     if SECTION in config and isinstance(model, deepspeed.PipelineModule):
         # Without our section all is as in DeepSpeed.
         if count_all_stages(model) and dist.get_rank() == 0:
-            _say_which_norm(resolved.config, resolved.ours)
-    arguments["optimizer"] = resolved.optimizer
+            _say_which_norm(complete, ours)
+    arguments["optimizer"] = optimizer
     arguments["args"] = _without_config(arguments.get("args"))
-    with dispatch_to(_engines(resolved.ours, model, plan)):
-        result = deepspeed.initialize(config=resolved.config, **arguments)
+    with dispatch_to(_engines(ours, model, plan)):
+        result = deepspeed.initialize(config=complete, **arguments)
     _check_dispatch(result[0])
     return result
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A configuration that is complete for these processes; nothing changes it afterwards.
-
-    Args:
-        config: What DeepSpeed gets.
-        ours: The section ``wavemare``.
-        optimizer: What ``deepspeed.initialize`` gets.
-    """
-
-    config: dict[str, Any]
-    ours: WavemareConfig
-    optimizer: Any
-
-
 def resolve(
     config: dict[str, Any], *, model: Any, mpu: Any, mesh_param: Any, optimizer: Any
-) -> Resolved:
+) -> tuple[dict[str, Any], WavemareConfig, Any]:
     """Check a configuration against the processes there are, and fill in what it leaves open.
 
     Batch sizes, the optimizer that the policy chooses, and what DeepSpeed's own choice would be
     wrong for. The configuration given stays as it is.
+
+    Returns:
+        What DeepSpeed gets, the section ``wavemare``, and the optimizer for DeepSpeed.
 
     Raises:
         ConfigError: A key or value that cannot work.
@@ -134,7 +121,7 @@ def resolve(
     check_replaceable(ours, optimizer)
     config, optimizer = take_optimizer(config, model, optimizer)
     config = _without_compiled_optimizer(_without_elastic_files(config), optimizer)
-    return Resolved(config, ours, optimizer)
+    return config, ours, optimizer
 
 
 def _refuse_removed(config: Mapping[str, Any]) -> None:

@@ -231,7 +231,7 @@ class PlanEngine(FlushingEngine):
 
     def _fit(self, limit: float, saved: list[int]) -> None:
         """Find the most micro-batches that a plan keeps within a limit, given stages' bytes."""
-        memory, most = Memory(tuple(saved), tuple(saved)), math.inf
+        memory, most = Memory(tuple(saved)), math.inf
         for slots in range(2 * min(self.num_stages, self.micro_batches), 1, -1):
             self._limit = slots / 2
             most = max(map(memory.peak, self.plan.ranks))

@@ -39,24 +39,22 @@ class Memory:
     """What activations take on each stage.
 
     Args:
-        activations: What a micro-batch keeps from its forward pass on.
-        for_weights: The part of it that stays, where the backward pass is split, until the
-            gradients of the weights are there.
+        activations: What a micro-batch keeps from its forward pass until all of its gradients
+            are there.
         limit: The most on each rank; None for none.
         unit: Of all these numbers.
     """
 
     activations: tuple[float, ...]
-    for_weights: tuple[float, ...]
     limit: float | None = None
     unit: str = "bytes"
 
     @classmethod
     def in_micro_batches(cls, plan: Plan, limit: float | None = None) -> Memory:
-        """Count activations of whole ranks, all of which live until the last gradient is there."""
+        """Count activations of whole ranks."""
         stages = Counter(plan.rank_of)
         shares = tuple(1 / stages[rank] for rank in plan.rank_of)
-        return cls(shares, shares, limit, "micro-batches")
+        return cls(shares, limit, "micro-batches")
 
     def check(self, plan: Plan) -> None:
         """Check that it is for this plan, and its limit a positive number.
@@ -69,10 +67,9 @@ class Memory:
             reason = "it is not positive and finite"
         if reason:
             raise PlanError("memory_limit", self.limit, reason, "Leave it out")
-        if not plan.num_stages == len(self.activations) == len(self.for_weights):
-            numbers = len(self.activations), len(self.for_weights)
+        if len(self.activations) != plan.num_stages:
             reason = f"the plan has {plan.num_stages} stages"
-            raise PlanError("memory", numbers, reason, "Give two numbers for each stage")
+            raise PlanError("memory", len(self.activations), reason, "Give a number for each stage")
 
     def peak(self, actions: Iterable[Action]) -> float:
         """Return the most that a rank keeps.
@@ -82,13 +79,10 @@ class Memory:
         """
         kept = most = 0.0
         for action in actions:
-            whole, rest = self.activations[action.stage], self.for_weights[action.stage]
             if action.kind is Kind.FORWARD:
-                kept += whole
-            elif action.kind is Kind.BACKWARD_INPUT:
-                kept -= whole - rest
+                kept += self.activations[action.stage]
             elif action.kind in WEIGHT_GRADIENTS:
-                kept -= whole if action.kind is Kind.BACKWARD else rest
+                kept -= self.activations[action.stage]
             most = max(most, kept)
             if self.limit is not None and most > self.limit * (1 + 1e-9):
                 reason = f"with it the rank keeps {most:.6g}, and the limit is {self.limit:.6g}"

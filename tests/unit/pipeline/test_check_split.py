@@ -98,14 +98,14 @@ def test_messages_may_be_used_in_another_order_than_the_senders():
 
 
 def test_memory_is_checked_in_bytes():
-    # Each chunk keeps 5 bytes, of which 2 stay from I to W.
-    memory = Memory((5, 5, 5, 5), (2, 2, 2, 2), limit=20)
-    # Rank 0: 0F0 0F1 3F0 are 15; 3I0 12, 3W0 10, 3F1 15.
+    # Each chunk keeps 5 bytes from F to W.
+    memory = Memory((5, 5, 5, 5), limit=20)
+    # Rank 0: 0F0 0F1 3F0 are 15; 3W0 10, 3F1 15.
     assert check(VEE, memory).peak_memory == (15, 20)
     assert "  peak memory (bytes)\n" in str(check(VEE, memory))
     assert "  peak memory (micro-batches)\n" in str(check(VEE))
-    with pytest.raises(PlanError, match=r"memory = \(4, 2\): the plan has 4 stages"):
-        check(VEE, replace(memory, for_weights=(2, 2)))
+    with pytest.raises(PlanError, match="memory = 2: the plan has 4 stages"):
+        check(VEE, replace(memory, activations=(5, 5)))
     for limit in (math.nan, math.inf, 0):
         with pytest.raises(PlanError, match=r"memory_limit = .*: it is not positive and finite"):
             check(VEE, replace(memory, limit=limit))
@@ -114,4 +114,4 @@ def test_memory_is_checked_in_bytes():
     with pytest.raises(PlanError, match=r"'2F1': with it the rank keeps 20, .* limit is 19"):
         check(VEE, replace(memory, limit=19))
     later = edited(VEE, (" 3W0", ""), (" 3W1", " 3W0 3W1"))
-    assert check(later, memory).peak_memory == (17, 20)
+    assert check(later, memory).peak_memory == (20, 20)
