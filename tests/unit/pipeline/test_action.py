@@ -1,29 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Actions and their text form."""
 
-import re
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.plan import Action, Kind
-
-numbers = st.integers(0, 10**9)
-actions = st.builds(
-    Action,
-    kind=st.sampled_from(Kind),
-    stage=numbers,
-    micro_batch=numbers,
-    version=st.integers(-1, 10**9),
-    wave=st.integers(0, 1),
-)
-
-
-@given(action=actions)
-def test_the_text_form_is_read_back(action):
-    assert Action.parse(str(action)) == action
 
 
 @pytest.mark.parametrize(
@@ -46,7 +27,7 @@ def test_the_text_form_is_stage_code_micro_batch_version_wave(text, action):
     [
         *("", "F", "F3", "1F", "2f5", "2X5", "1FF3", "1SASA3"),
         *("-1F3", "1F-3", "1.0F3", "1F3@", "1F3@-1", "1F3/", "1F3/1@2"),
-        *(" 1F3", "1F3\n", "1F3 1F4"),
+        *(" 1F3", "1F3\n", "1F3 1F4", "1F\u0663"),
     ],
 )
 def test_other_text_is_refused_with_the_codes(text):
@@ -54,20 +35,3 @@ def test_other_text_is_refused_with_the_codes(text):
         Action.parse(text)
     assert info.value.value == text
     assert all(f" {kind.value}" in info.value.remedy for kind in Kind)
-
-
-@given(text=st.text("019FBSARG@/ -\u0663", max_size=8))
-def test_no_text_is_misread(text):
-    try:
-        action = Action.parse(text)
-    except PlanError:
-        return
-    assert Action.parse(str(action)) == action
-    codes = [part for part in re.split(r"[\d@/]+", text) if part]
-    assert codes == [action.kind.value]
-    assert [int(part) for part in re.findall(r"\d+", text)] == [
-        action.stage,
-        action.micro_batch,
-        *([action.version] if "@" in text else []),
-        *([action.wave] if "/" in text else []),
-    ]

@@ -14,6 +14,7 @@ from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.lowering import StageSchedule
 from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
+from wavemare.pipeline.staleness.staleness import max_staleness, mean_staleness
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
 many = settings(max_examples=50)
@@ -66,6 +67,11 @@ def test_pipemare_plans_are_sound(num_stages, micro_batches, num_steps, options,
                 m // micro_batches - max(0, math.floor((m - delay) / micro_batches))
                 for m in range(micro_batches * num_steps)
             )
+            if delay <= micro_batches * (num_steps - 1):
+                settled = got[-micro_batches:]
+                assert max_staleness(stage, num_stages, micro_batches) == max(settled)
+                mean = sum(settled) / micro_batches
+                assert mean_staleness(stage, num_stages, micro_batches) == pytest.approx(mean)
     links = num_stages - 1
     messages = {
         Kind.SEND_ACTIVATION: links * micro_batches * num_steps,

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import (
     Costs,
-    bubble,
     simulate,
     utilisation,
 )
@@ -44,25 +43,6 @@ def test_equal_stages_take_the_time_of_the_textbook(
     assert forwards.makespan_s == (micro_batches + num_stages - 1) * forward
     for rank in range(num_stages):
         assert flushing.busy_s(rank) == num_steps * (micro_batches * pair + step)
-
-
-@some
-@given(
-    num_stages=st.integers(1, 8),
-    micro_batches=st.integers(1, 16),
-    num_steps=st.integers(1, 4),
-    forward=seconds,
-    backward=seconds,
-)
-def test_the_continuous_pipeline_fills_once(
-    num_stages, micro_batches, num_steps, forward, backward
-):
-    plan = pipemare(num_stages, micro_batches, num_steps)
-    timeline = simulate(plan, Costs(forward, backward))
-    pair = forward + backward
-    assert timeline.makespan_s == (micro_batches * num_steps + num_stages - 1) * pair
-    expected = (num_stages - 1) / (micro_batches * num_steps + num_stages - 1)
-    assert bubble(timeline) == pytest.approx(expected)
 
 
 def test_events_are_the_plan_without_gaps():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight versions against a pipeline played tick by tick, and the advice on staleness."""
+"""The learning rate and the correction of stale weights, and the advice on staleness."""
 
 import math
 
@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.pipeline.plan.lowering import ahead
 from wavemare.pipeline.staleness.staleness import (
     MODES,
     bounding_micro_batches,
@@ -15,42 +14,9 @@ from wavemare.pipeline.staleness.staleness import (
     largest_staleness,
     lr_factor,
     max_staleness,
-    mean_staleness,
     resolve_mode,
     staleness_warning,
 )
-
-
-def played(stage, num_stages, micro_batches, count):
-    """Return (forward, backward) version of each micro-batch from DeepSpeed's ticks, unflushed."""
-    events = []
-    for m in range(count):
-        events.append((2 * m + stage, "F", m))
-        events.append((2 * m + 2 * num_stages - 1 - stage, "B", m))
-    version, seen, result = 0, {}, []
-    for _, kind, m in sorted(events):
-        if kind == "F":
-            seen[m] = version
-        else:
-            result.append((seen[m], version))
-            version += (m + 1) % micro_batches == 0
-    return result
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 4, 5, 8])
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8, 16])
-def test_versions_are_those_of_the_pipeline_played_tick_by_tick(num_stages, micro_batches):
-    for stage in range(num_stages):
-        delay = ahead(stage, num_stages)
-        versions = played(stage, num_stages, micro_batches, micro_batches * 30)
-        for m, (forward, backward) in enumerate(versions):
-            assert max(0, (m - delay) // micro_batches) == forward
-            assert m // micro_batches == backward
-        settled = [b - f for f, b in versions[micro_batches * 10 : micro_batches * 20]]
-        assert mean_staleness(stage, num_stages, micro_batches) == pytest.approx(
-            sum(settled) / len(settled), abs=1e-12
-        )
-        assert max_staleness(stage, num_stages, micro_batches) == max(settled)
 
 
 def test_learning_rate_rises_from_the_divided_to_the_whole():
