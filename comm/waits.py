@@ -6,22 +6,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 
+@dataclass(eq=False, slots=True)
 class Wait:
-    """One wait of one thread; a later one is another object.
+    """One wait of one thread, for what is said in words; a later one is another object."""
 
-    Args:
-        what: For what, in words.
-    """
-
-    __slots__ = ("what",)
-
-    def __init__(self, what: str) -> None:
-        self.what = what
+    what: str
 
 
-_waits: dict[int, Wait | None] = {}
+_waits: dict[int, Wait] = {}
 _joined: dict[int, int] = {}
 
 
@@ -33,12 +28,13 @@ def waiting(what: str) -> Iterator[None]:
         what: For what, in words.
     """
     mine = threading.get_ident()
-    before = _waits.get(mine)
-    _waits[mine] = before or Wait(what)
+    outermost = mine not in _waits
+    _waits.setdefault(mine, Wait(what))
     try:
         yield
     finally:
-        _waits[mine] = before
+        if outermost:
+            del _waits[mine]
 
 
 @contextmanager

@@ -149,6 +149,7 @@ class EngineMixin(CheckpointMixin):
             data_sampler = DistributedSampler(
                 dataset, self.data_world_size, self.data_rank, shuffle=route == ROUTE_TRAIN
             )
+        pin_memory &= self.device.type != "cpu"  # torch would warn on each rank
         rest = pin_memory, data_sampler, collate_fn, num_local_io_workers
         return super().deepspeed_io(dataset, batch_size, route, *rest)
 

@@ -44,7 +44,7 @@ FUNCTIONS = {
         load_checkpoint=5728d3 save_checkpoint=c92409 scale=bb48d2 set_train_batch_size=b15192
         set_train_micro_batch_size=e5bdf7 _start_timers=352ef6 _stop_timers=38ddc0
         step=02d6a4 zero_allow_untested_optimizer=d96e72 zero_optimization=3405fc
-        _load_zero_checkpoint=008491""",
+        _load_zero_checkpoint=008491 steps_per_print=47026b""",
     "runtime.pipe.dualpipev.DualPipeVEngine": """
         eval_batch=5a4f7c reset_activation_shape=eeeba4""",
     "runtime.bf16_optimizer.BF16_Optimizer": """
@@ -58,7 +58,7 @@ FUNCTIONS = {
         _exec_reduce_grads=3620e2 _exec_reduce_tied_grads=00d7e6 _exec_schedule=f16256
         _exec_send_activations=c2127e _exec_send_grads=fc5d06 _inference_schedule=681dc5
         _loss_stage_global_rank=67bf3c _next_batch=1361d9 _reserve_pipe_buffers=7cf073
-        _train_schedule=8423c0 eval_batch=439640 reset_activation_shape=c73b7e
+        _train_schedule=8423c0 eval_batch=439640 forward=5c3faa reset_activation_shape=c73b7e
         is_first_stage=4cf9be is_last_stage=29fc2f
         set_dataiterator=1e25f9 set_dataloader=bd75a6 set_train_batch_size=791b72
         train_batch=8be6f9""",

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -106,6 +107,8 @@ def init_distributed(distributed_port: int | None = None) -> None:
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
+    # DeepSpeed calls collectives by names that torch is replacing: nothing that a user can mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     if comm.is_initialized():
         return
     ensure_launched()

@@ -25,7 +25,7 @@ from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Recorder
 from wavemare.engine.pipe.micro_batch import as_tuple, to_device
 from wavemare.engine.pipe.stage_optimizer import LayerwiseNorm
-from wavemare.errors import ModelError
+from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.plan.lowering import Pair, ahead, in_pairs
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind
 from wavemare.pipeline.plan.run_plan import RunPlan
@@ -135,9 +135,6 @@ class PlanInterpreter:
         return stage
 
 
-Shapes = tuple[tuple[int, ...], ...]
-
-
 class _Batches(PlanInterpreter):
     """Accepts Hugging Face batches, and evaluations of another shape."""
 
@@ -145,7 +142,7 @@ class _Batches(PlanInterpreter):
     dynamic_shape: bool
     device: torch.device
     timers: Any
-    _shapes: Shapes | None = None
+    _shapes: tuple[tuple[int, ...], ...] | None = None
 
     def _next_batch(self) -> Any:
         batch = super()._next_batch()  # type: ignore[misc]
@@ -188,6 +185,15 @@ class _Batches(PlanInterpreter):
         # DeepSpeed's pipeline starts those of a backward pass, and so do its hooks of outputs.
         idle = [name for name in timer_names if not self.timers(name).started_]
         super()._start_timers(idle)  # type: ignore[misc]
+
+    def steps_per_print(self) -> int:
+        """Return after how many steps to print, never without a number: DeepSpeed divides by it."""
+        return super().steps_per_print() or 1 << 60  # type: ignore[misc]
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """Refuse a single pass."""
+        reason, remedy = "its engine trains whole steps", "Call engine.train_batch(iterator)"
+        raise ConfigError("wavemare.pipeline.stages", self.num_stages, reason, remedy)
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """Train an optimizer step as ``deepspeed.PipelineEngine.train_batch``."""

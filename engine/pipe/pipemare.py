@@ -128,9 +128,7 @@ class PipeMareEngine(LinkedEngine):
         self.module.train()
         self._compute_loss = True
         with self.training_step():
-            trained = self._train_step()
-            if not trained and self._goes_on():
-                trained = self._train_step()
+            trained = self._train_step() or (self._goes_on() and self._train_step())
             if not trained:
                 raise StopIteration
             self._report_step()
@@ -171,8 +169,8 @@ class PipeMareEngine(LinkedEngine):
 
     def _goes_on(self) -> bool:
         """Whether another iterator follows the one that ended; all stages must ask."""
-        flag = torch.tensor([float(self.is_first_stage() and self._feed.goes_on)])
-        flag = flag.to(self.device)
+        goes_on = self.is_first_stage() and self._feed.goes_on
+        flag = torch.tensor(float(goes_on), device=self.device)
         dist.all_reduce(flag, group=self.grid.get_pipe_parallel_group())
         return bool(flag.item())
 
@@ -448,8 +446,7 @@ class PipeMareEngine(LinkedEngine):
         self._telemetry.end_step(self.recorder.shares(), self._update_gap)
         if self.global_rank != 0:
             return
-        every = self.steps_per_print()
-        if every is not None and self.global_steps % every == 0:
+        if self.global_steps % self.steps_per_print() == 0:
             print(f"steps: {self.global_steps} loss: {self.agg_train_loss:0.4f}")
         if self.monitor.enabled:
             loss = self.agg_train_loss.item()

@@ -19,6 +19,7 @@ def test_an_example_runs(recipe, monkeypatch, tmp_path, name):
     if name in ONE_PROCESS:
         assert ONE_PROCESS[name] in ended.output
         return
+    assert not re.findall("Warning|mismatch", ended.output), ended.output
     losses = [float(text) for text in re.findall(r"loss'?:? '?([0-9.]+)", ended.output)]
     assert len(losses) >= 2
     assert losses[-1] < losses[0] - 0.1

@@ -97,8 +97,8 @@ def _draw(findings: Sequence[Finding]) -> None:
         table.add_row(status, Text(finding.check), value)
     console = Console(highlight=False)
     console.print(table)
-    counts = {name: sum(f.status == name for f in findings) for name in _STYLES}
-    console.print(f"\n{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures")
+    counts = (f"{sum(f.status == name for f in findings)} {name}" for name in _STYLES)
+    console.print("\n" + ", ".join(counts))
 
 
 def check_versions() -> Iterator[Finding]:
@@ -180,7 +180,7 @@ def check_launchers() -> Iterator[Finding]:
     except LaunchError as error:
         yield Finding("deepspeed launcher", "fail", error.reason, error.remedy)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    for name, use in (("pdsh", "several hosts"), ("mpirun", "MPI"), ("srun", "Slurm")):
+    for name, use in (("mpirun", "MPI"), ("srun", "Slurm")):
         found = shutil.which(name, path=path) or f"not found (needed for {use})"
         yield Finding(name, "ok", found)
 
@@ -190,13 +190,13 @@ def check_network() -> Iterator[Finding]:
     from wavemare.cli.host_checks import INTERFACE, host_facts, network_problem
 
     facts, chosen = host_facts(), os.environ.get(INTERFACE)
-    name, address = socket.gethostname(), facts["address"]
+    address = facts["address"]
     problem = network_problem(facts, alone=address is not None and facts["interfaces"] == ["lo"])
     if chosen:
         yield Finding(INTERFACE, "fail" if problem else "ok", *(problem or (chosen,)))
     else:
-        status: Literal["ok", "warn"] = "warn" if problem else "ok"
-        yield Finding("host name", status, *(problem or (f"{name} is {address}",)))
+        told = problem or (f"{socket.gethostname()} is {address}",)
+        yield Finding("host name", "warn" if problem else "ok", *told)
 
 
 def check_extension_locks() -> Iterator[Finding]:

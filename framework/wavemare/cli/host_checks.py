@@ -40,8 +40,11 @@ def check_hostfile(file: Path, limit_s: float = _SECONDS) -> Iterator[Finding]:
     yield Finding("hostfile", "ok", f"{file}: {len(hosts)} hosts, {slots} ranks")
     if is_this_host_alone(hosts):
         yield Finding(f"host {hosts[0].name}", "ok", "this host: ranks are started without ssh")
-    elif shutil.which("ssh") is None:
-        yield Finding("ssh", "fail", "not found", "Install it: apt install openssh-client")
+        return
+    if shutil.which("pdsh") is None:
+        yield Finding("pdsh", "warn", "not found", "Install pdsh, or start the ranks by mpirun")
+    if shutil.which("ssh") is None:
+        yield Finding("ssh", "fail", "not found", "Install ssh")
     else:
         here = host_facts()["versions"]
         check = partial(_check_host, here=here, alone=len(hosts) == 1, limit_s=limit_s)

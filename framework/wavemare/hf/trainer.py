@@ -8,6 +8,8 @@ import os
 from typing import Any
 
 import torch
+from accelerate.utils import DeepSpeedPlugin
+from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 
@@ -54,27 +56,23 @@ class Trainer(WholeSteps):
         # transformers has already shared this object, so its class changes in place.
         self.accelerator.__class__ = Accelerator
         self.accelerator.whole_steps = True
-        if config is None:  # the file came from accelerate's launcher
-            self._refuse_section(self.accelerator.state.deepspeed_plugin.deepspeed_config)
+        # As it becomes when a model is prepared; accelerate would warn of the Trainer's own 1.
+        self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        values = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        if config is None and SECTION in values:
+            reason = "accelerate's own configuration named the file, after data were distributed"
+            remedy = "Give the file to TrainingArguments(deepspeed=...) and launch with torchrun"
+            raise ConfigError(SECTION, values[SECTION], reason, remedy)
         self.accelerator.take_section(config.section if config is not None else None)
 
     def _read_config(self) -> TrainerConfig:
-        from accelerate.utils import DeepSpeedPlugin
-
         args: Any = self.args
         config = TrainerConfig(args.deepspeed, world_size=args.world_size)
         self._check_support(config)
         config.trainer_config_process(args)
-        self._check_half(config)
         args.hf_deepspeed_config = config
         args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
         return config
-
-    def _refuse_section(self, values: dict[str, Any]) -> None:
-        if SECTION in values:
-            reason = "accelerate's own configuration named the file, after data were distributed"
-            remedy = "Give the file to TrainingArguments(deepspeed=...) and launch with torchrun"
-            raise ConfigError(SECTION, values[SECTION], reason, remedy)
 
     def _check_support(self, config: TrainerConfig) -> None:
         ours = config.ours
@@ -86,10 +84,6 @@ class Trainer(WholeSteps):
             reason = "the Trainer gives all data ranks equal numbers of samples"
             remedy = "Leave it out, or use wavemare.initialize with training_data"
             raise ConfigError(f"{SECTION}.balance.shares", ours.balance.shares, reason, remedy)
-
-    def _check_half(self, config: TrainerConfig) -> None:
-        from deepspeed.accelerator import get_accelerator
-
         device: Any = get_accelerator()
         enabled = self.args.fp16 or (config.config.get("fp16") or {}).get("enabled") is True
         if enabled and not device.is_fp16_supported():

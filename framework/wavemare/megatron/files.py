@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import types
@@ -36,6 +37,7 @@ _NAMED_ANEW = 3  # the version from which a layer's parts have their names of to
 # Megatron's dictionaries hold the arguments and the state of random generators besides weights.
 _SAFE: list[Any] = [
     argparse.Namespace,
+    io.BytesIO,
     types.SimpleNamespace,
     np.ndarray,
     np.dtype,
@@ -101,15 +103,10 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
     first, path = loaded[0, 0], files[0, 0]
     arguments = getattr(first.get("args"), "__dict__", {})
     given = first.get("checkpoint_version", 0)  # before there was a version, its number was 0
-    try:
-        version = int(float(given))
-    except (TypeError, ValueError, OverflowError) as error:
-        reason = f"its checkpoint_version is {given!r}, no number"
-        raise CheckpointError("checkpoint", str(path), reason, "Copy it again") from error
-    if version > _NAMED_ANEW:
-        reason = f"its checkpoint_version is {version} where 0 to {_NAMED_ANEW} are known"
+    if not isinstance(given, int | float) or given not in range(_NAMED_ANEW + 1):
+        reason = f"its checkpoint_version is {given!r} where 0 to {_NAMED_ANEW} are known"
         raise CheckpointError("checkpoint", str(path), reason, "Let Megatron save it anew")
-    return Checkpoint(weights, version, dict(arguments))
+    return Checkpoint(weights, int(given), dict(arguments))
 
 
 def write_checkpoint(
@@ -235,9 +232,13 @@ def _flat(loaded: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     model = dict(loaded["model"])
     walk("", model.pop("language_model", {}))
     walk("", model)
-    if any(name.startswith("decoder.") for name in weights):
-        reason = "its layers are those of Megatron-core"
-        raise CheckpointError("checkpoint", str(path), reason, "Save it with --use-legacy-models")
+    for mark, layers, options in (
+        (r"decoder\.", "Megatron-core", "--use-legacy-models"),
+        (r".*(\.layernorm_|_extra_state$)", "Transformer Engine", "--transformer-impl local"),
+    ):
+        if any(re.match(mark, name) for name in weights):
+            reason, remedy = f"its layers are those of {layers}", f"Save it with {options}"
+            raise CheckpointError("checkpoint", str(path), reason, remedy)
     if not weights:
         reason = "its model has no language_model"
         raise CheckpointError("checkpoint", str(path), reason, "Give a GPT or BERT checkpoint")

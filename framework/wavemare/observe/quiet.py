@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 
 # Read by the libraries when they are imported.
 _VARIABLES = {
@@ -49,8 +48,6 @@ def quiet_libraries() -> None:
     if verbose():
         return
     os.environ.update(quiet_environment())
-    # DeepSpeed calls collectives by names that torch is replacing: nothing that a user can mend.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     deepspeed_logger = logging.getLogger("DeepSpeed")
     deepspeed_logger.setLevel(logging.ERROR)
     # DeepSpeed sets the level when it is imported, and its handler repeats it: a filter stays.

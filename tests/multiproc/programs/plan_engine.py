@@ -59,7 +59,7 @@ SGD = {
 }
 CHANGES = {
     "fp32": {"gradient_clipping": 0.0},
-    "clipped": {"wall_clock_breakdown": True, "steps_per_print": 1},
+    "clipped": {"wall_clock_breakdown": True},
     "reentrant": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}},
     "bf16-zero-unclipped": {
         "gradient_clipping": 0.0,

@@ -32,6 +32,7 @@ def fake(monkeypatch, *findings):
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_exit_code_and_json(monkeypatch, status, code):
     fake(monkeypatch, Finding("check", status, "value", "remedy"))
+    assert f"1 {status}" in CliRunner().invoke(app, ["doctor"]).stdout.splitlines()[-1]
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == code
     assert json.loads(result.stdout) == [

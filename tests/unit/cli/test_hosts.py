@@ -44,6 +44,7 @@ socket.gethostbyname = lookup
 def check(monkeypatch, tmp_path):
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "pdsh").symlink_to("ssh")
     (tmp_path / "sitecustomize.py").write_text(NETWORK)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -101,9 +102,11 @@ def test_slow_hosts_are_given_up(check):
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
-def test_this_host_alone_needs_no_ssh(check, monkeypatch, tmp_path, name):
+def test_this_host_alone_needs_no_ssh_and_no_pdsh(check, monkeypatch, tmp_path, name):
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert check(name)[name].value == "this host: ranks are started without ssh"
+    missing = {other: finding.status for other, finding in check("node0").items()}
+    assert missing == {"pdsh": "warn", "ssh": "fail"}
 
 
 def test_a_hostfile_that_cannot_be_used(tmp_path):

@@ -44,10 +44,12 @@ def test_methods_keep_deepspeeds_parameters(method):
     assert [(p.name, p.default) for p in stock] == [(p.name, p.default) for p in ours]
 
 
-def test_evaluations_without_stages_refuse_what_only_pipelines_return():
+def test_engines_refuse_what_only_others_do():
     for name, value in (("compute_loss", False), ("reduce_output", None), ("bcast", True)):
         with pytest.raises(ConfigError, match=name):
             Engine.eval_batch(object(), iter(()), **{name: value})
+    with pytest.raises(ConfigError, match=r"engine\.train_batch\(iterator\)"):
+        PipeMareEngine.forward(SimpleNamespace(num_stages=2), "batch")
 
 
 def overridden():

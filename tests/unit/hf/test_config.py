@@ -106,12 +106,6 @@ def test_a_schedule_of_another_length_differs(tmp_path):
         config.trainer_config_finalize(arguments(tmp_path), Model(), 100)
 
 
-def test_a_key_that_cannot_work_is_refused_at_once():
-    section = {"pipeline": {"stages": 3}}
-    with pytest.raises(ConfigError, match="not a multiple"):
-        TrainerConfig({**ZERO, "wavemare": section}, world_size=2)
-
-
 # --- steps ---------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 
 import argparse
 import enum
+import io
 import shutil
 import sys
 import types
@@ -116,16 +117,17 @@ def test_what_computes_something_else_is_refused(changed, tmp_path, name, value)
 WEIGHT = "layers.1.mlp.dense_h_to_4h.weight"
 
 
-def narrow(content):
-    content["model"]["language_model"]["encoder"][WEIGHT] = torch.zeros(3, 5)
+def encoder(**weights):
+    return lambda content: content["model"]["language_model"]["encoder"].update(weights)
 
 
 @pytest.mark.parametrize(
     ("change", "rank", "match"),
     [
         (without("encoder", WEIGHT), "01", "ranks do not all hold it"),
-        (without("encoder", WEIGHT), "00", "ranks do not all hold it"),
-        (narrow, "01", "not in one shape"),
+        (encoder(**{WEIGHT: torch.zeros(3, 5)}), "01", "not in one shape"),
+        (encoder(x_extra_state=torch.zeros(0)), "*", "--transformer-impl local"),
+        (encoder(x=io.BytesIO(), **{"x.layernorm_qkv": torch.ones(1)}), "*", "Transformer Engine"),
         (without("embedding", "position_embeddings"), "*", "learned positions"),
         (without("embedding", "word_embeddings"), "*", "learned positions"),
         (lambda c: c["model"].update({"decoder.x": torch.ones(1)}), "*", "--use-legacy-models"),
@@ -146,7 +148,6 @@ def test_damaged_files(changed, tmp_path, change, rank, match):
         ("megatron", "hf", Options(tensor_parallel=2), "--tensor-parallel"),
         ("megatron", "hf", Options(version=0), "--checkpoint-version"),
         ("hf", "megatron", Options(vocab_size=30), "--vocab-size"),
-        ("hf", "hf", Options(divisible_by=8), "--make-vocab-size-divisible-by"),
     ],
 )
 def test_options_without_effect_are_refused(checkpoints, tmp_path, source, to, options, name):
