@@ -8,7 +8,7 @@
 # make conformance DEEPSPEED_TESTS=FOLDER   DeepSpeed's own unit tests with our engines
 # make docs    builds the site of the documentation into build/docs; make reference writes the tables
 #              of keys in docs/configuration.md
-# A GPU user names a torch build:  make train TORCH="torch --index-url URL-OF-THE-CUDA-BUILD"
+# On Linux pip takes CUDA's build; for CPUs:  make train TORCH="torch --index-url URL-OF-THE-CPU-BUILD"
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
