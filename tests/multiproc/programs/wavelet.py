@@ -46,7 +46,7 @@ def build(case):
         targets = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
         model = peft.get_peft_model(model, targets)
     if case.get("checkpointing"):
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
     return model
 
 

@@ -91,12 +91,12 @@ USAGE = [
     ("plan shwo", "No such command 'shwo'"),
     ("train", "Missing argument"),
     ("launch", "Missing argument"),
-    ("train gpt --nproc 0", "greater than or equal to 1"),
-    ("plan show --slack -1", "greater than or equal to 0"),
+    ("train gpt --nproc 0", "value for '--nproc'"),
+    ("plan show --slack -1", "value for '--slack'"),
     ("plan search", "Missing option '--model'"),
-    ("bench sparse --fast", "No such option: --fast"),
-    ("data build x --workers 0", "greater than or equal"),
-    ("convert a b --to megatron --checkpoint-version 9", "less than or equal to 3"),
+    ("bench sparse --fast", "No such option"),
+    ("data build x --workers 0", "value for '--workers'"),
+    ("convert a b --to megatron --checkpoint-version 9", "value for '--checkpoint-version'"),
 ]
 
 

@@ -92,7 +92,7 @@ def check(name, dropout=0.0, dtype=torch.float32, checkpointing=None):
     split, whole = build(name, dropout, dtype), build(name, dropout, dtype)
     if checkpointing:
         for model in (split, whole):
-            model.activation_checkpointing_enable(checkpointing)
+            model.gradient_checkpointing_enable(checkpointing)
     run(whole, WHOLE)
     splitter = SplitBackward(split)
     with splitter.step():

@@ -74,7 +74,7 @@ def test_losses_gradients_and_random_numbers_are_those_of_accumulation(
     for step in (accumulate, tick_tock):
         model = split_model(build(name, residual=0.1, attention=0.1).to(dtype), alone).train()
         if checkpoints:
-            model.activation_checkpointing_enable(checkpoints)
+            model.gradient_checkpointing_enable(checkpoints)
         batches = [batch(model, seed) for seed in range(micro_batches)]
         torch.manual_seed(3)
         losses = step(runner, lambda given, model=model: model(**given).loss, batches)
