@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wavemare.bench.ranks import interleaved, ratio_row
+from wavemare.bench.sparse.base import Bench
 from wavemare.bench.sparse.peers import OmniReduce
 from wavemare.bench.sparse.request import DENSE, DUELIST, Case, SparseRequest
-from wavemare.bench.sparse.systems import Bench, Network, build_system, open_network
+from wavemare.bench.sparse.systems import Network, build_system, open_network
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.selection.cost import Constants, traffic
 from wavemare.comm.statistics import Statistics
