@@ -141,6 +141,7 @@ class _Batches(PlanInterpreter):
     module: Any
     dynamic_shape: bool
     device: torch.device
+    num_stages: int
     timers: Any
     _shapes: tuple[tuple[int, ...], ...] | None = None
 

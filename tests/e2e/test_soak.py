@@ -117,6 +117,7 @@ def test_training_survives_pauses_and_deaths(start, tmp_path, system):
             time.sleep(1)
             first.resume()
             train(5)
+        print(system, newest(run), samples[0], samples[-1], growth(samples))
         assert max(growth(samples)) < GROWTH
         ranks(started)[-1].kill()
     train(40)

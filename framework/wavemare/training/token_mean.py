@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from wavemare.engine.pipe.micro_batch import to_device
@@ -35,14 +35,14 @@ class TokenMean(Iterator[Any]):
             self._step.extend(self.weigh([next(self._batches) for _ in range(count)]))
         return self._step.popleft()
 
-    def weigh(self, batches: Sequence[Any]) -> list[Any]:
+    def weigh(self, batches: Iterable[Any]) -> list[Any]:
         """Return the micro-batches of a step or an evaluation; all data ranks call this."""
-        engine = self._engine
+        engine, batches = self._engine, list(batches)
         is_pipeline = isinstance(engine.module, TransformerPipeline)
         if is_pipeline and not engine.is_last_stage():
-            return list(batches)
+            return batches
         # Inputs stay on the host until they are checked there.
-        own, group = to_device(list(batches), engine.device), engine.data_parallel_group
+        own, group = to_device(batches, engine.device), engine.data_parallel_group
         labels = weighted_labels(own, len(own), shifts=True, group=group)
         if is_pipeline:
             inputs = [engine.module.split_batch(batch)[0] for batch in batches]
@@ -53,7 +53,7 @@ class TokenMean(Iterator[Any]):
             for batch, (_, _, items) in zip(batches, labels, strict=True)
         ]
 
-    def loss(self, batches: Sequence[Any]) -> float:
+    def loss(self, batches: Iterable[Any]) -> float:
         """Return the mean loss over the labels of a rank's micro-batches, and the other ranks'."""
         weighted = self.weigh(batches)
         return float(self._engine.eval_batch(iter(weighted), num_micro_batches=len(weighted)))

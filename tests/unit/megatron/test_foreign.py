@@ -127,7 +127,11 @@ def encoder(**weights):
         (without("encoder", WEIGHT), "01", "ranks do not all hold it"),
         (encoder(**{WEIGHT: torch.zeros(3, 5)}), "01", "not in one shape"),
         (encoder(x_extra_state=torch.zeros(0)), "*", "--transformer-impl local"),
-        (encoder(x=io.BytesIO(), **{"x.layernorm_qkv": torch.ones(1)}), "*", "Transformer Engine"),
+        (
+            encoder(x=io.BytesIO(b"0"), **{"x.layernorm_q": torch.ones(1)}),
+            "*",
+            "Transformer Engine",
+        ),
         (without("embedding", "position_embeddings"), "*", "learned positions"),
         (without("embedding", "word_embeddings"), "*", "learned positions"),
         (lambda c: c["model"].update({"decoder.x": torch.ones(1)}), "*", "--use-legacy-models"),
