@@ -17,7 +17,7 @@ import pytest
 MINUTES = float(os.environ.get("WAVEMARE_SOAK_MINUTES", "1"))
 LONG = MINUTES >= 30
 GROWTH = 0.005 if LONG else 0.1  # short runs have hardly warmed up
-WARMUP = 600 if LONG else 40
+WARMUP = 60 if LONG else 2  # times 20 steps; the heap reaches its size after some 1,200
 PAUSES = 400 if LONG else 10
 """Between two deaths: a rank must live for some time to be watched."""
 COMPARED = 120
@@ -108,7 +108,8 @@ def test_training_survives_pauses_and_deaths(start, tmp_path, system):
 
     end = time.monotonic() + 60 * MINUTES
     while time.monotonic() < end:
-        train(WARMUP)
+        for _ in range(WARMUP):
+            train(20)
         samples = []
         for _ in range(PAUSES):
             first, *_ = trained = ranks(started)
