@@ -185,9 +185,12 @@ def adapted(model, name, layer=LowRank):
         ),
     ],
 )
-def test_a_model_that_cannot_be_split_is_refused(make, ranks, message, as_rank):
+def test_a_model_that_cannot_be_split_is_refused_and_left_as_it_was(make, ranks, message, as_rank):
+    model = make()
+    before = {name: (type(own), set(vars(own))) for name, own in model.named_modules()}
     with as_rank(0, ranks) as group, pytest.raises(ModelError, match=message):
-        split_model(make(), group)
+        split_model(model, group)
+    assert {name: (type(own), set(vars(own))) for name, own in model.named_modules()} == before
 
 
 def test_a_model_is_split_once_and_what_is_not_split_cannot_be_merged(as_rank):

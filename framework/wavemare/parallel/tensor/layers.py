@@ -50,12 +50,12 @@ def gather_from_group(value: Tensor, group: Any) -> Tensor:
     return GroupMap.apply(value, group, _gathered, _own)
 
 
-def sum_gradients(parameter: Tensor, group: Any) -> None:
-    """Sum each gradient of a whole parameter that the ranks use on parts.
+def sum_gradients(parameter: Tensor, group: Any) -> Any:
+    """Sum each gradient of a whole parameter that the ranks use on parts; return the hook's handle.
 
     What is summed is the gradient of one backward pass, not what has accumulated.
     """
-    parameter.register_hook(lambda gradient: _summed(gradient, group))
+    return parameter.register_hook(lambda gradient: _summed(gradient, group))
 
 
 def part_for_rank(value: Tensor, group: Any) -> Tensor:
@@ -113,7 +113,7 @@ class InputCopies:
     def __init__(self, module: nn.Module, group: Any) -> None:
         self._group = group
         self._last: dict[int, tuple[Tensor, Tensor]] = {}  # by thread
-        module.register_forward_hook(self._forget, always_call=True)
+        self.handle = module.register_forward_hook(self._forget, always_call=True)
 
     def copy(self, value: Tensor) -> Tensor:
         """Return `copy_to_group` of an input."""
@@ -237,12 +237,15 @@ class SplitRandom:
             generator, state = self._outside.pop(threading.get_ident())
             generator.set_state(state)
 
-    def surround(self, module: nn.Module, dropout: str) -> None:
+    def surround(self, module: nn.Module, dropout: str) -> tuple[Any, Any]:
         """Make the forward pass of a module a region, up to a `RowParallelLinear` in it.
 
         Args:
             module: The module.
             dropout: Its attribute, a dropout module or a probability: without, no region begins.
+
+        Returns:
+            The handles of two hooks.
         """
 
         def enter(module: nn.Module, *_: Any) -> None:
@@ -250,8 +253,10 @@ class SplitRandom:
             if module.training and getattr(drops, "p", drops) > 0:
                 self.enter(next(module.parameters()).device)
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(lambda *_: self.leave(), always_call=True)
+        return (
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(lambda *_: self.leave(), always_call=True),
+        )
 
 
 def align_generators(device: torch.device, group: Any) -> None:

@@ -81,7 +81,7 @@ def split_model(
         The model.
 
     Raises:
-        ModelError: It cannot be split so, or the ranks' weights differ. Parts of it may be split.
+        ModelError: It cannot be split so, or the ranks' weights differ. It is left as it was.
     """
     inner = base_of(model)
     with _together(inner, group):
@@ -90,16 +90,20 @@ def split_model(
         trial = _Trial(inner, plan) if verify else None
     if weights is None:
         check_equal_weights(inner, group)
-    with _together(inner, group):
-        split.apply()
-    if trial is not None:
-        trial.check(group)
+    try:
+        with _together(inner, group):
+            split.apply()
+        if trial is not None:
+            trial.check(group)
+    except BaseException:
+        split.undo()
+        raise
     align_generators(next(model.parameters()).device, group)
     return model
 
 
 class _Split:
-    """The changes that split a model.
+    """The changes that split a model; they can be undone.
 
     Args:
         model: The model.
@@ -122,6 +126,7 @@ class _Split:
         # used again.
         self._parts: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._summed: list[nn.Parameter] = []
+        self._undo: list[Callable[[], Any]] = []
         self._layers = [self._known(name, style) for name, style in plan.layers(model.base_model)]
 
     def _known(self, name: str, style: str) -> tuple[str, Callable[[_Split, nn.Module, str], None]]:
@@ -147,6 +152,11 @@ class _Split:
             )
         return name, _STYLES[style]
 
+    def undo(self) -> None:
+        """Take all changes back."""
+        while self._undo:
+            self._undo.pop()()
+
     def apply(self) -> None:
         """Change the model."""
         base = self._model.base_model
@@ -159,7 +169,7 @@ class _Split:
                 whole = nn.Parameter(self._weights.read(parameter, None), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, whole)
         for parameter in self._summed:
-            sum_gradients(parameter, self._group)
+            self.hook(sum_gradients(parameter, self._group))
 
     def parameter(self, whole: nn.Parameter, partition: Partition, name: str = "") -> nn.Parameter:
         """Return the rank's part of a parameter, the same one for the same parameter."""
@@ -180,11 +190,20 @@ class _Split:
             self._parts[id(whole)] = part, whole
         return self._parts[id(whole)][0]
 
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of a module."""
+        self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
     def replace(self, name: str, old: nn.Module, new: nn.Module, base: nn.Module) -> None:
         """Put a module in another's place, with its hooks."""
         vars(new).update({key: value for key, value in vars(old).items() if "_hook" in key})
         parent = base.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], new.train(old.training))
+        self.set(parent, name.rpartition(".")[2], new.train(old.training))
+
+    def hook(self, handle: Any) -> None:
+        """Remember a hook."""
+        self._undo.append(handle.remove)
 
     def _split_vocabulary(self) -> None:
         model, group = self._model, self._group
@@ -202,10 +221,14 @@ class _Split:
         for module in model.modules():  # BERT's head has the decoder's bias under another name
             for name, whole in list(module.named_parameters(recurse=False)):
                 if whole is head.bias and module is not head:
-                    setattr(module, name, bias)
+                    self.set(module, name, bias)
         split_head = VocabParallelHead(weight, bias, share, group)
         self.replace(names[head], head, split_head, model)
+        forward = vars(model).get("forward")  # a wrapper's; usually there is only the class's
         _compute_loss_over_group(model, split_head, shifts_labels=_shifts_labels(model))
+        self._undo.append(functools.partial(delattr, model, "forward"))
+        if forward is not None:
+            self._undo[-1] = functools.partial(setattr, model, "forward", forward)
 
     def column(self, base: nn.Module, name: str, *, blocks: int = 1, gathers: bool = False) -> None:
         """Split the outputs of a linear layer, or the dimension -2 of a bare parameter."""
@@ -216,6 +239,7 @@ class _Split:
         parent = base.get_submodule(name.rpartition(".")[0])
         if parent not in self._copies:
             self._copies[parent] = InputCopies(parent, self._group)
+            self.hook(self._copies[parent].handle)
             # Feed-forward modules have neither heads nor dropout before their sum.
             if "att" in name.rpartition(".")[0] and not gathers:
                 self._split_attention(parent)
@@ -239,8 +263,9 @@ class _Split:
 
     def _split_attention(self, attention: Any) -> None:
         for name in self._plan.divided:
-            setattr(attention, name, getattr(attention, name) // self._ranks)
-        self._random.surround(attention, self._plan.dropout)
+            self.set(attention, name, getattr(attention, name) // self._ranks)
+        for handle in self._random.surround(attention, self._plan.dropout):
+            self.hook(handle)
 
     def row(self, base: nn.Module, name: str, *, splits: bool = False) -> None:
         """Split the inputs of a linear layer, or the last dimension of a bare parameter."""
@@ -281,15 +306,15 @@ class _Split:
             return reduce_from_group(output, group)
 
         module = base.get_submodule(name)
-        module.register_forward_pre_hook(copied)
-        module.register_forward_hook(total)
+        self.hook(module.register_forward_pre_hook(copied))
+        self.hook(module.register_forward_hook(total))
 
     def nothing(self, base: nn.Module, name: str) -> None:
         """Leave a layer: the vocabulary is split for all models."""
 
     def _set_part(self, base: nn.Module, name: str, whole: Any, partition: Partition) -> None:
         owner, _, attribute = name.rpartition(".")
-        setattr(base.get_submodule(owner), attribute, self.parameter(whole, partition, name))
+        self.set(base.get_submodule(owner), attribute, self.parameter(whole, partition, name))
 
 
 _STYLES: dict[str, Callable[[_Split, nn.Module, str], None]] = {
