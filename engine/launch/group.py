@@ -13,6 +13,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from wavemare.comm.waits import waiting
 from wavemare.engine.launch.environment import (
@@ -30,6 +31,7 @@ _DEFAULT_PORT = 29500
 
 _CLOCK_SLACK_S = 1.0
 """By how much the clock of a file system may be behind."""
+_GLOO_BESIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def environment_rank() -> int:
@@ -54,6 +56,22 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     values = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(values, value, group=group)
     return values
+
+
+def group_for(tensor: Any, group: Any) -> Any:
+    """Return the group that sends a tensor: of the host's memory one of gloo, which NCCL lacks.
+
+    Split models are proved where their weights are, and these come to a GPU with the engine.
+    """
+    from torch import distributed
+
+    if tensor.device.type != "cpu" or "cpu" in distributed.get_backend_config(group):
+        return group
+    if group not in _GLOO_BESIDE:
+        ranks = distributed.get_process_group_ranks(group)
+        own = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _GLOO_BESIDE[group] = own
+    return _GLOO_BESIDE[group]
 
 
 def meet(store: Any, key: str, size: int) -> None:

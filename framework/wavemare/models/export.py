@@ -61,13 +61,13 @@ def pipeline_state_dict(module: Any, names: set[str] | None = None) -> dict[str,
         own = {n: whole_experts(t) if is_divided(t) else t for n, t in own.items()}
         if grid.get_data_parallel_rank() != 0:
             return None
+    device = next(pipeline.parameters()).device
     if pipeline.global_rank != 0:
         dist.send_object_list([[(n, t.shape, t.dtype) for n, t in own.items()]], dst=0)
         for tensor in own.values():
-            dist.send(tensor.detach().contiguous(), dst=0)
+            dist.send(tensor.detach().to(device).contiguous(), dst=0)
         return None
     weights = {name: tensor.detach().cpu() for name, tensor in own.items()}
-    device = next(pipeline.parameters()).device
     for stage in range(1, pipeline.num_pipeline_stages()):
         weights |= _receive(grid.stage_to_global(stage), device)
     return {name: weights[key] for name, key in held.items()}

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
+from wavemare.engine.launch.group import group_for
 from wavemare.engine.waves.passes import wait
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.layers import GroupMap
@@ -89,7 +90,7 @@ def _forward(
     rows = hidden_states.repeat_interleave(chosen, dim=0).index_select(0, order)
     counts = top_k_index.flatten().bincount(minlength=size * layer.num_experts)
     arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts, group=group)
+    dist.all_to_all_single(arriving, counts, group=group_for(counts, group))
     sent, received = torch.stack([counts, arriving]).view(2, size, -1).sum(-1).tolist()
     there = partial(_exchanged, sent=sent, received=received)
     back = partial(_exchanged, sent=received, received=sent)
@@ -116,7 +117,7 @@ def _zero_gradients(layer: Any, rows: Tensor) -> Tensor:
 
 def _exchanged(rows: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    rows = rows.contiguous()
+    rows, group = rows.contiguous(), group_for(rows, group)
     wait(dist.all_to_all_single(arrived, rows, received, sent, group=group, async_op=True))
     return arrived
 

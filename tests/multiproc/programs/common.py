@@ -137,7 +137,7 @@ def split_stages(layers, stages):
 def furthest(these, those):
     """Return the largest difference between two lists of tensors."""
     pairs = zip(these, those, strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return max(float((a.cpu() - b.cpu()).detach().abs().max()) for a, b in pairs)
 
 
 def difference(these, those):
@@ -176,6 +176,7 @@ def token_batches(data_rank):
 
 def train_plainly(model, optimizer, batches, *, steps, micro_batches, clip=math.inf):
     """Train in this process by plain PyTorch; return the losses and gradient norms of the steps."""
+    model.to(DEVICE)
     losses, norms = [], []
     for _ in range(steps):
         total = 0.0

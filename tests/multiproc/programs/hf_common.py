@@ -5,7 +5,7 @@ import hashlib
 import sys
 
 import torch
-from common import LENGTH, VOCABULARY, build_bert, build_gpt2
+from common import DEVICE, LENGTH, VOCABULARY, build_bert, build_gpt2
 from transformers import BertForSequenceClassification, TrainingArguments
 
 MODELS = {
@@ -81,7 +81,7 @@ def arguments(name, config, **changes):
         **{
             "output_dir": f"{sys.argv[1]}/{name}",
             "deepspeed": config,
-            "use_cpu": True,
+            "use_cpu": DEVICE == "cpu",
             "per_device_train_batch_size": 2,
             "per_device_eval_batch_size": 2,
             "gradient_accumulation_steps": 2,

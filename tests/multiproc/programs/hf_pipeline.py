@@ -41,7 +41,7 @@ ARGUMENTS = set(transformers.TrainingArguments.__dataclass_fields__)
 def reference(kind, trainer, smoothing=0.0):
     """A loop in one process over the very batches: means over a step's labels, AdamW, clipping."""
     args = trainer.args
-    model = plain_model(kind).train()
+    model = plain_model(kind).to(args.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     transformers.set_seed(args.seed)  # which orders the samples
     loader, found, step = trainer.get_train_dataloader(), [], 0

@@ -5,6 +5,7 @@ Arguments: result folder, then the cases.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 import transformers
 from common import (
     ACCUMULATION,
+    DEVICE,
     HIDDEN,
     LENGTH,
     QUIET,
@@ -41,7 +43,7 @@ def named_batches(data_rank=0):
 
 def reference_losses(data_ranks, steps=STEPS):
     """Train the unsplit model on the batches of all data ranks; the mean loss of each step."""
-    model = build_gpt2(**QUIET)
+    model = build_gpt2(**QUIET).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     streams = [named_batches(rank) for rank in range(data_ranks)]
     means = []
@@ -198,7 +200,8 @@ def case_one_file():
     rank = torch.distributed.get_rank()
     file = Path(sys.argv[1], f"config_{rank}.json")
     file.write_text(json.dumps(plain(1, wavemare={"pipeline": {"stages": 1}})))
-    arguments = type("Arguments", (), {"deepspeed_config": str(file), "local_rank": rank})
+    given = {"deepspeed_config": str(file), "local_rank": int(os.environ["LOCAL_RANK"])}
+    arguments = type("Arguments", (), given)
     stock, *_ = deepspeed.initialize(args=arguments, model=build_gpt2(**QUIET))
     ours, *_ = wavemare.initialize(args=arguments, model=build_gpt2(**QUIET))
     return {"stock": type(stock).__module__, "ours": type(ours).__module__}

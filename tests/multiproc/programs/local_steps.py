@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from common import (
     ACCUMULATION,
+    DEVICE,
     QUIET,
     build_gpt2,
     configuration,
@@ -30,7 +31,8 @@ from transformers import GPT2LMHeadModel
 import wavemare
 from wavemare.hf import Trainer
 
-ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+ADAM = {"lr": 1e-2, "weight_decay": 0.0}
+ADAMW = {"type": "AdamW", "params": {**ADAM, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
 ENGINES = []
 
@@ -62,7 +64,7 @@ def batches(rank):
 
 
 def flat(model):
-    return parameters_to_vector(model.parameters()).detach().float().numpy().copy()
+    return parameters_to_vector(model.parameters()).detach().float().cpu().numpy().copy()
 
 
 class Twin:
@@ -70,9 +72,8 @@ class Twin:
 
     def __init__(self, replicas, ranks, local):
         self.local, self.flights = local, []
-        self.models = [build_gpt2(**QUIET) for _ in range(replicas)]
-        settings = ADAMW["params"]
-        self.optimizers = [torch.optim.AdamW(m.parameters(), **settings) for m in self.models]
+        self.models = [build_gpt2(**QUIET).to(DEVICE) for _ in range(replicas)]
+        self.optimizers = [torch.optim.AdamW(m.parameters(), **ADAM) for m in self.models]
         self.data = [
             [batches(replica * ranks + rank) for rank in range(ranks)]
             for replica in range(replicas)
@@ -91,7 +92,7 @@ class Twin:
     def write(self, model, index, values):
         weights = flat(model)
         weights[index] = values
-        vector_to_parameters(torch.from_numpy(weights), model.parameters())
+        vector_to_parameters(torch.from_numpy(weights).to(DEVICE), model.parameters())
 
     def step(self, number):
         for model, optimizer, data in zip(self.models, self.optimizers, self.data, strict=True):

@@ -13,7 +13,7 @@ from functools import partial
 import peft
 import torch
 import transformers
-from common import configuration, leave, own_groups, refusal, token_batches
+from common import DEVICE, configuration, leave, own_groups, refusal, token_batches
 from hf_common import arguments, json_file
 from safetensors.torch import load_file
 
@@ -64,7 +64,7 @@ def start(schedule="1f1b", *, model=None, stages=2, zero=0, tensor=1, **pipeline
 
 def alone():
     """Return a model that one process has trained."""
-    model, data = lora_model().train(), batches()
+    model, data = lora_model().to(DEVICE).train(), batches()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     for _ in range(STEPS):
         for _ in range(2):
@@ -79,7 +79,7 @@ def difference(folder, model):
     ours = load_file(f"{folder}/adapter_model.safetensors")
     theirs = peft.get_peft_model_state_dict(model)
     assert list(ours) == sorted(theirs)
-    return max(float((ours[name] - theirs[name]).detach().abs().max()) for name in ours)
+    return max(float((ours[name] - theirs[name].cpu()).detach().abs().max()) for name in ours)
 
 
 def saved(engine, name):
@@ -88,8 +88,8 @@ def saved(engine, name):
     save_pretrained(engine, f"{name}-merged", merge=True)
     torch.distributed.barrier()
     theirs, ids = alone(), next(batches())["input_ids"]
-    loaded = peft.PeftModel.from_pretrained(base_model(), name).eval()
-    whole = transformers.AutoModelForCausalLM.from_pretrained(f"{name}-merged").eval()
+    loaded = peft.PeftModel.from_pretrained(base_model(), name).to(DEVICE).eval()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(f"{name}-merged").to(DEVICE).eval()
     found = {"files": sorted(os.listdir(name)), "whole": sorted(os.listdir(f"{name}-merged"))}
     with torch.no_grad():
         expected = theirs(ids).logits
@@ -114,7 +114,8 @@ def pipemare():
     save_pretrained(engine, "pipemare")
     torch.distributed.barrier()
     with torch.no_grad():
-        loss = peft.PeftModel.from_pretrained(base_model(), "pipemare").eval()(**batch).loss
+        model = peft.PeftModel.from_pretrained(base_model(), "pipemare").to(DEVICE).eval()
+        loss = model(**batch).loss
     return {"losses": losses, "saved": float(loss)}
 
 

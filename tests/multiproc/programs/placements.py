@@ -15,7 +15,7 @@ from unittest import mock
 import deepspeed
 import torch
 from chunked_engine import weights
-from common import configuration, leave, own_groups, refusal, sine_batches, start_stages
+from common import DEVICE, configuration, leave, own_groups, refusal, sine_batches, start_stages
 from plan_engine import CHANGES, MODELS, batches, go_on, start
 
 import wavemare
@@ -132,7 +132,7 @@ def own_layers():
 
 def saved_by_the_whole_model():
     """Return the bytes of the tensors that a micro-batch's forward pass keeps in one process."""
-    model, kept = MODELS["gpt2-quiet-untied"](), {}
+    model, kept = MODELS["gpt2-quiet-untied"]().to(DEVICE), {}
     weights = {weight.data_ptr() for weight in model.parameters()}
 
     def pack(tensor):

@@ -114,6 +114,7 @@ def of_family(model_type, changes):
 def batch(model, seed=13, texts=3):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, model.config.vocab_size, (texts, LENGTH), generator=generator)
+    device = next(model.parameters()).device
     ids[0, :2] = 3  # BERT's padding, which is a token of these texts as well
     mask = torch.ones_like(ids)
     mask[1, -3:] = 0
@@ -125,7 +126,7 @@ def batch(model, seed=13, texts=3):
         result["labels"] = labels if model.config.num_labels > 1 else labels.float()
     else:
         result["labels"] = ids.masked_fill(mask == 0, -100)
-    return result
+    return {name: tensor.to(device) for name, tensor in result.items()}
 
 
 def gradients(model):

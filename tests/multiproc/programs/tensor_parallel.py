@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import torch
-from common import leave
+from common import DEVICE, leave
 from tensor_models import batch, build, distance, gradients, own_part
 from torch import distributed as dist
 
@@ -39,7 +39,7 @@ def half(names):
 def equality(name, attention=None, dtype=torch.float32):
     """Of a split model and the whole one, which may attend by another implementation."""
     group = dist.group.WORLD
-    whole = build(name).to(dtype)
+    whole = build(name).to(DEVICE, dtype)
     model = split_model(copy.deepcopy(whole), group)
     if attention is not None:
         whole.set_attn_implementation(attention)
@@ -68,7 +68,7 @@ def equality(name, attention=None, dtype=torch.float32):
 
 def same_bytes(these, those):
     return list(these) == list(those) and all(
-        these[name].float().numpy().tobytes() == value.float().numpy().tobytes()
+        these[name].float().numpy().tobytes() == value.float().cpu().numpy().tobytes()
         for name, value in those.items()
     )
 
@@ -78,7 +78,7 @@ def replicated_digest(model):
     digest = hashlib.sha256()
     for value in model.parameters():
         if not hasattr(value, "tensor_model_parallel") and value.grad is not None:
-            digest.update(value.grad.float().numpy().tobytes())
+            digest.update(value.grad.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from common import difference, leave, train_plainly, weights_digest
+from common import DEVICE, difference, leave, train_plainly, weights_digest
 from deepspeed.utils import groups
 from tensor_models import batch, build
 
@@ -26,7 +26,7 @@ ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
 
 
 def batches(name):
-    model = build(name)
+    model = build(name).to(DEVICE)
     for seed in itertools.count():
         yield batch(model, seed, MICRO)
 

@@ -19,10 +19,16 @@ from tensor_models import (
     of_family,
     own_part,
 )
+from torch import distributed as dist
 
 from wavemare.errors import ModelError
+from wavemare.parallel.tensor.layers import (
+    align_generators,
+    gather_from_group,
+    reduce_from_group,
+)
 from wavemare.parallel.tensor.load import load_split
-from wavemare.parallel.tensor.partition import merged_state_dict
+from wavemare.parallel.tensor.partition import gather_parts, merged_state_dict
 from wavemare.parallel.tensor.split import split_model
 
 
@@ -70,6 +76,18 @@ def test_a_group_of_one_computes_what_the_model_did(name, alone):
     assert distance(gradients(model), own_part(gradients(whole), model, 0, 1)) < 1e-6
     merged = merged_state_dict(model)
     assert all(torch.equal(merged[key], value) for key, value in whole.state_dict().items())
+
+
+def test_sums_of_the_hosts_memory_need_no_backend_of_it(alone):
+    """NCCL has none, and a model is split and exported on the host."""
+    group = dist.new_group([0], backend="cuda:gloo")
+    value = torch.ones(2, 3, requires_grad=True)
+    total = gather_from_group(reduce_from_group(value, group), group)
+    total.sum().backward()
+    assert torch.equal(total, value)
+    assert torch.equal(value.grad, value)
+    assert torch.equal(gather_parts(value.detach(), group)[0], value)
+    align_generators(torch.device("cpu"), group)
 
 
 def test_a_language_model_returns_logits_without_labels_alone(alone):

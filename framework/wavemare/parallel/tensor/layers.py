@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from wavemare.engine.launch.group import group_for
 from wavemare.engine.waves.passes import default_generators, wait
 
 _Map = Callable[[Tensor, Any], Tensor]
@@ -87,14 +88,14 @@ def _unchanged(value: Tensor, group: Any) -> Tensor:
 
 def _summed(value: Tensor, group: Any) -> Tensor:
     total = value.clone(memory_format=torch.contiguous_format)
-    wait(dist.all_reduce(total, group=group, async_op=True))
+    wait(dist.all_reduce(total, group=group_for(total, group), async_op=True))
     return total
 
 
 def _gathered(value: Tensor, group: Any) -> Tensor:
     value = value.contiguous()
     parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-    wait(dist.all_gather(parts, value, group=group, async_op=True))
+    wait(dist.all_gather(parts, value, group=group_for(value, group), async_op=True))
     return torch.cat(parts, dim=-1)
 
 
@@ -262,7 +263,6 @@ class SplitRandom:
 def align_generators(device: torch.device, group: Any) -> None:
     """Give all ranks the state of the first one's generators: of the CPU, and of a device."""
     for generator in default_generators(device):
-        # A state is in the memory of the host, and NCCL sends only that of a device.
-        shared = generator.get_state().to(device)
-        dist.broadcast(shared, group_src=0, group=group)
-        generator.set_state(shared.cpu())
+        shared = generator.get_state()
+        dist.broadcast(shared, group_src=0, group=group_for(shared, group))
+        generator.set_state(shared)

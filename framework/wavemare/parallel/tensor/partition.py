@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from wavemare.engine.launch.group import gather
+from wavemare.engine.launch.group import gather, group_for
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.vocabulary import VocabParallelEmbedding, VocabularyShare
 
@@ -184,5 +184,5 @@ def gather_parts(part: Tensor, group: Any) -> list[Tensor]:
     """Return the ranks' tensors, of one shape, on the group's first rank; elsewhere nothing."""
     first = dist.get_rank(group) == 0
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))] if first else []
-    dist.gather(part.contiguous(), parts or None, group_dst=0, group=group)
+    dist.gather(part.contiguous(), parts or None, group_dst=0, group=group_for(part, group))
     return parts

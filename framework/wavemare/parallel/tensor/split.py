@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch import distributed as dist
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -98,7 +99,7 @@ def split_model(
     except BaseException:
         split.undo()
         raise
-    align_generators(next(model.parameters()).device, group)
+    align_generators(torch.device(get_accelerator().current_device_name()), group)
     return model
 
 

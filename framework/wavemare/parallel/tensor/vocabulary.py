@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
+from wavemare.engine.launch.group import group_for
 from wavemare.engine.waves.passes import wait
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.layers import (
@@ -205,6 +206,7 @@ class _CrossEntropy(torch.autograd.Function):
             padding = torch.arange(logits.shape[-1], device=logits.device) >= held
             scores = scores.masked_fill(padding, float("-inf"))
         largest = scores.amax(dim=-1)
+        group = group_for(largest, group)
         wait(dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group, async_op=True))
         scores = scores - largest[..., None]
         label_score = scores.gather(-1, rows[..., None]).squeeze(-1).masked_fill(~here, 0.0)
