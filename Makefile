@@ -103,9 +103,12 @@ test-openmpi:
 test-hosts: $(READY)
 	$(call pytest) tests/e2e/test_hosts.py $(ARGS)
 
+# Ranks share a GPU, as hosts do.
+ON_GPU := $(addprefix tests/multiproc/test_,experts.py sparse_engine.py tensor_parallel.py \
+    train_batch.py wavelet.py)
 test-gpu: $(READY)
 	$(call pytest) -s tests/gpu $(ARGS)
-	TEST_ACCELERATOR=cuda $(call pytest,-ranks) tests/multiproc/test_train_batch.py $(ARGS)
+	TEST_ACCELERATOR=cuda $(call pytest,-ranks) -m 'not nightly' $(ON_GPU) $(ARGS)
 
 # DeepSpeed's own unit tests with our initialize: DEEPSPEED_TESTS is the folder tests of its repository.
 conformance: $(READY)
