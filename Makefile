@@ -5,6 +5,7 @@
 # make test-ci all tests but the nightly ones: what CI runs
 # make test-nightly   the others, in parts (test-nightly-PART) that can be run one by one
 # make test-openmpi, test-hosts, test-gpu   those of another MPI, of several hosts, of a GPU
+# make test-oldest, test-newest   unit tests with the oldest versions that are allowed, the newest
 # make conformance DEEPSPEED_TESTS=FOLDER   DeepSpeed's own unit tests with our engines
 # make docs    builds the site of the documentation into build/docs; make reference writes the tables
 #              of keys in docs/configuration.md
@@ -22,7 +23,7 @@ ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train demo test test-ci test-nightly test-mpi test-openmpi test-hosts test-gpu conformance docs reference lint clean
+.PHONY: setup train demo test test-ci test-nightly test-mpi test-openmpi test-hosts test-gpu test-oldest test-newest conformance docs reference lint clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -102,6 +103,14 @@ test-openmpi:
 # On two hosts with sshd, as namespaces: root, openssh-server, openssh-client, pdsh, iproute2.
 test-hosts: $(READY)
 	$(call pytest) tests/e2e/test_hosts.py $(ARGS)
+
+# The unit tests with the oldest versions that pyproject.toml allows, and with the newest ones.
+test-oldest: RESOLUTION := lowest-direct
+test-newest: RESOLUTION := highest
+test-oldest test-newest: $(READY)
+	$(BIN)/uv venv --quiet --clear build/$@
+	$(BIN)/uv pip install --quiet --python build/$@ --resolution $(RESOLUTION) --editable '.[dev,$(MPI)]'
+	build/$@/bin/python -m pytest -n 2 -m 'not nightly' tests/unit $(ARGS)
 
 # Ranks share a GPU, as hosts do.
 ON_GPU := $(addprefix tests/multiproc/test_,experts.py sparse_engine.py tensor_parallel.py \
