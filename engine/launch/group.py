@@ -59,9 +59,9 @@ def gather(value: Any, group: Any = None) -> list[Any]:
 
 
 def group_for(tensor: Any, group: Any) -> Any:
-    """Return the group that sends a tensor: of the host's memory one of gloo, which NCCL lacks.
+    """Return the group that sends a tensor: for CPU tensors one of gloo, where NCCL alone is there.
 
-    Split models are proved where their weights are, and these come to a GPU with the engine.
+    Split models are checked before the engine moves them to a GPU. All ranks of a group call it.
     """
     from torch import distributed
 

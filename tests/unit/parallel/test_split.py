@@ -78,8 +78,8 @@ def test_a_group_of_one_computes_what_the_model_did(name, alone):
     assert all(torch.equal(merged[key], value) for key, value in whole.state_dict().items())
 
 
-def test_sums_of_the_hosts_memory_need_no_backend_of_it(alone):
-    """NCCL has none, and a model is split and exported on the host."""
+def test_cpu_tensors_need_no_cpu_backend_of_the_group(alone):
+    """NCCL has none, and a model is split and exported on the CPU."""
     group = dist.new_group([0], backend="cuda:gloo")
     value = torch.ones(2, 3, requires_grad=True)
     total = gather_from_group(reduce_from_group(value, group), group)
