@@ -136,7 +136,7 @@ for name in modules:
     if not name.rpartition(".")[2].startswith(("__main__", "triton_")):
         import_module(name)
 assert not {"engine", "pipeline", "comm", "recipes"} & sys.modules.keys()
-print(len(modules))
+print(len(modules), "modules")
 """
 
 
@@ -144,7 +144,8 @@ def test_every_module_is_importable_by_its_full_name(launch, tmp_path):
     program = tmp_path / "import_all.py"
     program.write_text(IMPORT_ALL)
     ended = launch(program, ranks=1, own=True).check()
-    assert int(ended.outputs[0].split()[-1]) == number_of_modules()
+    # Triton 3.9 writes of its own leaks after the program.
+    assert f"{number_of_modules()} modules" in ended.outputs[0].splitlines()
 
 
 @pytest.mark.nightly
