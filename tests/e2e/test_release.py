@@ -144,7 +144,6 @@ def test_every_module_is_importable_by_its_full_name(launch, tmp_path):
     program = tmp_path / "import_all.py"
     program.write_text(IMPORT_ALL)
     ended = launch(program, ranks=1, own=True).check()
-    # Triton 3.9 writes of its own leaks after the program.
     assert f"{number_of_modules()} modules" in ended.outputs[0].splitlines()
 
 
