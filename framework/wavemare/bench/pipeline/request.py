@@ -97,6 +97,7 @@ SYSTEMS: Mapping[str, System] = {
     "wavemare-auto-v-0.63x": System(
         ideal=_by_plan("auto", 0.63), parts_per_stage=2, on_request=True
     ),
+    "wavemare-auto-v-unguarded": System(ideal=_by_plan("auto"), parts_per_stage=2, on_request=True),
     "wavemare-pipemare": System(ideal=_without_bubble, steady=True),
     "wavemare-pipemare-slack": System(ideal=_without_bubble, steady=True),
     "wavemare-pipemare-auto": System(ideal=_without_bubble, steady=True),

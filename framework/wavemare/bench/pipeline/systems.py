@@ -174,6 +174,9 @@ BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
     "wavemare-zbv": partial(_build_wavemare, schedule="zbv"),
     "wavemare-auto-v": partial(_build_wavemare, schedule="auto"),
     "wavemare-auto-v-0.63x": partial(_build_wavemare, schedule="auto", memory_limit="0.63x"),
+    "wavemare-auto-v-unguarded": partial(
+        _build_wavemare, schedule="auto", guard={"nonfinite": "off"}
+    ),
     "wavemare-pipemare": partial(_build_wavemare, schedule="pipemare"),
     "wavemare-pipemare-slack": partial(_build_wavemare, schedule="pipemare", pipemare={"slack": 1}),
     "wavemare-pipemare-auto": partial(
