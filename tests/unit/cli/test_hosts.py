@@ -12,7 +12,7 @@ from importlib import metadata
 
 import pytest
 
-from wavemare.cli.host_checks import check_hostfile
+from wavemare.cli.doctor import check_hostfile
 
 SSH = """#!/bin/sh
 while [ "$1" != -- ]; do shift; done
