@@ -17,7 +17,7 @@ from transformers import (
 from wavemare.data.indexed import IndexedWriter
 from wavemare.data.tokenizer import train_tokenizer
 from wavemare.report import read_run
-from wavemare.report.traces import category
+from wavemare.report.runs import category
 
 SLOW = pytest.mark.nightly
 GPT_ENGINES = ["pipeline", pytest.param("zero", marks=SLOW), pytest.param("wave", marks=SLOW)]

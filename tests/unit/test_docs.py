@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from wavemare.engine.config.resolve import check_batch_sizes, check_config
-from wavemare.parallel.planner.cluster_file import parse_cluster
+from wavemare.parallel.planner.cluster import parse_cluster
 from wavemare.pipeline.staleness.staleness import max_staleness, mean_staleness
 
 ROOT = Path(__file__).resolve().parents[2]

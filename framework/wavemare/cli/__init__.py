@@ -15,10 +15,10 @@ from wavemare.cli.bench import bench
 from wavemare.cli.convert import convert
 from wavemare.cli.data import app as data
 from wavemare.cli.doctor import doctor
+from wavemare.cli.job import launch_script
 from wavemare.cli.plan import app as plan
 from wavemare.cli.report import report
 from wavemare.cli.simulate import simulate
-from wavemare.cli.start import launch_script
 from wavemare.cli.train import train
 from wavemare.failure import run_main
 

@@ -15,8 +15,16 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from wavemare.cli.job import Job, read_hosts, split_options
-from wavemare.cli.start import Hostfile, LauncherArguments, Nproc, PrintCommand, start
+from wavemare.cli.job import (
+    Hostfile,
+    Job,
+    LauncherArguments,
+    Nproc,
+    PrintCommand,
+    read_hosts,
+    split_options,
+    start,
+)
 from wavemare.engine.launch.environment import launcher_rank
 from wavemare.errors import ConfigError, LaunchError, did_you_mean
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from wavemare.report.traces import Trace, category
+from wavemare.report.runs import Trace, category
 
 _COLOURS = ("#3b8ed0", "#e69f00", "#2a9d6f", "#d1495b", "#b07cc6", "#56b4e9", "#8c7a4f", "#7a869a")
 _MS_PER_S = 1e3

@@ -14,9 +14,8 @@ from common import leave
 
 from wavemare.bench.pipeline import workload as workloads
 from wavemare.bench.pipeline.request import SYSTEMS, PipelineRequest
-from wavemare.bench.pipeline.runner import ADAMW, Place
+from wavemare.bench.pipeline.runner import ADAMW, Place, build_workload
 from wavemare.bench.pipeline.systems import BUILDERS
-from wavemare.bench.pipeline.workload import build_workload
 from wavemare.engine import init_distributed
 from wavemare.pipeline.optim.soap_muon import SOAP
 

@@ -9,7 +9,7 @@ import pytest
 from wavemare.errors import ModelError, PlanError
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.planner import plan
-from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
+from wavemare.parallel.planner.cluster import parse_cluster, read_cluster
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import build_plan

@@ -7,7 +7,7 @@ from wavemare.engine.observe.progress import Progress
 from wavemare.engine.observe.recorder import StepTrace
 from wavemare.pipeline.plan.lowering import Pair
 from wavemare.pipeline.plan.plan import Action, Kind
-from wavemare.report.traces import Span, read_traces
+from wavemare.report.runs import Span, read_traces
 
 
 class Clock:

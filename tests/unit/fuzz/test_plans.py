@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from wavemare.cli.job import parse_hostfile
 from wavemare.errors import LaunchError, PlanError
 from wavemare.parallel.layout.layout import Layout, Prediction
-from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
+from wavemare.parallel.planner.cluster import parse_cluster, read_cluster
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import build_plan

@@ -12,8 +12,7 @@ from torch import nn
 import wavemare
 from wavemare import parallel
 from wavemare.errors import ConfigError, ModelError, PlanError
-from wavemare.parallel.layout.annotations import pipeline
-from wavemare.parallel.layout.regions import own_region, regions_of
+from wavemare.parallel.layout.annotations import own_region, pipeline, regions_of
 
 HERE = r"test_regions\.py:\d+"
 

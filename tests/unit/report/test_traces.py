@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from wavemare.report.traces import category, read_traces
+from wavemare.report.runs import category, read_traces
 
 
 @pytest.fixture

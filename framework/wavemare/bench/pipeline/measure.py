@@ -18,10 +18,11 @@ from wavemare.bench.pipeline.runner import (
     Busy,
     Place,
     Runner,
+    Workload,
+    build_workload,
     busy_seconds,
 )
 from wavemare.bench.pipeline.systems import BUILDERS
-from wavemare.bench.pipeline.workload import Workload, build_workload
 from wavemare.bench.ranks import interleaved, ratio_row
 from wavemare.engine.launch.group import gather
 from wavemare.files import atomic_write_bytes, atomic_write_text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of measured pipelines, a recorder of actions, and the no-communication bound."""
+"""What measured pipelines share: the model in parts, their interface, and the bound."""
 
 from __future__ import annotations
 
@@ -13,11 +13,131 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import set_seed
 
-from wavemare.bench.pipeline.workload import Batch, Workload
-from wavemare.bench.ranks import bench_device
+from wavemare.bench.pipeline.request import PipelineRequest, Waits
+from wavemare.bench.ranks import SEED, bench_device, build_gpt
+from wavemare.models.chains import gpt2_chain
+from wavemare.models.families import LanguageModelLoss
+from wavemare.models.layers import PipelineLayer
+from wavemare.models.timing import layer_times
 from wavemare.pipeline.clock.simulate import Event
+from wavemare.pipeline.plan.partition import balanced_cuts
 from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
+
+_BATCHES = 8
+_SYNTHETIC_WIDTH = 64
+_INPUTS = ("input_ids",)
+# Linux may wake a sleeper so late by default.
+_TIMER_SLACK_S = 50e-6
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Workload(ABC):
+    """A model in parts, its loss and its micro-batches; the same on all ranks.
+
+    Attributes:
+        loss: From (output, labels) to a scalar.
+        batches: Micro-batches (inputs, labels), to be repeated.
+        activation_shape: Of the tensor between two parts, in fp32.
+    """
+
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batches: list[Batch]
+    activation_shape: tuple[int, ...]
+
+    @abstractmethod
+    def parts(self, count: int) -> list[nn.Module]:
+        """Return new modules of even costs, with the same initial weights each time."""
+
+
+class GPTWorkload(Workload):
+    """GPT-2 without dropout and with a head of its own, on random tokens.
+
+    All processes must build it at the same time: its layers are timed on all of them.
+    """
+
+    def __init__(self, request: PipelineRequest) -> None:
+        self._request = request
+        model, chain = self._build()
+        self._weights = layer_times(model, chain, _INPUTS)
+        self.loss = LanguageModelLoss(model.loss_function, request.vocabulary)
+        self.activation_shape = (request.batch, request.sequence, request.hidden)
+        shape = (_BATCHES, request.batch, request.sequence)
+        tokens = torch.randint(0, request.vocabulary, shape, generator=_generator())
+        self.batches = [(part, part) for part in tokens]
+
+    def parts(self, count: int) -> list[nn.Module]:
+        """Cut a new model by the measured times of its layers."""
+        _, chain = self._build()
+        cuts = balanced_cuts(self._weights, count)
+        return [nn.Sequential(*chain[cuts[i] : cuts[i + 1]]) for i in range(count)]
+
+    def _build(self) -> tuple[Any, list[PipelineLayer]]:
+        model = build_gpt(self._request)
+        return model, gpt2_chain(model, _INPUTS)
+
+
+class SyntheticWorkload(Workload):
+    """Layers that sleep: many share a core, and real tensors travel between them."""
+
+    def __init__(self, request: PipelineRequest) -> None:
+        self._stages = request.stages
+        self._waits = request.waits
+        self.loss = nn.functional.mse_loss
+        self.activation_shape = (request.batch, _SYNTHETIC_WIDTH)
+        values = torch.randn((_BATCHES, *self.activation_shape), generator=_generator())
+        self.batches = [(part, torch.zeros_like(part)) for part in values]
+
+    def parts(self, count: int) -> list[nn.Module]:
+        """Return layers whose waits add up to the same whole for every number of parts."""
+        set_seed(SEED)
+        waits = Waits(*(seconds * self._stages / count for seconds in self._waits))
+        return [TimedWait(waits) for _ in range(count)]
+
+
+class TimedWait(nn.Module):
+    """A linear layer that sleeps in its passes.
+
+    Hooks on the two gradients sleep, so that a split backward pass sleeps in the same parts.
+
+    Args:
+        waits: How long.
+    """
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_SYNTHETIC_WIDTH, _SYNTHETIC_WIDTH)
+        self.waits = waits
+        self.linear.weight.register_hook(lambda _: sleep(waits.weight_s))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 64) to (batch, 64)."""
+        # The first stage's input needs no gradient, and sleeps for it as others do.
+        own = inputs.view_as(inputs) if inputs.requires_grad else inputs.detach().requires_grad_()
+        own.register_hook(lambda _: sleep(self.waits.input_s))
+        output: Tensor = self.linear(own)
+        sleep(self.waits.forward_s)
+        return output
+
+
+def build_workload(request: PipelineRequest) -> Workload:
+    """Return the model of a request; all processes call this together."""
+    return SyntheticWorkload(request) if request.synthetic else GPTWorkload(request)
+
+
+def sleep(seconds: float) -> None:
+    """Sleep; the last moment is spent awake, to end in time."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(seconds - _TIMER_SLACK_S, 0))
+    while time.perf_counter() < end:
+        pass
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """The optimizer of all systems: AdamW in fp32."""

@@ -31,9 +31,9 @@ from wavemare.bench.pipeline.runner import (
     Recorder,
     Runner,
     Take,
+    Workload,
     build_optimizer,
 )
-from wavemare.bench.pipeline.workload import Workload
 from wavemare.bench.ranks import bench_device
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 from wavemare.pipeline.clock.simulate import Event

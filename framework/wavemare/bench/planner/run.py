@@ -16,8 +16,7 @@ from wavemare.bench.planner.rows import choice_rows
 from wavemare.bench.ranks import build_gpt
 from wavemare.bench.run import run_ranks
 from wavemare.parallel.layout.layout import Layout, Prediction
-from wavemare.parallel.planner.cluster import Cluster
-from wavemare.parallel.planner.cluster_file import parse_cluster
+from wavemare.parallel.planner.cluster import Cluster, parse_cluster
 from wavemare.parallel.planner.model import ModelCosts, model_costs
 from wavemare.parallel.planner.predict import Candidate, Scene, Settings
 from wavemare.parallel.planner.proposals import (

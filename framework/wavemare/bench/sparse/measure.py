@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wavemare.bench.ranks import interleaved, ratio_row
-from wavemare.bench.sparse.base import Bench
 from wavemare.bench.sparse.peers import OmniReduce
+from wavemare.bench.sparse.peers.base import Bench
 from wavemare.bench.sparse.request import DENSE, DUELIST, Case, SparseRequest
 from wavemare.bench.sparse.systems import Network, build_system, open_network
 from wavemare.comm.blocks.masks import Masks

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from torch import Tensor
 
-from wavemare.bench.sparse.base import Bench, nonzero_rows
 from wavemare.bench.sparse.peers import PEERS, OmniReduce
+from wavemare.bench.sparse.peers.base import Bench, nonzero_rows
 from wavemare.bench.sparse.request import DENSE, TOPK_SHARE, Case, SparseRequest
 from wavemare.comm import SparseComm
 from wavemare.comm.config import CompressorConfig

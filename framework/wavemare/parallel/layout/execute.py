@@ -17,10 +17,9 @@ from wavemare.engine.config.sections import ParallelConfig
 from wavemare.engine.launch.group import gather
 from wavemare.errors import PlanError
 from wavemare.models.convert import parameter_cost
-from wavemare.parallel.layout.annotations import PLAN, is_annotated
+from wavemare.parallel.layout.annotations import PLAN, Region, Regions, is_annotated, regions_of
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.layout.names import NamedChain, annotate, named_chain
-from wavemare.parallel.layout.regions import Region, Regions, regions_of
 from wavemare.pipeline.plan.partition import balanced_cuts
 
 logger = logging.getLogger("wavemare")

@@ -16,9 +16,8 @@ from wavemare.engine.config.sections import ParallelConfig, SplitNames
 from wavemare.errors import ModelError, PlanError, did_you_mean
 from wavemare.models.families import family_of
 from wavemare.models.layers import PipelineLayer, TiedHead
-from wavemare.parallel.layout.annotations import PLAN, tag
+from wavemare.parallel.layout.annotations import PLAN, Region, own_region, tag
 from wavemare.parallel.layout.layout import Layout
-from wavemare.parallel.layout.regions import Region, own_region
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _MOST_DIGITS = 5

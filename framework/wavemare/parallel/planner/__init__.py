@@ -5,8 +5,7 @@ A model and a cluster go in, layouts with predictions come out; nothing here nee
 ``probe.py``. Read ``search.py`` first.
 """
 
-from wavemare.parallel.planner.cluster import Cluster, Device, Link
-from wavemare.parallel.planner.cluster_file import read_cluster
+from wavemare.parallel.planner.cluster import Cluster, Device, Link, read_cluster
 from wavemare.parallel.planner.search import PlanSearch, plan
 
 __all__ = ["Cluster", "Device", "Link", "PlanSearch", "plan", "read_cluster"]

@@ -14,8 +14,7 @@ from typing import Any
 from wavemare.errors import ModelError, PlanError, did_you_mean
 from wavemare.files import parse_json
 from wavemare.parallel.layout.layout import Layout, Prediction
-from wavemare.parallel.planner.cluster import Cluster
-from wavemare.parallel.planner.cluster_file import read_cluster
+from wavemare.parallel.planner.cluster import Cluster, read_cluster
 from wavemare.parallel.planner.costs import Variant
 from wavemare.parallel.planner.model import ModelCosts, model_costs
 from wavemare.parallel.planner.predict import Candidate, Scene, Settings

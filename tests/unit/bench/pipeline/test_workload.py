@@ -7,7 +7,7 @@ from torch import nn
 
 from wavemare.bench.pipeline import workload
 from wavemare.bench.pipeline.request import PipelineRequest, Waits
-from wavemare.bench.pipeline.workload import GPTWorkload, SyntheticWorkload, TimedWait
+from wavemare.bench.pipeline.runner import GPTWorkload, SyntheticWorkload, TimedWait
 from wavemare.bench.ranks import build_gpt
 from wavemare.engine.pipe.split_backward import SplitBackward
 

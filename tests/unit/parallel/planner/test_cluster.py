@@ -7,8 +7,14 @@ from dataclasses import replace
 import pytest
 
 from wavemare.errors import PlanError
-from wavemare.parallel.planner.cluster import CARDS, Cluster, Device, Link
-from wavemare.parallel.planner.cluster_file import parse_cluster, read_cluster
+from wavemare.parallel.planner.cluster import (
+    CARDS,
+    Cluster,
+    Device,
+    Link,
+    parse_cluster,
+    read_cluster,
+)
 
 FAST = Device(type="fast", tflops=20, memory_gib=32, memory_gb_s=900, node="a", efficiency=0.6)
 SLOW = Device(type="slow", tflops=10, memory_gib=16, memory_gb_s=700, node="b", overhead_s=1e-3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What systems of papers share, over our transports; float32, on CPUs.
+"""What all systems share, and what those of papers share: over our transports, float32, CPUs.
 
 Most send sparse tensors as pairs of indices and values: indices are (k,), int32 of elements or
 int64 of rows; values (k,) or (k, width), float32. Some send values in 8 or 4 bits with one scale
@@ -11,7 +11,7 @@ norm; its experiments, and this, by the largest magnitude.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -20,10 +20,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.bench.sparse.base import Bench, nonzero_rows
 from wavemare.bench.sparse.request import Case, SparseRequest
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport
+
+
+class Bench(ABC):
+    """One system on one rank."""
+
+    statistics: Statistics | None = None
+    case: Case | None = None
+
+    def prepare(self, case: Case, gradient: Tensor) -> None:
+        """Take a gradient, in the form that a model would give to the collective."""
+        if case != self.case:
+            self.reset()
+        self.case = case
+        self.bucket = gradient
+
+    def reset(self) -> None:
+        """Drop what an earlier case has left."""
+        return None
+
+    @abstractmethod
+    def sum(self) -> Any:
+        """Sum over all ranks; this is timed."""
+
+    def result(self, summed: Any) -> Tensor:
+        """Return the sum as a flat dense tensor, to be checked."""
+        return self.bucket
+
+    def left_out(self) -> Tensor | None:
+        """Return what a case's sums lack so far because of this rank; None if they are exact."""
+        return None
+
+    def close(self) -> None:
+        """Close the collective."""
+        return None
+
+
+def nonzero_rows(table: Tensor) -> Tensor:
+    """Return the numbers of a table's rows that are not zero: a model knows them."""
+    return table.abs().amax(dim=1).nonzero().flatten()
+
 
 Summation = Callable[[Tensor, Tensor, Transport], None]
 """Sums a bucket in place: its blocks (nb, block), the numbers of the non-zero ones, transport."""
