@@ -48,6 +48,7 @@ class Accelerator(accelerate.Accelerator):
     Attributes:
         section: The ``"wavemare"`` section; None without one.
         model_ranks: Number of processes that share a model and its batches.
+        tensor_ranks: Number of them that share each layer.
         stages: Stages of the pipeline.
         weighs_losses: Whether the engine weighs the losses of data ranks.
         own_loss: Whether only the engine may set a pipeline's loss function.
@@ -58,7 +59,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     section: dict[str, Any] | None = None
-    model_ranks = stages = 1
+    model_ranks = tensor_ranks = stages = 1
     weighs_losses = own_loss = False
     whole_step_key: str | None = None
     whole_steps = False
@@ -89,6 +90,7 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError(f"{SECTION}.{key}", section, reason, remedy)
         self.section = section
         self.model_ranks = ours.model_ranks
+        self.tensor_ranks = ours.tensor_parallel.size
         self.stages = ours.pipeline.stages
         self.weighs_losses = ours.balance.is_active
         self.own_loss = self.weighs_losses or ours.pipeline.overlap_forward_backward
@@ -101,12 +103,7 @@ class Accelerator(accelerate.Accelerator):
     @property
     def data_rank(self) -> int:
         """The rank of this process among `data_ranks`."""
-        size = self._ours.tensor_parallel.size
-        return int(self.process_index) // size % self.data_ranks
-
-    @property
-    def _ours(self) -> WavemareConfig:
-        return WavemareConfig.of({SECTION: self.section} if self.section is not None else {})
+        return int(self.process_index) // self.tensor_ranks % self.data_ranks
 
     def _prepare_deepspeed(self, *args: Any) -> Any:
         def ours(config_params: Any = None, **arguments: Any) -> Any:

@@ -37,8 +37,10 @@ class WavemareError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        advice = self.remedy if self.remedy.endswith("?") else f"{self.remedy}."
-        return f"{self.key} = {_shown(self.value)}: {self.reason}. {advice}"
+        advice, shown = self.remedy, repr(self.value)
+        if len(shown) > _LONGEST:
+            shown = f"{shown[: _LONGEST - 45]} ... {shown[-40:]}"
+        return f"{self.key} = {shown}: {self.reason}. {advice}{'' if advice.endswith('?') else '.'}"
 
 
 class ConfigError(WavemareError, ValueError):
@@ -118,9 +120,3 @@ def check_number(
     bounds = f"of at least {low}" if high == _LARGEST else f"from {low} to below {high}"
     kind = "whole" if whole else "finite"
     raise error(key, value, f"it is no {kind} number {bounds}", "Give one, without quotes")
-
-
-def _shown(value: object) -> str:
-    """Return a value as a message shows it: the two ends of a long one."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 45]} ... {text[-40:]}"

@@ -272,10 +272,13 @@ def _check_host(host: Host, *, here: dict[str, str], alone: bool, limit_s: float
     if done.returncode:
         return Finding(name, "fail", *_failure(host, done))
     facts = json.loads(done.stdout.splitlines()[-1])  # a login script may print a greeting first
-    problem = _problem(facts, here, alone=alone)
+    there, problem = facts["versions"], network_problem(facts, alone=alone)
+    differences = [f"{k} {there[k]} (here {v})" for k, v in here.items() if there[k] != v]
+    if differences:
+        problem = ", ".join(differences), "Install the same versions on all hosts"
     if problem is not None:
         return Finding(name, "fail", *problem)
-    versions = ", ".join(f"{key} {version}" for key, version in facts["versions"].items())
+    versions = ", ".join(f"{key} {version}" for key, version in there.items())
     return Finding(name, "ok", f"{facts['address']} by ssh: {versions}")
 
 
@@ -288,19 +291,6 @@ def _failure(host: Host, done: subprocess.CompletedProcess[str]) -> tuple[str, s
         remedy = "Install the same environment there, at the same path"
         return f"it has no {sys.executable} ({last})", remedy
     return last, f"Share {os.getcwd()} and {sys.prefix} between the hosts, or copy them there"
-
-
-def _problem(facts: dict[str, Any], here: dict[str, str], *, alone: bool) -> tuple[str, str] | None:
-    """Return what keeps ranks from working on a host, and the remedy; None if nothing."""
-    versions = facts["versions"]
-    differences = [
-        f"{name} {versions[name]} (here {version})"
-        for name, version in here.items()
-        if versions[name] != version
-    ]
-    if differences:
-        return ", ".join(differences), "Install the same versions on all hosts"
-    return network_problem(facts, alone=alone)
 
 
 def network_problem(facts: dict[str, Any], *, alone: bool) -> tuple[str, str] | None:

@@ -133,7 +133,8 @@ class Job:
             )
         # The launcher would report the end of its children as an error, below their own message.
         options = ["--log_level", "critical", *options]
-        given, count = self._given_options(), self._processes_per_host()
+        given, default = self._given_options(), None if self.hosts else _DEFAULT_PROCESSES
+        count = self.num_processes or default
         if _PORT_OPTION not in given:  # a second run on this host would fail with the default port
             options = [_PORT_OPTION, str(free_port()), *options]
         if count is not None and not given & _CHOOSE_DEVICES:
@@ -167,11 +168,6 @@ class Job:
         """Whether DeepSpeed passes the program and its options as one text to remote shells."""
         remote = bool(self.hosts) and not is_this_host_alone(self.hosts)
         return remote and "--launcher" not in self._given_options()
-
-    def _processes_per_host(self) -> int | None:
-        if self.num_processes is None and not self.hosts:
-            return _DEFAULT_PROCESSES
-        return self.num_processes
 
 
 def split_options(text: str) -> list[str]:

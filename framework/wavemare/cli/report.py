@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +25,9 @@ def report(
     from wavemare.files import atomic_write_text
     from wavemare.report import read_run, run_page
 
-    names = _names(runs)
+    names = [run.resolve().name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run) for run in runs]
     facts = [read_run(run, name=name) for run, name in zip(runs, names, strict=True)]
     page = run_page(facts)
     try:
@@ -35,9 +36,3 @@ def report(
         reason = error.strerror or type(error).__name__
         raise ConfigError("--output", str(output), reason, "Name another HTML file") from None
     typer.echo(f"{output}: {len(page.encode()) / 1e6:.1f} MB", err=True)
-
-
-def _names(runs: Sequence[Path]) -> list[str]:
-    """Return the names of the run folders, or their paths if two have the same name."""
-    names = [run.resolve().name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run) for run in runs]

@@ -227,7 +227,11 @@ class IndexedWriter:
     def __init__(self, prefix: str | Path, dtype: Any, *, overwrite: bool = False) -> None:
         self.prefix = Path(os.path.expanduser(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._code = _code_of(self.dtype)
+        codes = {known: code for code, known in _TYPES.items()}
+        if self.dtype not in codes:
+            remedy = f"Choose one of {', '.join(known.name for known in codes)}"
+            raise DataError("dtype", str(self.dtype), "the format has no such type", remedy)
+        self._code = codes[self.dtype]
         check_prefix("--output", self.prefix)
         for file in (with_extension(self.prefix, end) for end in (".bin", ".idx")):
             if file.exists() and not overwrite:
@@ -344,11 +348,3 @@ def merge_indexed(
     with IndexedWriter(target, dtype, overwrite=overwrite) as writer:
         for part in parts:
             writer.add_indexed(part)
-
-
-def _code_of(dtype: np.dtype[Any]) -> int:
-    for code, known in _TYPES.items():
-        if known == dtype:
-            return code
-    names = ", ".join(known.name for known in _TYPES.values())
-    raise DataError("dtype", str(dtype), "the format has no such type", f"Choose one of {names}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import numpy as np
@@ -83,7 +84,8 @@ class ResumableLoader(Iterator[Any]):
         self._seed = seed
         self._shuffle = shuffle
         self.consumed_samples = 0
-        self._permutations: dict[int, NDArray[np.int64]] = {}
+        # A global batch may straddle two epochs.
+        self._permutation = lru_cache(maxsize=2)(self._permute)
 
     def __iter__(self) -> Self:
         return self
@@ -128,13 +130,6 @@ class ResumableLoader(Iterator[Any]):
         index = int(self._permutation(epoch)[place])
         at = getattr(self._dataset, "at", None)
         return self._dataset[index] if at is None else at(index, epoch)
-
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._permutations:
-            # A global batch may straddle two epochs, so the one before is kept as well.
-            recent = {e: p for e, p in self._permutations.items() if e == epoch - 1}
-            self._permutations = {**recent, epoch: self._permute(epoch)}
-        return self._permutations[epoch]
 
     def _permute(self, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:

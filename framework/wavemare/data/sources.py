@@ -146,7 +146,7 @@ def _resolve_path(spec: str, path: Path) -> Source | None:
     if glob.has_magic(spec):
         matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
         return _files(spec, [match for match in matches if match.is_file()])
-    if _looks_like_path(spec):
+    if "/" in spec or "\\" in spec or path.suffix.lower() in EXTENSIONS:
         raise _missing(spec, path)
     return None
 
@@ -214,10 +214,6 @@ def _files(spec: str, files: list[Path]) -> Source:
         reason = "the corpus is empty: every file has 0 bytes"
         raise DataError("--data", spec, reason, "Give files that hold text")
     return Source(next(iter(kinds)), spec, tuple(sorted(files)))
-
-
-def _looks_like_path(spec: str) -> bool:
-    return "/" in spec or "\\" in spec or Path(spec).suffix.lower() in EXTENSIONS
 
 
 def _missing(spec: str, path: Path) -> DataError:

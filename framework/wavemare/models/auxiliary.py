@@ -40,11 +40,6 @@ class AuxiliaryLoss:
     chosen: int
     coefficient: float
 
-    @property
-    def shifts_labels(self) -> bool:
-        """Whether the first label of each sequence is compared with nothing."""
-        return bool(getattr(self.main, "shifts_labels", False))
-
     def __call__(self, outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         """Return the loss of the last layer's outputs and labels."""
         logits, sums = outputs

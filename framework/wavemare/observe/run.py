@@ -70,8 +70,12 @@ class Run:
         if not self._writes:
             return None
         self._acquire()
-        if done:
-            self._truncate_after(done)
+        if done:  # it resumes there, and will write the later lines again
+            self.close()
+            if self.metrics_file.exists():
+                lines = read_metrics(self.metrics_file)
+                kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= done]
+                atomic_write_text(self.metrics_file, "".join(kept))
             return None
         saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
         if not self.metrics_file.exists() and not saved:
@@ -124,13 +128,6 @@ class Run:
     def close(self) -> None:
         """Close ``metrics.jsonl``; a later `log` opens it again."""
         self._metrics.close()
-
-    def _truncate_after(self, step: int) -> None:
-        """Cut off the lines after a step, as a run that resumes there will write them again."""
-        self.close()
-        if self.metrics_file.exists():
-            kept = [line for line in read_metrics(self.metrics_file) if line["step"] <= step]
-            atomic_write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def _acquire(self) -> None:
         """Lock the folder until this process ends, however it ends."""

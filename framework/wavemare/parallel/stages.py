@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -152,7 +152,9 @@ def _over_orders(times: Sequence[Array], counts: Sequence[int], combine: Combine
     values = {empty: _start(times)}
     rows = np.arange(len(values[empty]))
     choices: dict[tuple[int, ...], tuple[NDArray[np.intp], NDArray[np.intp]]] = {}
-    for used in _states(counts):
+    # The devices used so far, fewer first, without the state of none.
+    states = product(*(range(count + 1) for count in counts))
+    for used in sorted((state for state in states if sum(state)), key=sum):
         place = sum(used) - 1
         kinds = [kind for kind, count in enumerate(used) if count]
         tables = [combine(values[_without(used, kind)], times[place][kind]) for kind in kinds]
@@ -172,12 +174,6 @@ def _over_orders(times: Sequence[Array], counts: Sequence[int], combine: Combine
         bounds.append(int(starts[bounds[-1]]))
         used = _without(used, order[-1])
     return _cut(times, order[::-1], bounds[::-1])
-
-
-def _states(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the devices used so far, fewer first, without the state of none."""
-    states = product(*(range(count + 1) for count in counts))
-    yield from sorted((state for state in states if sum(state)), key=sum)
 
 
 def _without(used: tuple[int, ...], kind: int) -> tuple[int, ...]:

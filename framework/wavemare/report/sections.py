@@ -27,7 +27,9 @@ def run_page(runs: Sequence[RunFacts]) -> str:
     title = f"Run {names}" if len(runs) == 1 else f"{len(runs)} runs compared"
     page = Page(title, "" if len(runs) == 1 else names)
     page.section("Overview")
-    page.table(("", *(run.name for run in runs)), overview(runs))
+    columns = [_facts(run) for run in runs]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    page.table(("", *(run.name for run in runs)), rows)
     for add in (
         _add_learning,
         _add_speed,
@@ -189,12 +191,6 @@ def _events(run: RunFacts, kind: str, *, rank: int | None = None) -> list[dict[s
 def _command(run: RunFacts) -> str | None:
     words = run.environment.get("command")
     return shlex.join(map(str, words)) if isinstance(words, list) else None
-
-
-def overview(runs: Sequence[RunFacts]) -> list[tuple[object, ...]]:
-    """Return a row for each fact: its name and its value in each run."""
-    columns = [_facts(run) for run in runs]
-    return [(name, *(column[name] for column in columns)) for name in columns[0]]
 
 
 def _facts(run: RunFacts) -> dict[str, object]:

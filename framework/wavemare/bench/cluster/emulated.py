@@ -75,10 +75,8 @@ class EmulatedCluster:
         self.folder = Path()
         self._jobs = 0
 
-    @staticmethod
-    def obstacle() -> str | None:
-        """Return why there can be no cluster here, in a sentence, or None if there can."""
-        return namespace_obstacle()
+    obstacle = staticmethod(namespace_obstacle)
+    """Returns why there can be no cluster here, in a sentence, or None if there can."""
 
     def enter(self, host: int) -> list[str]:
         """Return the words that run a command on a host, in the root folder, when put before it."""

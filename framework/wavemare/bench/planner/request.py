@@ -155,7 +155,9 @@ class PlannerRequest(_Size):
 
     def _job(self, part: str, speeds: Sequence[float], cores: int, **values: Any) -> PlannerJob:
         shared = {name: getattr(self, name) for name in _Size.model_fields}
-        devices = device_shares(speeds, self.load * cores)
+        # Each rank's share of a core is in proportion to its speed.
+        scale = min(_MOST_OF_A_CORE / max(speeds), self.load * cores / sum(speeds))
+        devices = tuple(speed * scale for speed in speeds)
         return PlannerJob(part=part, ranks=len(speeds), devices=devices, **shared, **values)
 
     def title(self, result: Row) -> str:
@@ -168,14 +170,3 @@ class PlannerRequest(_Size):
     def case(self, row: Row) -> str:
         """Return part and devices."""
         return str(row["case"])
-
-
-def device_shares(speeds: Sequence[float], cores: float) -> tuple[float, ...]:
-    """Return each rank's share of a core, in proportion to its speed.
-
-    Args:
-        speeds: In any unit.
-        cores: Upper limit for all ranks together; none of them uses more than 0.9 of a core.
-    """
-    scale = min(_MOST_OF_A_CORE / max(speeds), cores / sum(speeds))
-    return tuple(speed * scale for speed in speeds)

@@ -42,9 +42,13 @@ def layout_for(model: Any, values: dict[str, Any]) -> tuple[Layout, dict[str, An
     """
     names = WavemareConfig.of(values).parallel
     given, annotated = getattr(model, PLAN, None), is_annotated(model)
-    values = _without_section(values)
+    section = values.get(SECTION)
+    if isinstance(section, Mapping):
+        values = {**values, SECTION: {k: v for k, v in section.items() if k != "parallel"}}
     _check_one(names, annotated, given)
-    _check_model(model)
+    if isinstance(model, PipelineModule):
+        reason = "a PipelineModule has its stages and cuts already"
+        raise PlanError("model", type(model).__name__, reason, "Give the model that it is made of")
     if names.plan is not None or given is not None:
         plan = given if given is not None else _read(names.plan)
         plan = agree(plan)
@@ -102,13 +106,6 @@ def _tell_order(plan: Layout) -> None:
     )
 
 
-def _without_section(values: dict[str, Any]) -> dict[str, Any]:
-    section = values.get(SECTION)
-    if not isinstance(section, Mapping) or "parallel" not in section:
-        return values
-    return {**values, SECTION: {k: v for k, v in section.items() if k != "parallel"}}
-
-
 def _check_one(names: ParallelConfig, annotated: bool, given: Any) -> None:
     sources = {
         f"{_KEY}.plan": names.plan is not None,
@@ -120,12 +117,6 @@ def _check_one(names: ParallelConfig, annotated: bool, given: Any) -> None:
     if len(found) > 1:
         reason = f"the layout is given by {' and by '.join(found)}"
         raise PlanError(_KEY, found[1], reason, "Use one of them")
-
-
-def _check_model(model: Any) -> None:
-    if isinstance(model, PipelineModule):
-        reason = "a PipelineModule has its stages and cuts already"
-        raise PlanError("model", type(model).__name__, reason, "Give the model that it is made of")
 
 
 def _check_fits(plan: Layout, model: Any) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from wavemare.errors import PlanError, check_number, did_you_mean
@@ -48,8 +48,13 @@ class Prediction:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, several = getattr(self, field.name), field.type != "float"
-            _check_seconds(f"predicted.{field.name}", value, several=several)
+            key, value = f"predicted.{field.name}", getattr(self, field.name)
+            several = isinstance(value, tuple)
+            if several == (field.type == "float"):
+                reason = "it is a list" if several else "it is no list of numbers"
+                raise PlanError(key, value, reason, "Make the plan again")
+            for number in value if several else (value,):
+                check_number(PlanError, key, number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,13 +233,7 @@ class Layout:
 
 def _sum(shares: tuple[int, ...]) -> str:
     """Return ``4x20 + 4x12`` for shares that come in runs."""
-    runs: list[list[int]] = []
-    for share in shares:
-        if runs and runs[-1][1] == share:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, share])
-    text = " + ".join(f"{count}x{share}" for count, share in runs)
+    text = " + ".join(f"{len(list(run))}x{share}" for share, run in groupby(shares))
     return f"({text})"
 
 
@@ -290,24 +289,6 @@ def _check_layout(plan: Layout) -> None:
     for check in (_choices, _batch, _cuts, _memory, _order):
         for name, reason, remedy in check(plan):
             raise PlanError(name, getattr(plan, name), reason, remedy)
-
-
-def _check_seconds(key: str, value: Any, *, several: bool) -> None:
-    """Check a predicted number, or a tuple of them.
-
-    Args:
-        key: Its place.
-        value: It.
-        several: Whether it must be a tuple.
-
-    Raises:
-        PlanError: One of them is negative or not finite, or no number.
-    """
-    if isinstance(value, tuple) != several:
-        reason = "it is no list of numbers" if several else "it is a list"
-        raise PlanError(key, value, reason, "Make the plan again")
-    for number in value if isinstance(value, tuple) else (value,):
-        check_number(PlanError, key, number)
 
 
 _Refusals = Iterator[tuple[str, str, str]]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
-from wavemare.parallel.planner.model import BYTES, LayerCost, ModelCosts
+from wavemare.parallel.planner.model import BYTES, ModelCosts
 
 RESERVE = 1.13
 """Factor on all that is counted: 5 % for workspace, 8 % for what the allocator cannot use."""
@@ -72,7 +72,9 @@ class MemoryModel:
     def of(cls, costs: ModelCosts, variant: Variant) -> MemoryModel:
         """Return the model of a chain and a variant."""
         weight = bytes_of_a_weight(costs.dtype, variant)
-        static = [weight * _held(layer, variant.stages) for layer in costs.layers]
+        # A stage holds a copy of weights that are tied to another one's.
+        copies = variant.stages > 1
+        held = [layer.parameters + copies * layer.tied_parameters for layer in costs.layers]
         parts = variant.tensor_parallel
         kept = [layer.kept_bytes + layer.split_bytes / parts for layer in costs.layers]
         working = 0.0
@@ -85,7 +87,7 @@ class MemoryModel:
                 costs.boundary_bytes if layer.is_block else size
                 for size, layer in zip(kept, costs.layers, strict=True)
             ]
-        return cls(np.asarray(static) / parts, np.asarray(kept), working)
+        return cls(weight * np.asarray(held) / parts, np.asarray(kept), working)
 
     def needed(self, first: int, end: int, in_flight: int, samples: int) -> float:
         """Return the bytes that a stage of the layers [first, end) needs.
@@ -135,11 +137,6 @@ def bytes_of_a_weight(dtype: str, variant: Variant) -> float:
     total += gradient / (replicas if zero >= _GRADIENTS else 1)
     total += state / (replicas if zero >= 1 else 1)
     return total + (_HISTORY if variant.schedule == "pipemare" else 0)
-
-
-def _held(layer: LayerCost, stages: int) -> int:
-    """Return the parameters that a stage holds for a layer: copies of tied ones with several."""
-    return layer.parameters + (layer.tied_parameters if stages > 1 else 0)
 
 
 _BACKWARD = 2.0

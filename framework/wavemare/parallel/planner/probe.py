@@ -88,7 +88,7 @@ def probe_cluster(block: BlockSize, *, dtype: str = "fp32", limit_s: float = 20.
     with torch.random.fork_rng():  # dropout must not move what the job draws
         rate, overhead_s = _block(block, device, kind, 2 * part_s)
     own = Device(
-        type=_name(device),
+        type=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         tflops=rate / 1e12,
         efficiency=1.0,
         memory_gib=_memory_bytes(device) / _GIB,
@@ -271,12 +271,6 @@ def _line(seconds: Sequence[float], sizes: Sequence[float]) -> Link:
 
 def _slower(first: Link, second: Link) -> Link:
     return Link(max(first.alpha_s, second.alpha_s), min(first.bytes_s, second.bytes_s))
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return device.type
 
 
 def _memory_bytes(device: torch.device) -> float:
