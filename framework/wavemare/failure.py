@@ -26,7 +26,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum, auto
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -56,12 +55,6 @@ _PEER_LOSS = (
     "socket closed",
     "failed to recv, got 0 bytes",
 )
-
-
-class _Claim(Enum):
-    FIRST = auto()
-    LATER = auto()
-    UNKNOWN = auto()
 
 
 def run_main(main: Callable[[], object], *, grace_s: float = _GRACE_SECONDS) -> None:
@@ -110,7 +103,7 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
         # The watchdog ends this process; the error is a consequence.
         threading.Event().wait(_ENDING_SECONDS)
     if isinstance(error, WavemareError):
-        if _should_print(_claim_failure(), grace_s):
+        if _should_print(_count_failures(1), grace_s):
             where = f" on rank {environment_rank()}" if _group_exists() else ""
             notes = getattr(error, "__notes__", [])  # where in the plan, for example
             sys.stderr.write("\n".join([*notes, f"error{where}: {error}\n"]))
@@ -119,22 +112,29 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
             _finish_saves()
         _leave(error.exit_code)
     # A lost peer is not claimed: the peer may be about to report its error.
-    if not _is_peer_loss(error):
-        _claim_failure()
+    if (loss := _peer_loss(error)) is None:
+        _count_failures(1)
     elif (summary := _explain_lost_peers()) is not None:
         sys.stderr.write(f"{summary}\n")
         _report_to_torchrun(error)
         _leave(1)
     else:
         time.sleep(grace_s)  # in which others claim the failure
-        reported = _ask_store(lambda store: int(store.add(_STORE_KEY, 0)))
+        reported = _count_failures(0)
         if reported is None and _group_exists() and environment_rank() != 0:
             # Rank 0, which hosts the store, may have reported its error: no traceback after that.
-            _print_loss_of_store(error)
+            sys.stderr.write(
+                f"rank {environment_rank()} ends because rank 0 has ended or cannot be reached "
+                f"({loss}): see the error of rank 0 above, if there is one\n"
+            )
             _leave(1)
         if reported:
             _leave(1)
-    _print_traceback(error)
+    lines = traceback.format_exception(error)
+    if _group_exists():
+        lines.insert(0, f"rank {environment_rank()} failed:\n")
+    # One call, so that the lines of several ranks do not mix.
+    sys.stderr.write("".join(lines))
     _report_to_torchrun(error)
     _leave(1)
 
@@ -150,11 +150,11 @@ def _explain_lost_peers() -> str | None:
     """Return what the watchdog knows of lost ranks; None if another rank reports it."""
     watchdog = _watchdog()
     # Without the store, rank 0 is gone and may have reported its error.
-    if watchdog is None or _ask_store(lambda store: int(store.add(_STORE_KEY, 0))) != 0:
+    if watchdog is None or _count_failures(0) != 0:
         return None
     summary: str | None = watchdog.explain_loss()
     # Of several ranks that lost the same peer, the first one prints.
-    return summary if summary and _claim_failure() is not _Claim.LATER else None
+    return summary if summary and _count_failures(1) in (None, 1) else None
 
 
 def _watchdog() -> Any:
@@ -162,25 +162,19 @@ def _watchdog() -> Any:
     return watcher.current() if watcher is not None else None
 
 
-def _should_print(claim: _Claim, grace_s: float) -> bool:
+def _should_print(claims: int | None, grace_s: float) -> bool:
     """Whether this rank prints a message that other ranks may print as well."""
-    if claim is _Claim.LATER:
-        return False
-    if claim is _Claim.UNKNOWN and (environment_rank() != 0 or _group_exists()):
+    if claims is None and (environment_rank() != 0 or _group_exists()):
         # Rank 0 fails alike, or the store is gone with the rank that failed first.
         time.sleep(grace_s)
-    return True
+    return claims in (None, 1)
 
 
-def _claim_failure() -> _Claim:
-    count = _ask_store(lambda store: int(store.add(_STORE_KEY, 1)))
-    if count is None:
-        return _Claim.UNKNOWN
-    return _Claim.FIRST if count == 1 else _Claim.LATER
+def _count_failures(new: int) -> int | None:
+    """Return how many failures ranks have claimed, with new ones of this rank.
 
-
-def _ask_store(question: Callable[[Any], int]) -> int | None:
-    """Ask the store of the default process group; None if there is none or it does not answer."""
+    The store of the default process group counts them. None if there is none, or no answer.
+    """
     if not _group_exists():
         return None
     from torch.distributed import distributed_c10d
@@ -189,7 +183,8 @@ def _ask_store(question: Callable[[Any], int]) -> int | None:
 
     def ask() -> None:
         try:
-            answers.append(question(distributed_c10d._get_default_store()))
+            store = distributed_c10d._get_default_store()
+            answers.append(int(store.add(_STORE_KEY, new)))
         except (RuntimeError, ValueError) as error:  # torch's store errors are RuntimeErrors
             logging.getLogger(__name__).debug("the store does not answer: %s", error)
 
@@ -206,27 +201,11 @@ def _group_exists() -> bool:
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
-def _is_peer_loss(error: BaseException) -> bool:
+def _peer_loss(error: BaseException) -> str | None:
+    """Return the words by which an error tells of a lost peer; None if it is another one."""
     if not isinstance(error, RuntimeError | ConnectionError):
-        return False
-    text = str(error).lower()
-    return any(phrase in text for phrase in _PEER_LOSS)
-
-
-def _print_loss_of_store(error: BaseException) -> None:
-    reason = next(phrase for phrase in _PEER_LOSS if phrase in str(error).lower())
-    sys.stderr.write(
-        f"rank {environment_rank()} ends because rank 0 has ended or cannot be reached ({reason}): "
-        "see the error of rank 0 above, if there is one\n"
-    )
-
-
-def _print_traceback(error: BaseException) -> None:
-    lines = traceback.format_exception(error)
-    if _group_exists():
-        lines.insert(0, f"rank {environment_rank()} failed:\n")
-    # One call, so that the lines of several ranks do not mix.
-    sys.stderr.write("".join(lines))
+        return None
+    return next((phrase for phrase in _PEER_LOSS if phrase in str(error).lower()), None)
 
 
 def _report_to_torchrun(error: BaseException) -> None:

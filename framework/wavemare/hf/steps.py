@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -67,12 +65,6 @@ class SeededLoader:
             number += 1
 
 
-@dataclass
-class _Step:
-    read: list[Any]
-    made: list[Any]
-
-
 class StepFeed:
     """The micro-batches of an epoch, for the Trainer and for an engine that reads ahead.
 
@@ -102,17 +94,15 @@ class StepFeed:
         self._make = make
         self._seed = seed + epoch * _EPOCH_STRIDE
         self._rank_seed = data_rank * _RANK_STRIDE
-        self._steps: deque[_Step] = deque()
-        self._dropped = self._trained = self._given = self._read = 0
+        self._steps: dict[int, tuple[list[Any], list[Any]]] = {}  # what was read and made for each
+        self._trained = self._given = self._read = 0
 
     def next_step(self) -> list[Any]:
         """Return the batches of the Trainer's next step; empty at the end of the epoch."""
         step = self._step(self._trained)
-        while self._dropped < self._trained:
-            self._steps.popleft()
-            self._dropped += 1
+        self._steps.pop(self._trained - 1, None)
         self._trained += 1
-        return step.read if step is not None else []
+        return step[0] if step is not None else []
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -123,15 +113,15 @@ class StepFeed:
         if step is None:
             raise StopIteration
         self._given += 1
-        return step.made[place]
+        return step[1][place]
 
-    def _step(self, number: int) -> _Step | None:
-        while self._dropped + len(self._steps) <= number:
+    def _step(self, number: int) -> tuple[list[Any], list[Any]] | None:
+        if number not in self._steps:  # it is the next one that is read
             read = [b for _ in range(self._micro_batches) for b in self._next_read()]
             if not read:
                 return None
-            self._steps.append(_Step(read, self._make(read)))
-        return self._steps[number - self._dropped]
+            self._steps[number] = read, self._make(read)
+        return self._steps[number]
 
     def _next_read(self) -> list[Any]:
         # The first read draws the epoch's order, which all data ranks share.

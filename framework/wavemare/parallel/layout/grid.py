@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import distributed as dist
@@ -47,11 +48,11 @@ class Axis:
         return self.ranks[0]
 
 
-def _read(axis: str, attribute: str) -> Callable[..., Any]:
-    """Return a method that reads an attribute of an axis, whatever flags it is given."""
+def _read(find: Callable[[ProcessGrid], Any]) -> Callable[..., Any]:
+    """Return a method that finds something in a grid, whatever flags it is given."""
 
     def read(self: ProcessGrid, *_: Any, **__: Any) -> Any:
-        return getattr(getattr(self, axis), attribute)
+        return find(self)
 
     return read
 
@@ -146,24 +147,30 @@ class ProcessGrid:
         return cls(tensor=alone, pipeline=alone, data=data, model=alone, replicas=replicas)
 
     # Megatron's names. Its flags count context-parallel ranks, of which there are none.
-    get_tensor_model_parallel_group = _read("tensor", "group")
-    get_tensor_model_parallel_rank = _read("tensor", "rank")
-    get_tensor_model_parallel_world_size = _read("tensor", "size")
-    get_tensor_model_parallel_src_rank = _read("tensor", "first")
-    get_pipeline_model_parallel_group = _read("pipeline", "group")
-    get_pipeline_model_parallel_rank = _read("pipeline", "rank")
-    get_pipeline_model_parallel_world_size = _read("pipeline", "size")
-    get_pipeline_model_parallel_first_rank = _read("pipeline", "first")
-    get_data_parallel_group = _read("data", "group")
-    get_data_parallel_rank = _read("data", "rank")
-    get_data_parallel_world_size = _read("data", "size")
-    get_data_parallel_src_rank = _read("data", "first")
-    get_model_parallel_group = _read("model", "group")
-    get_model_parallel_src_rank = _read("model", "first")
+    get_tensor_model_parallel_group = _read(attrgetter("tensor.group"))
+    get_tensor_model_parallel_rank = _read(attrgetter("tensor.rank"))
+    get_tensor_model_parallel_world_size = _read(attrgetter("tensor.size"))
+    get_tensor_model_parallel_src_rank = _read(attrgetter("tensor.first"))
+    get_pipeline_model_parallel_group = _read(attrgetter("pipeline.group"))
+    get_pipeline_model_parallel_rank = _read(attrgetter("pipeline.rank"))
+    get_pipeline_model_parallel_world_size = _read(attrgetter("pipeline.size"))
+    get_pipeline_model_parallel_first_rank = _read(attrgetter("pipeline.first"))
+    get_data_parallel_group = _read(attrgetter("data.group"))
+    get_data_parallel_rank = _read(attrgetter("data.rank"))
+    get_data_parallel_world_size = _read(attrgetter("data.size"))
+    get_data_parallel_src_rank = _read(attrgetter("data.first"))
+    get_data_parallel_group_ranks = _read(lambda grid: list(grid.data.ranks))
+    get_model_parallel_group = _read(attrgetter("model.group"))
+    get_model_parallel_src_rank = _read(attrgetter("model.first"))
+    model_parallel_is_initialized = _read(lambda grid: True)
+    is_pipeline_first_stage = _read(lambda grid: grid.pipeline.rank == 0)
+    is_pipeline_last_stage = _read(lambda grid: grid.pipeline.rank == grid.pipeline.size - 1)
+    get_context_parallel_world_size = _read(lambda grid: 1)  # sequences are not cut
+    get_context_parallel_rank = _read(lambda grid: 0)
 
     # DeepSpeed's names.
-    get_model_parallel_rank = _read("model", "rank")
-    get_model_parallel_world_size = _read("model", "size")
+    get_model_parallel_rank = _read(attrgetter("model.rank"))
+    get_model_parallel_world_size = _read(attrgetter("model.size"))
     get_data_parallel_id = get_data_parallel_rank
     get_stage_id = get_pipeline_model_parallel_rank
     get_pipe_parallel_rank = get_pipeline_model_parallel_rank
@@ -172,34 +179,7 @@ class ProcessGrid:
     get_slice_parallel_rank = get_tensor_model_parallel_rank
     get_slice_parallel_world_size = get_tensor_model_parallel_world_size
     get_slice_parallel_group = get_tensor_model_parallel_group
-
-    def model_parallel_is_initialized(self) -> bool:
-        """Return True: a grid has its groups."""
-        return True
-
-    def is_pipeline_first_stage(self, ignore_virtual: bool = True) -> bool:
-        """Whether this rank embeds."""
-        return self.pipeline.rank == 0
-
-    def is_pipeline_last_stage(self, ignore_virtual: bool = True) -> bool:
-        """Whether this rank has the loss."""
-        return self.pipeline.rank == self.pipeline.size - 1
-
-    def get_context_parallel_world_size(self) -> int:
-        """Return 1: sequences are not cut."""
-        return 1
-
-    def get_context_parallel_rank(self) -> int:
-        """Return 0."""
-        return 0
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the global ranks of the replicas."""
-        return list(self.data.ranks)
-
-    def get_global_rank(self) -> int:
-        """Return this process's rank among all."""
-        return dist.get_rank()
+    get_global_rank = _read(lambda grid: dist.get_rank())
 
 
 def replica_size(config: LocalStepsConfig, hosts: Sequence[str]) -> int:
