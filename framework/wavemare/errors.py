@@ -7,7 +7,8 @@ This module imports nothing, so that every area may use it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any
@@ -78,6 +79,25 @@ class CommError(WavemareError, RuntimeError):
     """
 
     exit_code = 1
+
+
+@contextmanager
+def os_errors(
+    error: type[WavemareError], key: str, value: object, what: str, remedy: str
+) -> Iterator[None]:
+    """Raise an error in place of an OSError inside; ``what`` failed is told with its reason.
+
+    Args:
+        error: The kind of error.
+        key: See `WavemareError`.
+        value: See `WavemareError`.
+        what: What failed, as the first words of the reason.
+        remedy: See `WavemareError`.
+    """
+    try:
+        yield
+    except OSError as failure:
+        raise error(key, value, f"{what} ({failure.strerror or failure})", remedy) from failure
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

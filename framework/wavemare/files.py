@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, WavemareError, os_errors
 
 _SIBLING = re.compile(
     r"\.(?P<name>.+)\.wavemare-(?P<machine>[0-9a-f]+)-(?P<pid>[0-9]+)-(?P<start>[0-9]+)"
@@ -38,18 +38,15 @@ def check_writable(option: str, path: Path | None, *, is_folder: bool = False) -
     """
     if path is None:
         return
-    folder = path if is_folder else path.parent
-    try:
-        if is_folder:
+    folder, remedy = path if is_folder else path.parent, "Name another folder"
+    if is_folder:
+        with os_errors(ConfigError, option, str(folder), "this folder cannot be made", remedy):
             folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"this folder cannot be made ({error.strerror})"
-        raise ConfigError(option, str(folder), reason, "Name another folder") from None
-    if not is_folder and path.is_dir():
+    elif path.is_dir():
         raise ConfigError(option, str(path), "there is a folder of that name", "Name a file")
     if not os.access(folder, os.W_OK | os.X_OK):
         reason = "there is no such folder that can be written"
-        raise ConfigError(option, str(folder), reason, "Name another folder")
+        raise ConfigError(option, str(folder), reason, remedy)
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
@@ -242,6 +239,15 @@ def _stat(pid: int) -> list[str] | None:
         return None
     except OSError:
         return []
+
+
+def read_json(file: Path, error: type[WavemareError], key: str, remedy: str) -> Any:
+    """Read and parse a JSON file, see `parse_json`; raise an error of a kind if that fails."""
+    try:
+        return parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as failure:
+        reason = f"it cannot be read ({getattr(failure, 'strerror', None) or failure})"
+        raise error(key, str(file), reason, remedy) from failure
 
 
 def parse_json(text: str) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a package that are imported at first use: importing the package costs nothing."""
+"""Names that are looked up late: those of a package at first use, and those of another object."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
+
+
+class Proxy:
+    """Stands for another object, whose attributes it has beside its own."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def at_first_use(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:

@@ -19,7 +19,7 @@ import typer
 
 from wavemare.cli import launch
 from wavemare.engine.launch.environment import free_port
-from wavemare.errors import ConfigError, LaunchError
+from wavemare.errors import ConfigError, LaunchError, os_errors
 
 # Prefixes of the variables that are passed on to other hosts.
 _PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TORCH_", "TP_", "UCX_", "WAVEMARE_")
@@ -50,11 +50,9 @@ def read_hosts(file: Path | None) -> list[Host]:
     """
     if file is None:
         return []
-    try:
+    remedy = "Name an existing file"
+    with os_errors(LaunchError, "--hostfile", str(file), "it cannot be read", remedy):
         text = file.read_text(encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        reason = f"it cannot be read ({error.strerror})"
-        raise LaunchError("--hostfile", str(file), reason, "Name an existing file") from None
     return parse_hostfile(text, str(file))
 
 

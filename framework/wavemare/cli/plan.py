@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wavemare.bench.request import option
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, os_errors
 from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
 
 if TYPE_CHECKING:
@@ -413,9 +413,7 @@ def _write(plan: Plan, timeline: Timeline, folder: Path) -> None:
         draw.svg(timeline).encode(),
         draw.png(timeline),
     )
-    try:
+    remedy = "Name another folder"
+    with os_errors(ConfigError, "--output", str(folder), "it cannot be written", remedy):
         for name, content in zip(_FILES, contents, strict=True):
             atomic_write_bytes(folder / name, content)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ConfigError("--output", str(folder), reason, "Name another folder") from None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, os_errors
 
 
 def report(
@@ -30,9 +30,7 @@ def report(
         names = [str(run) for run in runs]
     facts = [read_run(run, name=name) for run, name in zip(runs, names, strict=True)]
     page = run_page(facts)
-    try:
+    remedy = "Name another HTML file"
+    with os_errors(ConfigError, "--output", str(output), "it cannot be written", remedy):
         atomic_write_text(output, page)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ConfigError("--output", str(output), reason, "Name another HTML file") from None
     typer.echo(f"{output}: {len(page.encode()) / 1e6:.1f} MB", err=True)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from wavemare.data.sources import check_prefix, with_extension
 from wavemare.data.tokens import TokenStore
-from wavemare.errors import DataError
+from wavemare.errors import DataError, os_errors
 from wavemare.files import temporary_sibling
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -109,11 +109,9 @@ def open_indexed(prefix: str | Path) -> IndexedData:
         if not path.is_file():
             remedy = f"Put {data_path.name} and {index_path.name} side by side"
             raise DataError("--data", str(prefix), f"the file {path} does not exist", remedy)
-    try:
+    remedy = "Check the permissions"
+    with os_errors(DataError, "--data", str(prefix), "the files cannot be read", remedy):
         return _open(prefix, index_path, data_path)
-    except OSError as error:
-        reason = f"the files cannot be read ({error.strerror})"
-        raise DataError("--data", str(prefix), reason, "Check the permissions") from error
 
 
 def _open(prefix: Path, index_path: Path, data_path: Path) -> IndexedData:
@@ -240,12 +238,10 @@ class IndexedWriter:
         self.tokens = 0
         self._lengths, self._bounds = array("i"), array("q", [0])
         self._partial = temporary_sibling(with_extension(self.prefix, ".bin"))
-        try:
+        what, remedy = "nothing can be written there", "Name another place"
+        with os_errors(DataError, "--output", str(prefix), what, remedy):
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._partial.open("wb")
-        except OSError as error:
-            reason = f"nothing can be written there ({error.strerror})"
-            raise DataError("--output", str(prefix), reason, "Name another place") from None
 
     @property
     def documents(self) -> int:

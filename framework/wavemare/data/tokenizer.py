@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from filelock import FileLock
 
 from wavemare.data.text import iterate_texts
-from wavemare.errors import ConfigError, DataError, did_you_mean
+from wavemare.errors import ConfigError, DataError, did_you_mean, os_errors
 from wavemare.files import remove_leftovers, temporary_sibling
 
 if TYPE_CHECKING:
@@ -166,15 +166,12 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> None:
     """
     if folder.is_dir():
         return
-    try:
+    what, remedy = "the cache cannot be written", "Free some space, or choose another cache folder"
+    with os_errors(DataError, "cache_dir", str(folder.parent), what, remedy):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{folder.name}.lock")):
             if not folder.is_dir():
                 _build(folder, build)
-    except OSError as error:
-        reason = f"the cache cannot be written: {error.strerror or error}"
-        remedy = "Free some space, or choose another cache folder"
-        raise DataError("cache_dir", str(folder.parent), reason, remedy) from error
 
 
 def _build(folder: Path, build: Callable[[Path], object]) -> None:

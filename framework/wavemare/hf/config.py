@@ -13,6 +13,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, load_config
 from wavemare.engine.config.shape import fill_auto
 from wavemare.errors import ConfigError
+from wavemare.lazy import Proxy
 
 _ANNEAL_PART = 4
 """``anneal_steps`` is this part of the run's steps."""
@@ -131,12 +132,9 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         fill_auto(self.section, values)
 
 
-class _Counted:
+class _Counted(Proxy):
     """Training arguments whose world size is the number of data ranks."""
 
     def __init__(self, args: TrainingArguments, data_ranks: int) -> None:
-        self._args = args
+        super().__init__(args)
         self.world_size = data_ranks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._args, name)

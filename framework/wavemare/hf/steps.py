@@ -14,6 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 from transformers.utils.generic import ModelOutput
 
+from wavemare.lazy import Proxy
 from wavemare.models.families import SplitLoss
 
 _IGNORED = -100
@@ -36,24 +37,21 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(states[2])
 
 
-class SeededLoader:
+class SeededLoader(Proxy):
     """A loader whose samplers and collators draw the same random numbers on all stages.
 
     Otherwise stages, whose dropout draws differently, would mask different tokens.
     """
 
     def __init__(self, loader: Any, seed: int) -> None:
-        self._loader = loader
+        super().__init__(loader)
         self._seed = seed
 
     def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        return len(self._inner)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
+        batches = iter(self._inner)
         number = 0
         while True:
             with seeded(self._seed + number):

@@ -32,6 +32,7 @@ from wavemare.hf.steps import (
     weighted_labels,
     whole_logits,
 )
+from wavemare.lazy import Proxy
 from wavemare.models import save_pretrained
 from wavemare.models.adapters import is_adapted
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
@@ -392,14 +393,8 @@ class Trainer(StockTrainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
-class _LoopModel:
+class _LoopModel(Proxy):
     """An engine in the Trainer's loop, which must not clear the gradients of pending passes."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the engine clears gradients when it steps."""

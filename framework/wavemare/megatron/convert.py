@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wavemare.errors import ModelError, did_you_mean
+from wavemare.errors import ModelError, did_you_mean, os_errors
 from wavemare.megatron.files import LATEST, read_checkpoint, write_checkpoint
 from wavemare.megatron.models import (
     arguments_of,
@@ -88,11 +88,9 @@ def convert(source: str | Path, target: str | Path, to: str, options: Options | 
     kind = format_of(source)
     _check_used(kind, to, options)
     model = _read(kind, Path(os.path.expanduser(source)), options)
-    try:
+    with os_errors(ModelError, "TARGET", str(target), "it cannot be made", "Choose another place"):
         target.parent.mkdir(parents=True, exist_ok=True)
         written = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise ModelError("TARGET", str(target), str(error), "Choose another place") from error
     try:
         if to == "hf":
             model.save_pretrained(written)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.errors import ConfigError, ModelError
+from wavemare.lazy import Proxy
 from wavemare.models import TransformerPipeline
 
 ForwardStep = Callable[..., tuple[Any, Callable[[Tensor], Any]]]
@@ -101,16 +102,10 @@ def _refuse_others(others: dict[str, Any]) -> None:
             raise ModelError(_KEY, name, reason, "Leave it out of the call")
 
 
-class _Dressed:
+class _Dressed(Proxy):
     """A causal language model of transformers that is called as Megatron's GPT."""
 
     vp_stage: int | None = None  # step functions of recent versions read it
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
     def __call__(
         self,
@@ -125,7 +120,7 @@ class _Dressed:
         if attention_mask is not None and not _is_causal(attention_mask):
             batch, length = input_ids.shape
             mask = ~attention_mask.bool().expand(batch, 1, length, length)
-        logits = self._engine(
+        logits = self._inner(
             input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False
         ).logits
         return logits if labels is None else _per_token(logits, labels)

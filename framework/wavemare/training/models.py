@@ -13,7 +13,7 @@ from wavemare.data.loader import evaluation_batches
 from wavemare.data.tokens import check_length
 from wavemare.engine.config.resolve import zero_section
 from wavemare.errors import ConfigError, ModelError, did_you_mean
-from wavemare.files import parse_json
+from wavemare.files import read_json
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -74,11 +74,7 @@ def read_model_config(
             knows, or the sequences are longer than the model.
         ModelError: transformers cannot make such a configuration.
     """
-    try:
-        values = parse_json(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = f"the model's configuration cannot be read ({error})"
-        raise ConfigError(key, file, reason, "Name a JSON file") from None
+    values = read_json(Path(file), ConfigError, key, "Name the JSON file of a configuration")
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         reason, remedy = "it names no model_type", 'Add "model_type", as transformers does'
         raise ConfigError(key, file, reason, remedy)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from wavemare.errors import ConfigError, PlanError, did_you_mean
-from wavemare.files import atomic_write_text, parse_json
+from wavemare.files import atomic_write_text, read_json
 from wavemare.section import Section
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -177,10 +177,6 @@ class Card(NamedTuple):
     memory_gib: float
     memory_gb_s: float
 
-    def tflops(self, dtype: str) -> float:
-        """Return the peak for a dtype: fp32, fp16 or bf16."""
-        return {"fp32": self.fp32, "fp16": self.fp16, "bf16": self.bf16}[dtype]
-
 
 CARDS = {
     "P40": Card(11.8, 11.8, 11.8, 24, 346),
@@ -267,20 +263,9 @@ def read_cluster(source: str | Path | Cluster, dtype: str = "fp32") -> Cluster:
         raise PlanError("dtype", dtype, "there is no such dtype", did_you_mean(dtype, DTYPES))
     file = Path(source)
     if file.suffix == ".json" or os.path.isfile(file):  # a long text is no error
-        return _from_file(file, dtype)
+        values = read_json(file, PlanError, "--cluster", "Name a file, or correct it")
+        return parse_cluster(values, dtype)
     return _from_text(str(source), dtype)
-
-
-def _from_file(file: Path, dtype: str) -> Cluster:
-    try:
-        values = parse_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = f"it cannot be read ({error.strerror})"
-        raise PlanError("--cluster", str(file), reason, "Name a file") from error
-    except ValueError as error:
-        reason = f"it cannot be read ({error})"
-        raise PlanError("--cluster", str(file), reason, "Correct it") from error
-    return parse_cluster(values, dtype)
 
 
 def parse_cluster(values: Any, dtype: str = "fp32") -> Cluster:
@@ -350,7 +335,7 @@ def _card(key: str, name: str, dtype: str, node: str) -> Device:
         raise PlanError(key, name, reason, did_you_mean(name.upper(), CARDS))
     return Device(
         type=name.upper(),
-        tflops=card.tflops(dtype),
+        tflops=getattr(card, dtype),
         memory_gib=card.memory_gib,
         memory_gb_s=card.memory_gb_s,
         node=node,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wavemare.errors import ModelError, PlanError, did_you_mean
-from wavemare.files import parse_json
+from wavemare.files import read_json
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster, read_cluster
 from wavemare.parallel.planner.costs import Variant
@@ -110,16 +110,10 @@ def read_model(source: str | Path) -> Mapping[str, Any]:
     file = Path(source)
     if os.path.isdir(file):
         file = file / "config.json"
-    try:
-        values = parse_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    elif not os.path.exists(file):
         reason = "it is neither a file nor the name of a preset"
-        raise ModelError(
-            "--model", str(source), reason, did_you_mean(str(source), PRESETS)
-        ) from error
-    except (OSError, ValueError) as error:
-        reason = f"it cannot be read ({error})"
-        raise ModelError("--model", str(source), reason, "Name a config.json") from error
+        raise ModelError("--model", str(source), reason, did_you_mean(str(source), PRESETS))
+    values = read_json(file, ModelError, "--model", "Name a config.json")
     if not isinstance(values, dict):
         raise ModelError("--model", str(source), "it is no mapping", "Name a config.json")
     return values
