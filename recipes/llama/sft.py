@@ -206,7 +206,7 @@ def train(
         The engine, and the results; None if SIGTERM has ended the training early.
     """
     from wavemare.engine import Interruption
-    from wavemare.training.token_mean import TokenMean
+    from wavemare.hf.steps import TokenMean
 
     args, checkpoints = setup.arguments, setup.folder / "checkpoints"
     engine, *_ = wavemare.initialize(model=model, config=setup.balance.config)

@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 from wavemare.errors import ModelError
 from wavemare.models.activations import MaskMaker, SideInputs, StageContext
 from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEmbedding, Wrapped
-from wavemare.parallel.tensor.vocabulary import VocabParallelHead
+from wavemare.parallel.tensor.layers import VocabParallelHead
 
 # transformers 5.24 renamed this argument of its functions for masks.
 _CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 
 from wavemare.errors import ConfigError, LaunchError, ModelError
 from wavemare.models.adapters import PREFIX, base_of, is_adapted, whole_without_weights
-from wavemare.models.auxiliary import with_auxiliary_loss
 from wavemare.models.families import SUPPORTED, family_of, split_chain, split_loss
-from wavemare.models.layers import PipelineLayer, TiedHead, name_weights
+from wavemare.models.layers import PipelineLayer, TiedHead, name_weights, with_auxiliary_loss
 from wavemare.models.module import Conversion, TransformerPipeline
 from wavemare.models.proof import prove
 from wavemare.models.timing import layer_times

@@ -24,14 +24,15 @@ from wavemare.models.chains import (
     masked_lm_spares,
 )
 from wavemare.models.layers import Head, PipelineLayer, TiedHead, TokenEmbedding
-from wavemare.parallel.tensor.layers import copy_to_group, gather_from_group
-from wavemare.parallel.tensor.partition import marked, split_embedding
-from wavemare.parallel.tensor.vocabulary import (
+from wavemare.parallel.tensor.layers import (
     VocabParallelHead,
     VocabularyShare,
+    copy_to_group,
+    gather_from_group,
     next_tokens,
     vocab_parallel_cross_entropy,
 )
+from wavemare.parallel.tensor.partition import marked, split_embedding
 
 SUPPORTED = (
     "GPT2LMHeadModel, BertForMaskedLM, BertForSequenceClassification, and causal language models "

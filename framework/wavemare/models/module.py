@@ -18,9 +18,8 @@ from wavemare.engine.experts import expert_group
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 from wavemare.engine.seams import replaced
 from wavemare.models.activations import split_batch
-from wavemare.models.auxiliary import AuxiliaryLoss
 from wavemare.models.families import Loss
-from wavemare.models.layers import PipelineLayer, TiedHead, spec_of
+from wavemare.models.layers import AuxiliaryLoss, PipelineLayer, TiedHead, spec_of
 
 
 @dataclass(frozen=True)

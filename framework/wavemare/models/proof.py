@@ -49,7 +49,7 @@ def prove(model: Any, chain: Sequence[PipelineLayer], inputs: Sequence[str], los
     Raises:
         ModelError: They differ by more than rounding, or the layers cannot be called as they are.
     """
-    with _undisturbed(model):
+    with undisturbed(model):
         for size, tokens, modes in _RUNS:
             batch = example_batch(model, inputs, tokens=tokens)
             if size == 1 and "attention_mask" in batch:
@@ -167,7 +167,7 @@ def _scaled(model: Any, chain: Sequence[PipelineLayer], size: float) -> Iterator
 
 
 @contextmanager
-def plain_attention(config: Any) -> Iterator[None]:
+def _plain_attention(config: Any) -> Iterator[None]:
     """Attend by torch alone inside: FlashAttention's kernels take neither fp32 nor a CPU."""
     chosen = config._attn_implementation
     try:
@@ -179,7 +179,8 @@ def plain_attention(config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed(model: Any) -> Iterator[None]:
+def undisturbed(model: Any) -> Iterator[None]:
+    """Leave modes, random state and configuration as they were; inside, windows are narrow."""
     modes = {module: module.training for module in model.modules()}
     random = random_state()
     config = model.config
@@ -192,7 +193,7 @@ def _undisturbed(model: Any) -> Iterator[None]:
     try:
         if kept.get("sliding_window") is not None:
             config.sliding_window = min(_WINDOW, kept["sliding_window"])
-        with torch.no_grad(), plain_attention(config):
+        with torch.no_grad(), _plain_attention(config):
             yield
     finally:
         restore_random_state(random)

@@ -17,11 +17,15 @@ from torch import distributed as dist
 
 from wavemare.engine import init_distributed
 from wavemare.errors import ModelError
-from wavemare.parallel.tensor.layers import copy_to_group, reduce_from_group
+from wavemare.parallel.tensor.layers import (
+    VocabularyShare,
+    copy_to_group,
+    reduce_from_group,
+    vocab_parallel_cross_entropy,
+)
 from wavemare.parallel.tensor.load import load_split
 from wavemare.parallel.tensor.partition import merged_state_dict
 from wavemare.parallel.tensor.split import split_model
-from wavemare.parallel.tensor.vocabulary import VocabularyShare, vocab_parallel_cross_entropy
 
 
 def equal(names):

@@ -15,8 +15,8 @@ import wavemare
 from wavemare.data.chat import ChatSamples, Row
 from wavemare.data.loader import ResumableLoader
 from wavemare.engine import init_distributed
+from wavemare.hf.steps import TokenMean
 from wavemare.models.export import pipeline_state_dict
-from wavemare.training.token_mean import TokenMean
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tensor_models import KINDS, build
 
+from wavemare.parallel.tensor.layers import VocabularyShare
 from wavemare.parallel.tensor.partition import Partition, partition_of
 from wavemare.parallel.tensor.split import split_model
-from wavemare.parallel.tensor.vocabulary import VocabularyShare
 
 
 def parts_of(whole, ranks, as_rank):

@@ -8,8 +8,8 @@ from wavemare.models.activations import split_batch
 from wavemare.models.families import SplitTiedHead, family_of, split_chain, split_loss
 from wavemare.models.layers import Head
 from wavemare.models.proof import run_chain
+from wavemare.parallel.tensor.layers import VocabParallelHead
 from wavemare.parallel.tensor.split import split_model
-from wavemare.parallel.tensor.vocabulary import VocabParallelHead
 
 
 def test_an_untied_head_has_its_own_rows_and_their_marks(alone):

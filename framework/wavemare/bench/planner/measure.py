@@ -22,7 +22,7 @@ from wavemare.bench.cluster.limits import ask
 from wavemare.bench.pipeline.measure import run_round
 from wavemare.bench.pipeline.systems import EngineRunner, record_engine
 from wavemare.bench.planner.request import BASELINE, CUTS, PLANNED, SHARES, PlannerJob
-from wavemare.bench.planner.rows import cut_rows, share_rows
+from wavemare.bench.planner.run import cut_rows, share_rows
 from wavemare.bench.ranks import SEED, build_gpt, interleaved
 from wavemare.engine.launch.group import gather
 from wavemare.models.timing import rank_times

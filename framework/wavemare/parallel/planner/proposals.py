@@ -10,8 +10,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from wavemare.parallel.planner.costs import RESERVE, Variant
-from wavemare.parallel.planner.predict import Candidate, Scene, Unit
+from wavemare.parallel.planner.predict import RESERVE, Candidate, Scene, Unit, Variant
 from wavemare.parallel.stages import (
     Cut,
     StageProblem,

@@ -15,9 +15,8 @@ from wavemare.errors import ModelError, PlanError, did_you_mean
 from wavemare.files import read_json
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster, read_cluster
-from wavemare.parallel.planner.costs import Variant
 from wavemare.parallel.planner.model import ModelCosts, model_costs
-from wavemare.parallel.planner.predict import Candidate, Scene, Settings
+from wavemare.parallel.planner.predict import Candidate, Scene, Settings, Variant
 from wavemare.parallel.planner.proposals import (
     equal_layouts,
     unlike_layouts,

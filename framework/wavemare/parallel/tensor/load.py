@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from wavemare.errors import ModelError
+from wavemare.parallel.tensor.layers import VocabularyShare
 from wavemare.parallel.tensor.partition import Partition
 from wavemare.parallel.tensor.split import split_model
-from wavemare.parallel.tensor.vocabulary import VocabularyShare
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 

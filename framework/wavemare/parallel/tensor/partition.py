@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from wavemare.engine.launch.group import gather, group_for
 from wavemare.errors import ModelError
-from wavemare.parallel.tensor.vocabulary import VocabParallelEmbedding, VocabularyShare
+from wavemare.parallel.tensor.layers import VocabParallelEmbedding, VocabularyShare
 
 
 @dataclass(frozen=True)

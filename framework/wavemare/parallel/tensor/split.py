@@ -23,14 +23,18 @@ from transformers.pytorch_utils import Conv1D
 from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
 from wavemare.models.adapters import base_of, is_lora
-from wavemare.models.proof import example_batch, plain_attention
+from wavemare.models.proof import example_batch, undisturbed
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     InputCopies,
     RowParallelLinear,
     SplitRandom,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    VocabularyShare,
     align_generators,
     copy_to_group,
+    next_tokens,
     reduce_from_group,
     sum_gradients,
 )
@@ -42,12 +46,6 @@ from wavemare.parallel.tensor.partition import (
     split_parameter,
 )
 from wavemare.parallel.tensor.plan import TensorPlan, plan_of
-from wavemare.parallel.tensor.vocabulary import (
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    VocabularyShare,
-    next_tokens,
-)
 
 if TYPE_CHECKING:
     from wavemare.parallel.tensor.load import Weights
@@ -491,7 +489,6 @@ class _Trial:
 
     def _run(self, what: str) -> dict[str, Tensor]:
         model: Any = self._model
-        modes = {module: module.training for module in model.modules()}
         batch: dict[str, Any] = example_batch(model, ("input_ids", "attention_mask"))
         if "use_cache" in inspect.signature(model.forward).parameters:
             batch["use_cache"] = False
@@ -504,7 +501,7 @@ class _Trial:
         try:
             for tensor in half:
                 tensor.data = tensor.data.float()
-            with torch.enable_grad(), plain_attention(model.config):
+            with undisturbed(model), torch.enable_grad():
                 model.eval()
                 logits = model(**batch).logits
                 if model.get_output_embeddings() is None:
@@ -524,8 +521,6 @@ class _Trial:
         finally:
             for tensor, dtype in half.items():
                 tensor.data = tensor.data.to(dtype)
-            for module, training in modes.items():
-                module.training = training
         found = {"the logits": logits.detach(), "the loss": loss.detach()}
         for name, gradient in zip(self._kept, given, strict=True):
             if gradient is not None:

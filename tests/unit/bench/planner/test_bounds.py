@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from wavemare.bench.planner.rows import best_cut, cut_step_s, share_gain
+from wavemare.bench.planner.run import best_cut, cut_step_s, share_gain
 
 
 @pytest.mark.parametrize("rho", [1.0, 1.5, 15.7 / 9.3, 2.0])

@@ -4,7 +4,7 @@
 import pytest
 
 from wavemare.bench.planner.request import PlannerJob
-from wavemare.bench.planner.rows import choice_rows, cut_rows, share_rows
+from wavemare.bench.planner.run import choice_rows, cut_rows, share_rows
 from wavemare.errors import CommError
 from wavemare.parallel.layout.layout import Layout, Prediction
 

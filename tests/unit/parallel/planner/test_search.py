@@ -10,9 +10,8 @@ from wavemare.engine.config.resolve import check_config
 from wavemare.errors import PlanError
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.planner import Cluster, Device, Link, plan
-from wavemare.parallel.planner.costs import Variant
 from wavemare.parallel.planner.model import model_costs
-from wavemare.parallel.planner.predict import Scene, Settings
+from wavemare.parallel.planner.predict import Scene, Settings, Variant
 from wavemare.parallel.planner.probe import group_types
 from wavemare.parallel.planner.proposals import unlike_layouts, variants
 from wavemare.parallel.planner.search import search_plans

@@ -6,9 +6,15 @@ from dataclasses import replace
 import pytest
 
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
-from wavemare.parallel.planner.costs import Variant, optimizer_s, reduction_s
 from wavemare.parallel.planner.model import model_costs
-from wavemare.parallel.planner.predict import Candidate, Scene, Settings
+from wavemare.parallel.planner.predict import (
+    Candidate,
+    Scene,
+    Settings,
+    Variant,
+    optimizer_s,
+    reduction_s,
+)
 
 SLOW = Link(0.0, 1e6)
 DEVICE = Device(type="d", tflops=10, memory_gib=64, memory_gb_s=1e9)
