@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from common import leave
 
-from wavemare.bench.pipeline import workload as workloads
+from wavemare.bench.pipeline import runner as workloads
 from wavemare.bench.pipeline.request import SYSTEMS, PipelineRequest
 from wavemare.bench.pipeline.runner import ADAMW, Place, build_workload
 from wavemare.bench.pipeline.systems import BUILDERS

@@ -230,8 +230,12 @@ def _merge(ids_a: Any, values_a: Any, ids_b: Any, values_b: Any, ids: Any, value
             i += 1
             j += 1
         k += 1
-    for rest_ids, rest_values in ((ids_a[i:], values_a[i:]), (ids_b[j:], values_b[j:])):
-        end = k + rest_ids.size
-        ids[k:end], values[k:end] = rest_ids, rest_values
-        k = end
+    while i < ids_a.size:
+        ids[k], values[k] = ids_a[i], values_a[i]
+        i += 1
+        k += 1
+    while j < ids_b.size:
+        ids[k], values[k] = ids_b[j], values_b[j]
+        j += 1
+        k += 1
     return k

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from wavemare.bench.sparse.peers.sparcml import SparseStream
 
-vectors = st.lists(st.sampled_from([0, 0, 0, 0.1, -0.1, 1e8, -7.3]), min_size=24, max_size=24)
+vectors = st.lists(st.sampled_from([0.0, 0.0, 0.0, 0.1, -0.1, 1e8, -7.3]), min_size=24, max_size=24)
 
 
 def stream(flat):
