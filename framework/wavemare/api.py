@@ -165,7 +165,8 @@ def _build(
     if ours.tensor_parallel.size > 1:
         check_config(values, world_size=dist.get_world_size())
         _check_whole("tensor_parallel", optimizer, model_parameters, mpu)
-        model, mesh = _split(model, ours)
+        mesh = ProcessGrid.of(tensor=ours.tensor_parallel.size)
+        model = _split(model, mesh.get_model_parallel_group())
         mpu = mesh if ours.pipeline.stages == 1 else None  # a pipeline's is its grid
     if ours.expert_parallel.size > 1:
         check_config(values, world_size=dist.get_world_size())
@@ -245,12 +246,10 @@ def _converted(model: Any, ours: WavemareConfig, plan: Plan | None) -> Any:
     )
 
 
-def _split(model: Any, ours: WavemareConfig) -> tuple[Any, ProcessGrid]:
-    """Split a model over every so many consecutive ranks."""
+def _split(model: Any, group: Any) -> Any:
     from wavemare.parallel.tensor.split import split_model
 
-    mesh = ProcessGrid.of(tensor=ours.tensor_parallel.size)
-    return split_model(model, mesh.get_model_parallel_group()), mesh
+    return split_model(model, group)
 
 
 def _replicas(settings: LocalStepsConfig, model: Any, mpu: Any) -> ProcessGrid:

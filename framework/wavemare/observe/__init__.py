@@ -6,7 +6,7 @@ In: an engine and its losses. Out: the files that `wavemare report` reads. Read
 """
 
 from wavemare.observe.lines import Events, read_events, read_metrics
-from wavemare.observe.quiet import quiet_environment, quiet_libraries
+from wavemare.observe.quiet import quiet_libraries
 from wavemare.observe.recording import Recording
 from wavemare.observe.run import Run
 from wavemare.observe.screen import Screen
@@ -16,7 +16,6 @@ __all__ = [
     "Recording",
     "Run",
     "Screen",
-    "quiet_environment",
     "quiet_libraries",
     "read_events",
     "read_metrics",

@@ -27,32 +27,20 @@ _MUTES = (
 )
 
 
-def verbose() -> bool:
-    """Whether the user asked for everything that the libraries say (``WAVEMARE_VERBOSE=1``)."""
-    return os.environ.get("WAVEMARE_VERBOSE", "0") == "1"
-
-
-def quiet_environment() -> dict[str, str]:
-    """Return the variables that make libraries quiet and that the user has not set."""
-    if verbose():
-        return {}
-    return {name: value for name, value in _VARIABLES.items() if name not in os.environ}
-
-
 def quiet_libraries() -> None:
     """Show errors alone of DeepSpeed, transformers and datasets, and none of their bars.
 
     It may be called before or after they are imported, and imports none of them. With
     ``WAVEMARE_VERBOSE=1`` it does nothing.
     """
-    if verbose():
+    if os.environ.get("WAVEMARE_VERBOSE", "0") == "1":
         return
-    os.environ.update(quiet_environment())
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
     deepspeed_logger = logging.getLogger("DeepSpeed")
     deepspeed_logger.setLevel(logging.ERROR)
     # DeepSpeed sets the level when it is imported, and its handler repeats it: a filter stays.
-    if _errors_only not in deepspeed_logger.filters:
-        deepspeed_logger.addFilter(_errors_only)
+    deepspeed_logger.addFilter(_errors_only)
     for name, method in _MUTES:
         if (module := sys.modules.get(name)) is not None:
             getattr(module, method)()

@@ -320,10 +320,13 @@ def _add_staleness(page: Page, run: RunFacts) -> None:
     if not stages:
         page.missing(f"staleness of {run.name}", "only the schedule pipemare has and measures it")
         return
+    count, slack = int(run.layout["stages"]), int(run.pipemare.get("slack", 0))
+    size = int(run.layout.get("gradient_accumulation_steps", 1))
+    most = [str(max_staleness(stage, count, size, slack)) for stage in range(count)]
     page.heading(
         f"Staleness: {run.name}",
         "Optimizer steps between a micro-batch's forward and backward pass, mean of the step, by "
-        f"stage; metrics.jsonl. {_planned(run)}",
+        f"stage; metrics.jsonl. By the plan it is at most {', '.join(most)} (stage 0 first).",
     )
     series = [Series(f"stage {s}", run.series(f"staleness_{s}"), s) for s in stages]
     page.figure(lines(series, "staleness (steps)", zero=True), label="staleness by stage")
@@ -420,14 +423,3 @@ def _add_steps(page: Page, run: RunFacts, trace: Trace) -> None:
     ]
     figure = lines(series, "memory (MiB)", x="time (ms)", zero=not resident)
     page.figure(figure, label="memory over time", height=280)
-
-
-def _planned(run: RunFacts) -> str:
-    """Return a sentence on the staleness by the plan."""
-    layout = run.layout
-    stages, size = int(layout["stages"]), int(layout.get("gradient_accumulation_steps", 1))
-    most = [
-        str(max_staleness(stage, stages, size, int(run.pipemare.get("slack", 0))))
-        for stage in range(stages)
-    ]
-    return f"By the plan the staleness is at most {', '.join(most)} (stage 0 first)."

@@ -12,10 +12,9 @@ from unittest import mock
 import torch
 from common import leave
 
-from wavemare.bench.pipeline import runner as workloads
+from wavemare.bench.pipeline import systems as workloads
 from wavemare.bench.pipeline.request import SYSTEMS, PipelineRequest
-from wavemare.bench.pipeline.runner import ADAMW, Place, build_workload
-from wavemare.bench.pipeline.systems import BUILDERS
+from wavemare.bench.pipeline.systems import ADAMW, BUILDERS, Place, build_workload
 from wavemare.engine import init_distributed
 from wavemare.pipeline.optim.soap_muon import SOAP
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from wavemare.bench.pipeline.request import BASELINE, BOUND, SYSTEMS, PipelineRequest
-from wavemare.bench.pipeline.runner import (
+from wavemare.bench.pipeline.systems import (
+    BUILDERS,
     GRADIENT_CLIPPING,
     BoundRunner,
     Busy,
@@ -22,7 +23,6 @@ from wavemare.bench.pipeline.runner import (
     build_workload,
     busy_seconds,
 )
-from wavemare.bench.pipeline.systems import BUILDERS
 from wavemare.bench.ranks import interleaved, ratio_row
 from wavemare.engine.launch.group import gather
 from wavemare.files import atomic_write_bytes, atomic_write_text

@@ -5,7 +5,7 @@ import pytest
 
 from wavemare.bench.pipeline.measure import Sample, build_rows
 from wavemare.bench.pipeline.request import PipelineRequest
-from wavemare.bench.pipeline.runner import Busy
+from wavemare.bench.pipeline.systems import Busy
 from wavemare.bench.result import result_table
 
 STOCK, OURS, BOUND = "deepspeed-1f1b", "wavemare-pipemare", "no-communication-bound"

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from wavemare.bench.pipeline import runner
+from wavemare.bench.pipeline import systems
 from wavemare.bench.pipeline.request import PipelineRequest, Waits
-from wavemare.bench.pipeline.runner import GPTWorkload, SyntheticWorkload, TimedWait
+from wavemare.bench.pipeline.systems import GPTWorkload, SyntheticWorkload, TimedWait
 from wavemare.bench.ranks import build_gpt
 from wavemare.engine.pipe.split_backward import SplitBackward
 
@@ -17,7 +17,7 @@ SMALL = PipelineRequest(layers=4, hidden=16, heads=2, vocabulary=11, sequence=6,
 @pytest.fixture
 def gpt(monkeypatch):
     # Timing the layers takes several processes.
-    monkeypatch.setattr(runner, "layer_times", lambda model, chain, inputs: [1.0] * len(chain))
+    monkeypatch.setattr(systems, "layer_times", lambda model, chain, inputs: [1.0] * len(chain))
     return GPTWorkload(SMALL)
 
 
@@ -40,7 +40,7 @@ def test_parts_compute_what_the_model_computes(gpt, count):
 def slept(monkeypatch):
     """Note the waits instead of sleeping."""
     log = []
-    monkeypatch.setattr(runner, "sleep", log.append)
+    monkeypatch.setattr(systems, "sleep", log.append)
     return log
 
 
