@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,6 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from wavemare.errors import ModelError
 from wavemare.models.activations import SUMS, Activations, SideInputs, StageContext, pack, unpack
-
-if TYPE_CHECKING:
-    from wavemare.models.layers import AuxiliaryLoss
 
 
 class PipelineLayer(nn.Module):
