@@ -140,6 +140,6 @@ def test_a_spoilt_timeline_is_named(run_folder, change):
 
 def test_an_output_that_cannot_be_written_is_refused(run_folder):
     error = error_of(run_folder, "--output", run_folder)
-    assert (error.key, error.reason) == ("--output", "Is a directory")
+    assert (error.key, error.reason) == ("--output", "it cannot be written (Is a directory)")
     error = error_of(run_folder, "--output", run_folder / "config.json" / "x.html")
     assert isinstance(error, ConfigError)
