@@ -85,11 +85,10 @@ class GradientRows:
             own, or its gradient was there before.
         """
         known = [slot.name for slot in slots if slot.name in self._ids]
-        taken = {name: list(self._ids[name]) for name in known}
+        taken = {name: self._ids[name] for name in known}
+        self._ids.update((name, []) for name in known)
         older = self._older.intersection(known)
         self._older -= older
-        for name in known:
-            self._ids[name].clear()
         if not known or older:
             return None
         device = self._parameters[known[0]].device

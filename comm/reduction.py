@@ -24,7 +24,6 @@ from wavemare.comm.executors.ranges import (
     reduce_ranges,
     reduce_scatter,
 )
-from wavemare.comm.kernels import num_blocks
 from wavemare.comm.selection.cost import Constants
 from wavemare.comm.selection.selector import DENSE, Selector
 from wavemare.comm.statistics import Statistics, Timer
@@ -285,7 +284,6 @@ class Reduction:
                 agreement.begin()
                 self._check(agreement.wait(), bucket.key)
             return None, True
-        blocks = num_blocks(call.flat.numel(), call.block)
         stray, bits = -1, None
         if bucket.blocks is not None:
             bits, stray = self._listed(call, bucket)
@@ -297,7 +295,7 @@ class Reduction:
             agreement.begin(Reported(took_ns, dense_blocks, stray, int(bucket.blocks is None)))
         if bits is None and dense_blocks < 0:
             try:
-                bits = self._mask(call)
+                bits = call.mask()
             except BaseException:
                 if agreement is not None:
                     agreement.wait()  # its memory must last
@@ -309,11 +307,11 @@ class Reduction:
             searched = any(rank.searched for rank in reported)
             counts = np.array([rank.dense_blocks for rank in reported])
             if counts.min() >= 0:
-                return BlockCounts(blocks, counts, int(counts.max())), searched
+                return BlockCounts(call.num_blocks, counts, int(counts.max())), searched
         if bits is None:
-            bits = self._mask(call)
+            bits = call.mask()
         with call.phase("metadata"):
-            return exchange_masks(call.transport, bits, blocks), searched
+            return exchange_masks(call.transport, bits, call.num_blocks), searched
 
     def _check(self, reported: Sequence[Reported], key: str) -> Sequence[Reported]:
         """Learn from the previous call's times, and refuse lists of blocks that are wrong."""
@@ -341,7 +339,7 @@ class Reduction:
 
         ``bits`` are the bucket's mask, if it is known; otherwise a sample is taken.
         """
-        blocks = number = num_blocks(call.flat.numel(), call.block)
+        blocks = number = call.num_blocks
         if bits is None:
             number = min(blocks, _SAMPLE)
             with call.phase("sample"):
@@ -368,26 +366,17 @@ class Reduction:
         number, self._num_lists[key] = self._num_lists[key], self._num_lists[key] + 1
         assert bucket.blocks is not None
         with call.phase("list"):
-            listed = bits_of(bucket.blocks, num_blocks(call.flat.numel(), call.block))
+            listed = bits_of(bucket.blocks, call.num_blocks)
         checks = not number & (number - 1) or not number % _CHECK_INTERVAL
         if not (checks or self._always_checks):
             return listed, -1
-        bits = self._mask(call)
+        bits = call.mask()
         stray = first_bit(bits & ~listed)
         if stray >= 0 and number < _TRIALS and not self._always_checks:
             logger.warning("%s: block %d is not in the list; lists are not used", key, stray)
             self._searched.add(key)
             stray = -1
         return bits, stray
-
-    def _mask(self, call: CollectiveCall) -> Tensor:
-        with call.phase("mask"):
-            like = torch.empty(0, dtype=torch.uint8, device=call.flat.device)
-            bits = self._scratch(
-                "bits", mask_bytes(num_blocks(call.flat.numel(), call.block)), like
-            )
-            call.kernels.mask(call.flat, call.block, bits)
-        return bits
 
 
 def _run(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from wavemare.comm.agreement import Agreement, digest_of
 from wavemare.comm.blocks.layout import OwnedRange, ranges_of
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.blocks.rows import RowReducer, check_rows
+from wavemare.comm.blocks.rows import RowReducer, check_indices, check_rows
 from wavemare.comm.collective_queue import CollectiveQueue, Handle
 from wavemare.comm.compressor import Compressor, make_compressor
 from wavemare.comm.config import HALVES, MODES, CompressorConfig, Mode
@@ -81,7 +82,16 @@ class SparseComm:
         check_blocks: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        check_settings(block, mode, deterministic)
+        check_number(ConfigError, "block", block, 1, whole=True)
+        if mode not in MODES:
+            raise ConfigError("mode", mode, "there is no such mode", did_you_mean(mode, MODES))
+        if deterministic and mode != "auto" and not EXECUTORS_BY_MODE[mode].deterministic:
+            raise ConfigError(
+                "mode",
+                mode,
+                "it does not sum in the order of the ranks, which deterministic asks for",
+                "Set deterministic to false, or choose auto, ordered, pushpull or allgather",
+            )
         if isinstance(compressor, CompressorConfig):
             compressor = make_compressor(compressor, block)
         self.block = block
@@ -89,7 +99,9 @@ class SparseComm:
         self.average = average
         self.deterministic = deterministic
         self.compressor = compressor
-        device = torch.device(device or _present_device())
+        if device is None and torch.cuda.is_available():
+            device = f"cuda:{torch.cuda.current_device()}"
+        device = torch.device(device or "cpu")
         measures = constants is None and mode == "auto"
         self.transport = open_transport(
             group, choice=transport, staging=staging, timeout_s=timeout_s, device=device
@@ -180,15 +192,10 @@ class SparseComm:
             ConfigError: The tensor's layout or type is not supported; nothing was sent.
             CommError: A peer was lost, or calls another collective.
         """
-        scale = self._scale(flat)
-        key = bucket_key(key, flat, weights, self.compressor)
-        bucket = self._bucket(flat, key, scale, weights, blocks)
-
-        def work(agreement: Agreement, stats: Statistics) -> Tensor:
-            self._reduction.all_reduce(bucket, agreement, stats)
-            return flat
-
-        return self._submit("allreduce_", flat, work, async_op, key=key, inputs=(weights, blocks))
+        bucket = self._bucket(flat, key, weights, blocks)
+        work = partial(self._reduction.all_reduce, bucket)
+        inputs = weights, blocks
+        return self._submit("allreduce_", flat, work, async_op, key=bucket.key, inputs=inputs)
 
     def reduce_scatter_(
         self,
@@ -218,19 +225,12 @@ class SparseComm:
         if self.mode not in ("auto", *HALVES):
             reason = "it has no reduce_scatter_"
             raise ConfigError("mode", self.mode, reason, f"Choose auto, {' or '.join(HALVES)}")
-        scale = self._scale(flat)
+        bucket = self._bucket(flat, key, weights, blocks, prefix="scatter ")
         ranges = ranges_of(partition, flat.numel(), self.size)
-        if key is None and self.compressor is None:
-            key = f"{flat.numel()} {flat.dtype}"
-        key = bucket_key(f"scatter {key}" if key else None, flat, weights, self.compressor)
-        bucket = self._bucket(flat, key, scale, weights, blocks)
-
-        def work(agreement: Agreement, stats: Statistics) -> Tensor:
-            self._reduction.reduce_scatter(bucket, ranges, agreement, stats)
-            return flat
-
+        work = partial(self._reduction.reduce_scatter, bucket, ranges)
+        inputs = weights, blocks
         return self._submit(
-            "reduce_scatter_", flat, work, async_op, ranges, key=key, inputs=(weights, blocks)
+            "reduce_scatter_", flat, work, async_op, ranges, key=bucket.key, inputs=inputs
         )
 
     def allgather_(
@@ -249,12 +249,7 @@ class SparseComm:
         """
         check_bucket(flat)
         ranges = ranges_of(partition, flat.numel(), self.size)
-        data = flat.detach()
-
-        def work(agreement: Agreement, stats: Statistics) -> Tensor:
-            self._reduction.all_gather(data, ranges, agreement, stats)
-            return flat
-
+        work = partial(self._reduction.all_gather, flat.detach(), ranges)
         return self._submit("allgather_", flat, work, async_op, ranges)
 
     def allreduce_rows_(
@@ -280,12 +275,8 @@ class SparseComm:
         """
         check_rows(ids, rows, num_rows)
         scale = self._scale(rows.view(-1))
-        data = rows.detach()
         num_items = -1 if num_rows is None else num_rows
-
-        def work(agreement: Agreement, stats: Statistics) -> tuple[Tensor, Tensor]:
-            return self._rows.reduce(ids, data, num_rows, scale, agreement, stats)
-
+        work = partial(self._rows.reduce, ids, rows.detach(), num_rows, scale)
         return self._submit(
             "allreduce_rows_", rows, work, async_op, num_items=num_items, inputs=(ids,)
         )
@@ -322,14 +313,27 @@ class SparseComm:
         return 1.0 / (self.size if self.average is True else self.average or 1)
 
     def _bucket(
-        self, flat: Tensor, key: str, scale: float, weights: Tensor | None, blocks: Tensor | None
+        self,
+        flat: Tensor,
+        key: str | None,
+        weights: Tensor | None,
+        blocks: Tensor | None,
+        prefix: str = "",
     ) -> Bucket:
+        """Check a bucket, and name it; by default by its size and type."""
+        scale = self._scale(flat)
+        if self.compressor is not None:
+            if not key:
+                reason = "the compressor keeps the residual of each bucket under its name"
+                raise ConfigError("key", key, reason, "Give key=, a different one for each bucket")
+            self.compressor.check(prefix + key, flat.detach(), weights)
         if blocks is not None:
             check_blocks(blocks, num_blocks(flat.numel(), self.block), flat.device)
             if self.compressor is not None:
                 blocks = None  # residuals are non-zero elsewhere
         # It may be a leaf that requires gradients.
-        return Bucket(flat.detach(), key, scale, weights, blocks)
+        name = prefix + (key or f"{flat.numel()} {flat.dtype}")
+        return Bucket(flat.detach(), name, scale, weights, blocks)
 
     def _submit(
         self,
@@ -342,7 +346,7 @@ class SparseComm:
         num_items: int = 0,
         inputs: Iterable[Tensor | None] = (),
     ) -> Handle:
-        """Run a collective and measure it.
+        """Run a collective and measure it; its result is the tensor, unless ``work`` returns one.
 
         ``terms`` are what else must be the same on all ranks, ``inputs`` what else it reads.
         """
@@ -369,7 +373,7 @@ class SparseComm:
             after = self._traffic()
             stats.bytes_up, stats.bytes_down = after[0] - up, after[1] - down
             self.totals.add(stats)
-            return result
+            return tensor if result is None else result
 
         handle = self._queue.submit(run, tensor.device, (tensor, *inputs))
         if not async_op:
@@ -380,35 +384,6 @@ class SparseComm:
         """Return the bytes sent and received so far."""
         ups = sum(transport.bytes_up for transport in self._transports)
         return ups, sum(transport.bytes_down for transport in self._transports)
-
-
-def _present_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def bucket_key(
-    key: str | None, flat: Tensor, weights: Tensor | None, compressor: Compressor | None
-) -> str:
-    """Return the name of a bucket, by default its size and type.
-
-    Args:
-        key: The caller's name, if any.
-        flat: The bucket.
-        weights: The weights of this gradient, if given.
-        compressor: Compresses it; checks bucket and weights.
-
-    Raises:
-        ConfigError: The compressor needs a name or weights, or refuses the bucket.
-    """
-    if compressor is None:
-        return key or f"{flat.numel()} {flat.dtype}"
-    if not key:
-        reason = "the compressor keeps the residual of each bucket under its name"
-        raise ConfigError("key", key, reason, "Give key=, a different one for each bucket")
-    compressor.check(key, flat.detach(), weights)
-    return key
 
 
 def check_bucket(flat: Tensor, *, averages: bool = False) -> None:
@@ -446,33 +421,7 @@ def check_blocks(blocks: Tensor, num_blocks: int, device: torch.device) -> None:
     Raises:
         ConfigError: Its shape or type does not fit, or a number is not a block.
     """
-    if blocks.dtype != torch.int64 or blocks.dim() != 1:
-        reason = f"it is {blocks.dtype} of shape {tuple(blocks.shape)}"
-        raise ConfigError("blocks", tuple(blocks.shape), reason, "Give (k,), int64")
     if blocks.device != device:
         reason = f"the bucket is on {device}"
         raise ConfigError("blocks", str(blocks.device), reason, "Give a list on the same device")
-    if blocks.device.type == "cpu" and blocks.numel():
-        least, most = (int(bound) for bound in blocks.aminmax())
-        if least < 0 or most >= num_blocks:
-            reason = f"the bucket has {num_blocks} blocks"
-            value = least if least < 0 else most
-            raise ConfigError("blocks", value, reason, "Give numbers from 0, below that number")
-
-
-def check_settings(block: int, mode: str, deterministic: bool) -> None:
-    """Check the settings of a `SparseComm`.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-    check_number(ConfigError, "block", block, 1, whole=True)
-    if mode not in MODES:
-        raise ConfigError("mode", mode, "there is no such mode", did_you_mean(mode, MODES))
-    if deterministic and mode != "auto" and not EXECUTORS_BY_MODE[mode].deterministic:
-        raise ConfigError(
-            "mode",
-            mode,
-            "it does not sum in the order of the ranks, which deterministic asks for",
-            "Set deterministic to false, or choose auto, ordered, pushpull or allgather",
-        )
+    check_indices("blocks", blocks, num_blocks, f"the bucket has {num_blocks} blocks")

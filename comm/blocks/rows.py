@@ -41,9 +41,9 @@ def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
     Raises:
         ConfigError: Shapes or types do not fit, or an id is not a row.
     """
-    if ids.dtype != torch.int64 or ids.dim() != 1:
-        reason = f"ids are {ids.dtype} of shape {tuple(ids.shape)}"
-        raise ConfigError("ids", tuple(ids.shape), reason, "Give (k,), int64")
+    if num_rows is not None and num_rows < 0:
+        raise ConfigError("num_rows", num_rows, "it is negative", "Give 0 or more, or None")
+    check_indices("ids", ids, num_rows, f"the table has {num_rows} rows")
     if rows.layout is not torch.strided or not rows.is_contiguous() or rows.dim() != 2:  # noqa: PLR2004
         remedy = "Give contiguous rows, (k, dim)"
         reason = "they are no matrix whose rows stand one after the other"
@@ -54,14 +54,28 @@ def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
     if not rows.dtype.is_floating_point:
         reason = f"they are {rows.dtype}"
         raise ConfigError("rows", tuple(rows.shape), reason, "Give floats of 16 to 64 bits")
-    if num_rows is not None and num_rows < 0:
-        raise ConfigError("num_rows", num_rows, "it is negative", "Give 0 or more, or None")
-    if num_rows is not None and ids.numel() and ids.device.type == "cpu":
-        least, most = (int(bound) for bound in ids.aminmax())
-        if least < 0 or most >= num_rows:
+
+
+def check_indices(key: str, indices: Tensor, end: int | None, reason: str) -> None:
+    """Refuse what is no list of numbers from 0, below an end; an accelerator's are not read.
+
+    Args:
+        key: Name of the list.
+        indices: The list.
+        end: None for any numbers.
+        reason: Why there is an end.
+
+    Raises:
+        ConfigError: Its shape or type does not fit, or a number is out of range.
+    """
+    if indices.dtype != torch.int64 or indices.dim() != 1:
+        shape = tuple(indices.shape)
+        raise ConfigError(key, shape, f"it is {indices.dtype} of shape {shape}", "Give (k,), int64")
+    if end is not None and indices.numel() and indices.device.type == "cpu":
+        least, most = (int(bound) for bound in indices.aminmax())
+        if least < 0 or most >= end:
             value = least if least < 0 else most
-            reason = f"the table has {num_rows} rows"
-            raise ConfigError("ids", value, reason, "Give ids from 0, below that number")
+            raise ConfigError(key, value, reason, "Give numbers from 0, below that number")
 
 
 def blocks_of_rows(ids: Tensor, dim: int, block: int, start: int = 0) -> Tensor:

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wavemare.comm.kernels import BlockKernels, kernels_for
+from wavemare.comm.blocks.masks import mask_bytes
+from wavemare.comm.kernels import BlockKernels, kernels_for, num_blocks
 from wavemare.comm.statistics import Statistics, Timer
 from wavemare.comm.transport.base import Transport
 
@@ -82,6 +83,11 @@ class CollectiveCall:
         return self.transport.size
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the bucket."""
+        return num_blocks(self.flat.numel(), self.block)
+
+    @property
     def on_device(self) -> bool:
         """Whether the bucket lies on an accelerator, which takes few large pieces of work."""
         return not self.flat.is_cpu
@@ -97,6 +103,14 @@ class CollectiveCall:
         started = time.perf_counter()
         yield
         self.stats.add(name, time.perf_counter() - started)
+
+    def mask(self) -> Tensor:
+        """Return the bucket's bit-packed mask, in scratch; see `BlockKernels.mask`."""
+        with self.phase("mask"):
+            like = torch.empty(0, dtype=torch.uint8, device=self.flat.device)
+            bits = self.scratch("bits", mask_bytes(self.num_blocks), like)
+            self.kernels.mask(self.flat, self.block, bits)
+        return bits
 
     def packed(self, name: str, num_blocks: int) -> Tensor:
         """Return scratch for ``num_blocks`` packed blocks."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from torch import Tensor
@@ -20,9 +21,8 @@ from wavemare.comm.kernels import num_blocks
 def equal_ranges(numel: int, block: int, num_ranks: int) -> list[OwnedRange]:
     """Return one range of whole blocks for each rank, all of about the same size."""
     blocks = num_blocks(numel, block)
-    cuts = [min(blocks * owner // num_ranks * block, numel) for owner in range(num_ranks)]
-    cuts.append(numel)
-    return [OwnedRange(cuts[owner], cuts[owner + 1], owner) for owner in range(num_ranks)]
+    cuts = [min(blocks * owner // num_ranks * block, numel) for owner in range(num_ranks + 1)]
+    return [OwnedRange(*pair, owner) for owner, pair in enumerate(pairwise(cuts))]
 
 
 def reduce_and_gather(call: CollectiveCall, masks: Masks | None = None) -> None:
@@ -92,14 +92,10 @@ def _begin_reduce(
     blocks = num_blocks(numel, call.block)
     received = call.packed(f"received {number}", call.size * blocks).view(call.size, -1)
     with call.phase("push"):
-        exchange = call.transport.begin()
-        for peer in call.transport.peers():
-            for part in _cut_alike(received[peer], own):
-                exchange.receive(peer, part)
-        for peer in call.transport.peers():
-            for view in _views(call.flat, ranges, peer):
-                exchange.send(peer, view)
-        exchange.start()
+        exchange = call.transport.begin_messages(
+            lambda peer: _cut_alike(received[peer], own),
+            lambda peer: _views(call.flat, ranges, peer),
+        )
         for part, view in zip(_cut_alike(received[call.rank], own), own, strict=True):
             part.copy_(view)
         received[:, numel:] = 0
@@ -127,14 +123,10 @@ def _sum(
 
 def _begin_gather(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> Callable[[], None]:
     with call.phase("pull"):
-        exchange = call.transport.begin()
-        for peer in call.transport.peers():
-            for view in _views(call.flat, ranges, peer):
-                exchange.receive(peer, view)
-        for peer in call.transport.peers():
-            for view in _views(call.flat, ranges, call.rank):
-                exchange.send(peer, view)
-        exchange.start()
+        exchange = call.transport.begin_messages(
+            lambda peer: _views(call.flat, ranges, peer),
+            lambda _: _views(call.flat, ranges, call.rank),
+        )
 
     def finish() -> None:
         with call.phase("pull"):
@@ -148,11 +140,8 @@ def _views(flat: Tensor, ranges: Sequence[OwnedRange], owner: int) -> list[Tenso
 
 
 def _cut_alike(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
-    parts, start = [], 0
-    for view in views:
-        parts.append(buffer[start : start + view.numel()])
-        start += view.numel()
-    return parts
+    sizes = [view.numel() for view in views]
+    return list(buffer[: sum(sizes)].split(sizes))
 
 
 def dense(call: CollectiveCall, masks: Masks | None = None) -> None:

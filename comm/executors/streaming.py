@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.masks import Masks, mask_bytes
+from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import CollectiveCall, Scratch
 from wavemare.comm.executors.streaming_protocol import (
     Aggregator,
@@ -24,7 +24,7 @@ from wavemare.comm.executors.streaming_protocol import (
     Reply,
     Worker,
 )
-from wavemare.comm.kernels import kernels_for, num_blocks
+from wavemare.comm.kernels import kernels_for
 from wavemare.comm.transport.base import Exchange
 
 _Sent = tuple[int, Exchange]
@@ -47,11 +47,11 @@ def streaming(call: CollectiveCall, masks: Masks | None = None) -> None:
     messages and no rank waits for masks, which helps on slow links with many ranks. On fast links,
     handling the messages takes longer than sending the bytes.
     """
-    blocks, slots = num_blocks(call.flat.numel(), call.block), _SLOTS_PER_RANK * call.size
+    blocks, slots = call.num_blocks, _SLOTS_PER_RANK * call.size
     lanes = Lanes(blocks, call.size, slots, min(max(blocks // (slots * _DEPTH), 1), _WIDTH))
-    with call.phase("mask"):
-        nonzero = _local_mask(call, lanes.num_blocks)
+    bits = call.mask().cpu().numpy()
     with call.phase("plan"):
+        nonzero = np.unpackbits(bits, count=blocks, bitorder="little").astype(np.bool_)
         stream = _Stream(call, lanes, nonzero)
     stream.run()
 
@@ -210,14 +210,6 @@ class _Stream:
         if self._call.flat.device == packed.device:
             return packed
         return self._call.scratch("streamed", packed.numel(), self._call.flat)
-
-
-def _local_mask(call: CollectiveCall, blocks: int) -> npt.NDArray[np.bool_]:
-    like = torch.empty(0, dtype=torch.uint8, device=call.flat.device)
-    bits = call.scratch("bits", mask_bytes(blocks), like)
-    call.kernels.mask(call.flat, call.block, bits)
-    packed = bits.cpu().numpy()
-    return np.unpackbits(packed, count=blocks, bitorder="little").astype(np.bool_)
 
 
 class _Frames:

@@ -15,8 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "BlockKernels", "kernels_for", "num_blocks"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.float64)
 """What a bucket may hold."""
 

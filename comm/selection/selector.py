@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -113,7 +114,7 @@ class Selector:
     def __init__(self, constants: Constants, allowed: Sequence[str]) -> None:
         self.constants = constants
         self.allowed = tuple(allowed)
-        self._histories: dict[str, _History] = {}
+        self._histories: defaultdict[str, _History] = defaultdict(_History)
 
     def prefers_dense(
         self,
@@ -150,7 +151,7 @@ class Selector:
         if isinstance(masks, BlockCounts):
             allowed = tuple(name for name in allowed if name in DENSE)
         choice = self._choice(key, masks, block_bytes, allowed, halves, searched)
-        self._history(key).last = choice.executor
+        self._histories[key].last = choice.executor
         return choice
 
     def _choice(
@@ -162,7 +163,7 @@ class Selector:
         halves: bool,
         searched: bool,
     ) -> ExecutorChoice:
-        history = self._history(key)
+        history = self._histories[key]
         return choose_executor(
             masks,
             block_bytes,
@@ -182,7 +183,7 @@ class Selector:
             executor: Which was used.
             ratio: Seconds taken over seconds predicted; the same on all ranks.
         """
-        history = self._history(key)
+        history = self._histories[key]
         if executor not in history.used:
             # The first call touches fresh pages and may compile kernels.
             history.used.add(executor)
@@ -195,9 +196,6 @@ class Selector:
         # The prediction was corrected already.
         target = min(max(before * ratio, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
         corrections[executor] = before + _LEARNING_RATE * (target - before)
-
-    def _history(self, key: str) -> _History:
-        return self._histories.setdefault(key, _History())
 
 
 # --- the speed of network and kernels, measured on all ranks at once ------------------------------
@@ -234,12 +232,7 @@ def calibrate(
 
 def _exchange(transport: Transport, buffer: Tensor, out: Tensor) -> None:
     parts, arriving = buffer.chunk(transport.size), out.chunk(transport.size)
-    exchange = transport.begin()
-    for peer in transport.peers():
-        exchange.receive(peer, arriving[peer])
-    for peer in transport.peers():
-        exchange.send(peer, parts[peer])
-    exchange.wait()
+    transport.begin_messages(lambda peer: [arriving[peer]], lambda peer: [parts[peer]]).wait()
 
 
 def _dense(transport: Transport, buffer: Tensor, out: Tensor) -> None:

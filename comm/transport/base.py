@@ -8,7 +8,7 @@ backend works. Messages between two ranks arrive in order; both sides know their
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -149,11 +149,26 @@ class Transport(ABC):
 
     def begin_all_gather(self, parts: Sequence[Tensor]) -> Exchange:
         """Begin `all_gather_parts`."""
+        return self.begin_messages(lambda peer: [parts[peer]], lambda _: [parts[self.rank]])
+
+    def begin_messages(
+        self,
+        arriving: Callable[[int], Iterable[Tensor]],
+        leaving: Callable[[int], Iterable[Tensor]],
+    ) -> Exchange:
+        """Start to receive tensors from each peer, and to send tensors to each.
+
+        Args:
+            arriving: Returns the tensors that a peer's messages fill.
+            leaving: Returns the tensors that a peer gets.
+        """
         exchange = self.begin()
         for peer in self.peers():
-            exchange.receive(peer, parts[peer])
+            for tensor in arriving(peer):
+                exchange.receive(peer, tensor)
         for peer in self.peers():
-            exchange.send(peer, parts[self.rank])
+            for tensor in leaving(peer):
+                exchange.send(peer, tensor)
         exchange.start()
         return exchange
 

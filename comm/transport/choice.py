@@ -50,7 +50,8 @@ def open_transport(
     if isinstance(group, Transport):
         return group
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if _is_mpi_communicator(group):
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and isinstance(group, mpi.Comm):
         if choice == "torch":
             reason = "an MPI communicator was given"
             raise ConfigError("transport", choice, reason, "Use auto, or give no group")
@@ -94,11 +95,6 @@ def _mpi_serves(device: torch.device) -> bool:
     except (ImportError, RuntimeError):
         return False
     return MPI.COMM_WORLD.Get_size() == dist.get_world_size()
-
-
-def _is_mpi_communicator(group: Any) -> bool:
-    module = sys.modules.get("mpi4py.MPI")
-    return module is not None and isinstance(group, module.Comm)
 
 
 def _same_ranks(group: Any) -> tuple[Any, bool]:
