@@ -198,43 +198,38 @@ class PlanCursor:
 def _requirements(stage: int, plan: Plan) -> dict[Kind, frozenset[Kind]]:
     """Return the kinds of actions that a stage has to do, each with those that come before it."""
     homes, head = plan.rank_of, plan.num_stages - 1
-    loads = [Kind.LOAD] if stage == 0 or (stage == head and homes[0] != homes[head]) else []
     # Neighbours on one rank exchange no messages.
-    first = stage == 0 or homes[stage - 1] == homes[stage]
-    last = stage == head or homes[stage + 1] == homes[stage]
-    from_before = [Kind.RECV_ACTIVATION] if not first else []
-    rules: dict[Kind, list[Kind]] = {kind: [] for kind in [*loads, *from_before]}
-    rules[Kind.FORWARD] = [*loads, *from_before]
-    if not last:
-        rules[Kind.SEND_ACTIVATION] = [Kind.FORWARD]
-    if not plan.num_steps:
-        return {kind: frozenset(needs) for kind, needs in rules.items()}
-    from_after = [Kind.RECV_GRAD] if not last else []
-    rules |= {kind: [] for kind in from_after}
-    rules |= {
-        Kind.BACKWARD: [Kind.FORWARD, *from_after],
-        Kind.BACKWARD_INPUT: [Kind.FORWARD, *from_after],
-        Kind.BACKWARD_WEIGHT: [Kind.BACKWARD_INPUT],
-        Kind.REDUCE: [],
-        Kind.STEP: [Kind.REDUCE],
-    }
-    if not first:
-        rules[Kind.SEND_GRAD] = [Kind.BACKWARD]
-    if plan.has_norms:
-        rules |= {Kind.NORM: [Kind.REDUCE], Kind.STEP: [Kind.NORM]}
-    if plan.flushes:
-        return {kind: frozenset(needs) for kind, needs in rules.items()}
-    rules[Kind.CORRECT] = [Kind.FORWARD]
-    rules[Kind.RESTORE] = [Kind.CORRECT, Kind.BACKWARD]
-    norms = [Kind.RECV_NORM] if not last else []
-    totals = [Kind.RECV_TOTAL] if not first else [Kind.REDUCE, *norms]
-    rules |= {kind: [] for kind in norms}
-    if not first:
-        rules[Kind.SEND_NORM] = [Kind.REDUCE, *norms]
-        rules[Kind.RECV_TOTAL] = []
-    if not last:
-        rules[Kind.SEND_TOTAL] = totals
-    return {kind: frozenset(needs) for kind, needs in rules.items()}
+    before = stage > 0 and homes[stage - 1] != homes[stage]
+    after = stage < head and homes[stage + 1] != homes[stage]
+    loads = stage == 0 or (stage == head and homes[0] != homes[head])
+    trains = plan.num_steps > 0
+    overlaps = trains and not plan.flushes
+    rules: list[tuple[Kind, bool, tuple[Kind, ...]]] = [
+        (Kind.LOAD, loads, ()),
+        (Kind.RECV_ACTIVATION, before, ()),
+        (Kind.FORWARD, True, (Kind.LOAD, Kind.RECV_ACTIVATION)),
+        (Kind.SEND_ACTIVATION, after, (Kind.FORWARD,)),
+        (Kind.RECV_GRAD, trains and after, ()),
+        (Kind.CORRECT, overlaps, (Kind.FORWARD,)),
+        (Kind.BACKWARD, trains, (Kind.FORWARD, Kind.RECV_GRAD)),
+        (Kind.BACKWARD_INPUT, trains, (Kind.FORWARD, Kind.RECV_GRAD)),
+        (Kind.BACKWARD_WEIGHT, trains, (Kind.BACKWARD_INPUT,)),
+        (Kind.RESTORE, overlaps, (Kind.CORRECT, Kind.BACKWARD)),
+        (Kind.SEND_GRAD, trains and before, (Kind.BACKWARD,)),
+        (Kind.REDUCE, trains, ()),
+        (Kind.NORM, trains and plan.has_norms, (Kind.REDUCE,)),
+        (Kind.RECV_NORM, overlaps and after, ()),
+        (Kind.SEND_NORM, overlaps and before, (Kind.REDUCE, Kind.RECV_NORM)),
+        (Kind.RECV_TOTAL, overlaps and before, ()),
+        (
+            Kind.SEND_TOTAL,
+            overlaps and after,
+            (Kind.RECV_TOTAL,) if before else (Kind.REDUCE, Kind.RECV_NORM),
+        ),
+        (Kind.STEP, trains, (Kind.NORM,) if plan.has_norms else (Kind.REDUCE,)),
+    ]
+    own = frozenset(kind for kind, is_due, _ in rules if is_due)
+    return {kind: own.intersection(needs) for kind, is_due, needs in rules if is_due}
 
 
 def _refusal(action: Action, reason: str, remedy: str) -> PlanError:
