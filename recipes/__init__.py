@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Complete training jobs, one readable file each, with JSON configurations beside it.
+"""Complete training jobs, readable from top to bottom, with JSON configurations beside them.
 
 Read `gpt/pretrain.py` first.
 """

@@ -79,7 +79,7 @@ def main(make: Any = None) -> None:
     import torch
     import transformers
 
-    from wavemare.data.loader import ResumableLoader
+    from wavemare.data.loader import ResumableLoader, evaluation_batches
     from wavemare.simulation import SimulatedPipeline
 
     text = read_text(
@@ -121,7 +121,9 @@ def main(make: Any = None) -> None:
                 recording.log(step, loss=sum(losses) / len(losses), learning_rate=rate)
                 losses.clear()
             if step % arguments.eval_interval == 0 or step == arguments.max_steps:
-                loss = evaluate(pipeline, validation, arguments.eval_samples)
+                loss = pipeline.evaluate(
+                    evaluation_batches(validation, _EVALUATED_AT_ONCE, limit=arguments.eval_samples)
+                )
                 recording.run.log(step, eval_loss=loss)
     finish(recording, pipeline, text, arguments.sequence_length, loss)
 
@@ -179,14 +181,6 @@ def _change(config: dict[str, Any], change: str) -> None:
             reason = f"{parent!r} is not a section"
             raise ConfigError("--set", change, reason, "Name a key of a section")
     place[key] = value
-
-
-def evaluate(pipeline: Any, validation: Any, num_samples: int) -> float:
-    """Return the mean loss on validation samples, with the newest weights of all stages."""
-    from wavemare.data.loader import evaluation_batches
-
-    batches = evaluation_batches(validation, _EVALUATED_AT_ONCE, limit=num_samples)
-    return float(pipeline.evaluate(batches))
 
 
 def finish(

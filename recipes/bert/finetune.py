@@ -22,7 +22,8 @@ from wavemare.data.sources import resolve
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.observe.recording import Recording
-from wavemare.recipes.bert.pretrain import finish, train
+from wavemare.recipes.bert.pretrain import finish
+from wavemare.recipes.gpt.pretrain import train
 from wavemare.training.arguments import ModelArguments, TrainArguments, option, parse_arguments
 from wavemare.training.models import (
     check_model_folder,

@@ -9,16 +9,15 @@ Run it with ``wavemare train bert``, or as any DeepSpeed script::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import wavemare
-from wavemare.data.loader import ResumableLoader
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.observe.recording import Recording
+from wavemare.recipes.gpt.pretrain import Evaluate, eval_loss, train
 from wavemare.training.arguments import (
     ModelArguments,
     TokenizerArguments,
@@ -27,14 +26,13 @@ from wavemare.training.arguments import (
     parse_arguments,
 )
 from wavemare.training.models import (
-    Evaluation,
     count_parameters,
     max_positions,
     read_model_config,
     reraise_model_errors,
     start_up_panel,
 )
-from wavemare.training.setup import Setup, connect, leave, load_run, prepare, seed_dropout
+from wavemare.training.setup import Setup, connect, leave, prepare
 from wavemare.training.text import TrainingText, find_text, read_text
 
 
@@ -78,74 +76,6 @@ def main() -> None:
     leave()
 
 
-Evaluate = Callable[[Any, int | None], Mapping[str, float]]
-"""Given an `Evaluation` and a number of samples (None for all), measures the model."""
-
-
-def train(
-    setup: Setup,
-    recording: Recording,
-    model: Any,
-    samples: Any,
-    validation: Any,
-    evaluate: Evaluate,
-) -> Any:
-    """Train, with evaluations and checkpoints on the way.
-
-    Returns:
-        The evaluation, which has the engine; None if SIGTERM has ended the training early.
-    """
-    from wavemare.engine import Interruption
-
-    args, checkpoints = setup.arguments, str(setup.folder / "checkpoints")
-
-    # The JSON configuration decides the layout, the optimizer and the schedule.
-    plan = setup.balance.measure(model, setup.batch, sequence_length=args.sequence_length)
-    engine, *_ = wavemare.initialize(model=model, config=setup.balance.config)
-    recording.screen.note(plan or engine.layout)
-    seed_dropout(engine, args.seed)
-    evaluation = Evaluation(engine, validation)
-    batches = ResumableLoader(
-        samples,
-        micro_batch_size=engine.train_micro_batch_size_per_gpu(),
-        data_rank=engine.data_rank,
-        data_world_size=engine.data_world_size,
-        seed=args.seed,
-        shares=setup.balance.shares,
-    )
-    if setup.resume:
-        recording.seconds = load_run(engine, checkpoints, batches, args.max_steps)
-        recording.screen.note(f"resumed after step {engine.global_steps}")
-
-    recording.engine = engine
-    recording.tokens = engine.train_batch_size() * args.sequence_length
-    losses: list[Any] = []
-    stop = False
-    with recording, Interruption(lead=engine.step_lead) as interruption:
-        setup.balance.save(setup.rank)
-        for step in range(engine.global_steps + 1, args.max_steps + 1):
-            with recording.step(step):
-                losses.append(engine.train_batch(batches))
-            stop = step < args.max_steps and interruption.stops_after(step)
-            last = stop or step == args.max_steps
-            if step % args.log_interval == 0 or last:
-                # Reading a loss waits for the device: not every step.
-                recording.log(step, loss=float(sum(losses) / len(losses)))
-                losses.clear()
-            if step % args.eval_interval == 0 and not last:
-                with recording.paused():
-                    recording.run.log(step, **evaluate(evaluation, setup.eval_samples))
-            if step % args.save_interval == 0 or last:
-                with recording.saving(step, f"step-{step:06d}") as tag:
-                    state = {"loader": batches.state_dict(), "seconds": recording.training_seconds}
-                    engine.save_checkpoint(checkpoints, tag, client_state=state)
-            if stop:  # by SIGTERM
-                recording.stopped(step)
-                break
-        engine.finish_saving()
-    return None if stop else evaluation
-
-
 def finish(
     setup: Setup,
     recording: Recording,
@@ -162,11 +92,6 @@ def finish(
     exported = setup.folder / "model"
     wavemare.save_pretrained(evaluation.engine, exported, tokenizer=tokenizer)
     return exported
-
-
-def eval_loss(evaluation: Any, num_samples: int | None) -> dict[str, float]:
-    """Return the mean loss on validation samples."""
-    return {"eval_loss": evaluation.loss(num_samples)}
 
 
 def make_model(

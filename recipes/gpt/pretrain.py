@@ -13,6 +13,7 @@ Beside it: ``pretrain_pipemare.json`` (two asynchronous stages, the default of `
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,19 +55,30 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     prompt: str | None = option(None, "start of the sample text; by default a validation text's")
 
 
-def main() -> None:
-    """Pretrain, evaluate, export and sample."""
+def main(
+    options: type[PretrainArguments] = PretrainArguments,
+    title: str = "wavemare: GPT pretraining",
+    adjust: Callable[[Setup], Any] = lambda setup: None,
+) -> None:
+    """Pretrain, evaluate, export and sample.
+
+    Args:
+        options: Of the command line.
+        title: Of the run, on the screen.
+        adjust: Changes the configuration for the model, and returns an ``lr_scheduler`` or None.
+    """
     # Options first: most mistakes are refused before torch and DeepSpeed are imported.
-    args = parse_arguments(PretrainArguments)
+    args = parse_arguments(options)
     setup = prepare(args)
     source = find_text(args)
     shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     connect(setup)
+    lr_scheduler = adjust(setup)
     text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
     model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
-    learn(setup, recording, model, text, args.prompt, "wavemare: GPT pretraining")
+    learn(setup, recording, model, text, args.prompt, title, lr_scheduler)
 
 
 def learn(
@@ -83,7 +95,9 @@ def learn(
     text.check_fits(length, model.config)
     prompt = text.check_prompt(prompt, max_positions(model.config))
     recording.screen.panel(title, start_up_panel(setup, model, text.describe()))
-    evaluation = train(setup, recording, model, text, lr_scheduler)
+    data = text.causal_samples(length, setup.num_samples, setup.arguments.seed)
+    options = {"shuffle": text.split is None, "lr_scheduler": lr_scheduler}
+    evaluation = train(setup, recording, model, *data, eval_loss, **options)
     if evaluation is not None:
         evaluation.engine.synchronize()  # what is evaluated is what is exported
         loss, exported = evaluation.loss(setup.final_samples), setup.folder / "model"
@@ -110,8 +124,25 @@ def make_model(
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
 
 
+Evaluate = Callable[[Any, int | None], Mapping[str, float]]
+"""Given an `Evaluation` and a number of samples (None for all), measures the model."""
+
+
+def eval_loss(evaluation: Any, num_samples: int | None) -> dict[str, float]:
+    """Return the mean loss on validation samples."""
+    return {"eval_loss": evaluation.loss(num_samples)}
+
+
 def train(
-    setup: Setup, recording: Recording, model: Any, text: TrainingText, lr_scheduler: Any = None
+    setup: Setup,
+    recording: Recording,
+    model: Any,
+    samples: Any,
+    validation: Any,
+    evaluate: Evaluate,
+    *,
+    shuffle: bool = True,
+    lr_scheduler: Any = None,
 ) -> Any:
     """Train, with evaluations and checkpoints on the way.
 
@@ -123,7 +154,6 @@ def train(
     from wavemare.engine import Interruption
 
     args, checkpoints = setup.arguments, str(setup.folder / "checkpoints")
-    samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
 
     # The JSON configuration decides the layout, the optimizer and the schedule.
     plan = setup.balance.measure(model, setup.batch, sequence_length=args.sequence_length)
@@ -139,7 +169,7 @@ def train(
         data_rank=engine.data_rank,
         data_world_size=engine.data_world_size,
         seed=args.seed,
-        shuffle=text.split is None,
+        shuffle=shuffle,
         shares=setup.balance.shares,
     )
     if setup.resume:
@@ -163,7 +193,7 @@ def train(
                 losses.clear()
             if step % args.eval_interval == 0 and not last:
                 with recording.paused():
-                    recording.run.log(step, eval_loss=evaluation.loss(setup.eval_samples))
+                    recording.run.log(step, **evaluate(evaluation, setup.eval_samples))
             if step % args.save_interval == 0 or last:
                 with recording.saving(step, f"step-{step:06d}") as tag:
                     state = {"loader": batches.state_dict(), "seconds": recording.training_seconds}

@@ -21,17 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from wavemare.failure import run_main
-from wavemare.observe.recording import Recording
-from wavemare.recipes.gpt.pretrain import PretrainArguments as TextArguments
-from wavemare.recipes.gpt.pretrain import learn, make_model
-from wavemare.training.arguments import option, parse_arguments
-from wavemare.training.models import read_model_config
-from wavemare.training.setup import Setup, connect, prefer_bf16, prepare
-from wavemare.training.text import find_text, read_text
+from wavemare.recipes.gpt import pretrain as gpt
+from wavemare.training.arguments import option
+from wavemare.training.setup import Setup, prefer_bf16
 
 
 @dataclass(frozen=True)
-class PretrainArguments(TextArguments):
+class PretrainArguments(gpt.PretrainArguments):
     """Options of Llama pretraining."""
 
     output: str = option("runs/llama-pretrain", "run folder")
@@ -44,22 +40,16 @@ class PretrainArguments(TextArguments):
 
 def main() -> None:
     """Pretrain, evaluate, export and sample."""
-    args = parse_arguments(PretrainArguments)
-    setup = prepare(args)
-    source = find_text(args)
-    shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
-    recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
+    gpt.main(PretrainArguments, "wavemare: Llama pretraining", adjust)
 
-    connect(setup)
+
+def adjust(setup: Setup) -> Callable[[Any], Any] | None:
+    """Prefer bf16, and a learning rate that warms up, stays and decays.
+
+    Returns:
+        What makes an optimizer's schedule; None if the JSON or an option names another.
+    """
     prefer_bf16(setup)
-    text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
-    model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
-    title = "wavemare: Llama pretraining"
-    learn(setup, recording, model, text, args.prompt, title, warmup_stable_decay(setup))
-
-
-def warmup_stable_decay(setup: Setup) -> Callable[[Any], Any] | None:
-    """Return what makes an optimizer's schedule; None if the JSON or an option names another."""
     if "scheduler" in setup.balance.config:
         return None
     from transformers import get_wsd_schedule
