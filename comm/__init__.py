@@ -6,8 +6,6 @@ DistributedDataParallel. In: a flat tensor of each rank. Out: their sum, in its 
 `sparse.py` first. Names are imported at first use.
 """
 
-from __future__ import annotations
-
 if __name__ == "comm":  # a second import would duplicate its classes
     raise ImportError("'comm' is part of wavemare: import 'wavemare.comm' instead")
 

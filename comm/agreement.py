@@ -67,8 +67,15 @@ class Agreement:
         num_items: int = 0,
         terms: int = 0,
     ) -> None:
-        kinds = OPERATIONS.index(operation), DTYPES.index(dtype)
-        self._call = [number, kinds[0], numel, kinds[1], block, num_items, terms]
+        self._call = [
+            number,
+            OPERATIONS.index(operation),
+            numel,
+            DTYPES.index(dtype),
+            block,
+            num_items,
+            terms,
+        ]
         self._transport = transport
 
     def begin(self, reported: Reported = Reported()) -> None:  # noqa: B008

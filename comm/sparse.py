@@ -328,7 +328,11 @@ class SparseComm:
                 raise ConfigError("key", key, reason, "Give key=, a different one for each bucket")
             self.compressor.check(prefix + key, flat.detach(), weights)
         if blocks is not None:
-            check_blocks(blocks, num_blocks(flat.numel(), self.block), flat.device)
+            if blocks.device != flat.device:
+                reason, remedy = f"the bucket is on {flat.device}", "Give a list on the same device"
+                raise ConfigError("blocks", str(blocks.device), reason, remedy)
+            end = num_blocks(flat.numel(), self.block)
+            check_indices("blocks", blocks, end, f"the bucket has {end} blocks")
             if self.compressor is not None:
                 blocks = None  # residuals are non-zero elsewhere
         # It may be a leaf that requires gradients.
@@ -372,7 +376,7 @@ class SparseComm:
             stats.note(None, timer)
             after = self._traffic()
             stats.bytes_up, stats.bytes_down = after[0] - up, after[1] - down
-            self.totals.add(stats)
+            self.totals.calls.append(stats)
             return tensor if result is None else result
 
         handle = self._queue.submit(run, tensor.device, (tensor, *inputs))
@@ -413,15 +417,3 @@ def check_bucket(flat: Tensor, *, averages: bool = False) -> None:
         reason, remedy = "whole numbers have no mean", "Use SparseComm(average=False)"
     if reason is not None and remedy is not None:
         raise ConfigError("bucket", tuple(flat.shape), reason, remedy)
-
-
-def check_blocks(blocks: Tensor, num_blocks: int, device: torch.device) -> None:
-    """Check a list of blocks; on an accelerator not its numbers, which would stall the caller.
-
-    Raises:
-        ConfigError: Its shape or type does not fit, or a number is not a block.
-    """
-    if blocks.device != device:
-        reason = f"the bucket is on {device}"
-        raise ConfigError("blocks", str(blocks.device), reason, "Give a list on the same device")
-    check_indices("blocks", blocks, num_blocks, f"the bucket has {num_blocks} blocks")

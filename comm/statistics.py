@@ -102,10 +102,6 @@ class Totals:
 
     calls: deque[Statistics] = field(default_factory=lambda: deque(maxlen=1 << 16))
 
-    def add(self, statistics: Statistics) -> None:
-        """Add a call."""
-        self.calls.append(statistics)
-
     def take(self) -> Mapping[str, float]:
         """Return figures of the calls that have ended by name, and drop these.
 

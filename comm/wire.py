@@ -9,6 +9,7 @@ rank sums them: the same bits everywhere.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -50,26 +51,21 @@ class Header(NamedTuple):
         return f"{whole} bits, common weights {self.digest & (1 << 64) - 1:016x}"
 
 
+@dataclass(eq=False)
 class Message:
     """A mean that may still be on its way.
 
-    Attributes:
+    Args:
         header: What all replicas agree on.
         notes: A number of each replica, in rank order; empty before `wait`.
+        mean: What `wait` returns, if it has come.
+        handle: Waits for it otherwise.
     """
 
-    def __init__(self, header: Header) -> None:
-        self.header = header
-        self.notes: list[float] = []
-        self._handle: Handle | None = None
-        self._mean: Tensor | None = None
-
-    @classmethod
-    def received(cls, header: Header, mean: Tensor, notes: list[float]) -> Message:
-        """Return a message that came before a checkpoint was saved."""
-        message = cls(header)
-        message._mean, message.notes = mean, list(notes)
-        return message
+    header: Header
+    notes: list[float] = field(default_factory=list)
+    mean: Tensor | None = None
+    handle: Handle | None = None
 
     def wait(self) -> Tensor:
         """Return the mean, (E,), float32.
@@ -77,11 +73,11 @@ class Message:
         Raises:
             CommError: A replica was lost, or is out of step.
         """
-        if self._mean is None:
-            assert self._handle is not None
-            self._mean, self._handle = self._handle.wait(), None
-        assert self._mean is not None
-        return self._mean
+        if self.mean is None:
+            assert self.handle is not None
+            self.mean, self.handle = self.handle.wait(), None
+        assert self.mean is not None
+        return self.mean
 
 
 class ReplicaLink:
@@ -117,7 +113,7 @@ class ReplicaLink:
             self._agree(message, note)
             return self._mean(header, values)
 
-        message._handle = self._queue.submit(work, values.device, (values,))
+        message.handle = self._queue.submit(work, values.device, (values,))
         return message
 
     def close(self) -> None:

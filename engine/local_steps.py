@@ -81,8 +81,7 @@ class LocalSteps(Feature):
         """Take the present weights, the same on all replicas, as the common ones."""
         self._common = [self._read(number) for number in range(self._config.fragments)]
         self._momentum = [torch.zeros_like(c) for c in self._common if self._momentum_rate]
-        lossy = self._config.bits < _FP32
-        self._residual = [torch.zeros_like(c) for c in self._common if lossy]
+        self._residual = [torch.zeros_like(c) for c in self._common if self._config.bits < _FP32]
         self._flights.clear()
         self._loss, self._losses = torch.zeros((), device=self._engine.device), 0
 
@@ -283,7 +282,7 @@ class LocalSteps(Feature):
                 own.copy_(saved)
         flights = [
             _Flight(
-                Message.received(Header(*f["header"]), f["mean"].to(self._device), f["notes"]),
+                Message(Header(*f["header"]), list(f["notes"]), f["mean"].to(self._device)),
                 f["due"],
                 None if f["sent"] is None else f["sent"].to(self._device),
             )

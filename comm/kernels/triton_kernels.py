@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from wavemare.comm.kernels import DTYPES, num_blocks
-from wavemare.comm.kernels.words import magnitude_bits, signed_words
+from wavemare.comm.kernels.words import magnitude_bits
 
 _PAIR_BESIDE_SIGN = 0x7FFF7FFF
 _NO_SIGN = -1
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUMS = {torch.int32: tl.int32, torch.float64: tl.float64}
 _NARROWEST = 64
 """Columns of a tile, unless a block is smaller: fewer would be less than a cache line."""
@@ -154,7 +155,7 @@ class TritonKernels:
 def _words(tensor: Tensor) -> Tensor:
     assert tensor.dtype in DTYPES
     assert tensor.is_contiguous()
-    return signed_words(tensor)
+    return tensor.view(_WORDS[tensor.itemsize])
 
 
 def _columns(block: int, limit: int) -> int:

@@ -15,18 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def as_words(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Return a tensor's memory, on a CPU, as unsigned integers of the size of its elements."""
     return tensor.view(_UNSIGNED[tensor.itemsize]).numpy()
-
-
-def signed_words(tensor: Tensor) -> Tensor:
-    """Return a tensor's memory as signed integers of the size of its elements."""
-    return tensor.view(_SIGNED[tensor.itemsize])
 
 
 def magnitude_bits(dtype: torch.dtype) -> int:

@@ -116,19 +116,6 @@ class Selector:
         self.allowed = tuple(allowed)
         self._histories: defaultdict[str, _History] = defaultdict(_History)
 
-    def prefers_dense(
-        self,
-        key: str,
-        counts: BlockCounts,
-        block_bytes: int,
-        *,
-        halves: bool = False,
-        searched: bool = True,
-    ) -> bool:
-        """Whether `choose` would send all blocks; nothing is remembered."""
-        choice = self._choice(key, counts, block_bytes, self.allowed, halves, searched)
-        return choice.executor in DENSE
-
     def choose(
         self,
         key: str,
@@ -137,34 +124,23 @@ class Selector:
         *,
         halves: bool = False,
         searched: bool = True,
+        tentative: bool = False,
     ) -> ExecutorChoice:
         """Choose an executor for a call.
 
         Args:
             key: Name of the bucket.
-            masks: Of all ranks; without masks all blocks are sent.
+            masks: Of all ranks; without masks all blocks are sent, unless it is tentative.
             block_bytes: Bytes of a block.
             halves: Whether only sums at their owners are wanted.
             searched: Whether the bucket is read to find its non-zero blocks.
+            tentative: Whether nothing is remembered.
         """
         allowed = self.allowed
-        if isinstance(masks, BlockCounts):
+        if isinstance(masks, BlockCounts) and not tentative:
             allowed = tuple(name for name in allowed if name in DENSE)
-        choice = self._choice(key, masks, block_bytes, allowed, halves, searched)
-        self._histories[key].last = choice.executor
-        return choice
-
-    def _choice(
-        self,
-        key: str,
-        masks: Masks | BlockCounts,
-        block_bytes: int,
-        allowed: Sequence[str],
-        halves: bool,
-        searched: bool,
-    ) -> ExecutorChoice:
         history = self._histories[key]
-        return choose_executor(
+        choice = choose_executor(
             masks,
             block_bytes,
             self.constants,
@@ -174,6 +150,9 @@ class Selector:
             halves=halves,
             searched=searched,
         )
+        if not tentative:
+            history.last = choice.executor
+        return choice
 
     def learn(self, key: str, executor: str, ratio: float) -> None:
         """Correct the predictions by a measured call.
@@ -224,9 +203,8 @@ def calibrate(
     exchange = _fit(_measure(transport, device, _exchange))
     dense = _fit(_measure(transport, device, _dense))
     kernels = _kernels(transport, block, device)
-    everyone = everyone or transport
     figures = torch.tensor([*exchange, *dense, *kernels], dtype=torch.float64)
-    everyone.broadcast(figures)
+    (everyone or transport).broadcast(figures)
     return Constants(*figures.tolist())
 
 

@@ -205,10 +205,6 @@ class Transport(ABC):
             "(in a configuration wavemare.watchdog.timeout_s)",
         )
 
-    def silent(self, peers: Sequence[int]) -> CommError:
-        """Return the error for peers that sent nothing within the time limit."""
-        return self.lost(peers, f"nothing came within {self.timeout_s:g} s")
-
 
 def as_bytes(tensor: Tensor) -> Any:
     """Return a contiguous host tensor as a numpy array of its bytes, without a copy."""

@@ -75,7 +75,8 @@ class MpiTransport(Transport):
         self.bytes_up += (self.size - 1) * mine.nbytes
         self.bytes_down += (self.size - 1) * mine.nbytes
         exchange = _MpiExchange(self)
-        exchange._requests.append(self._comm.Iallgather(MPI.IN_PLACE, buffer_of(out)))
+        request = self._comm.Iallgather(MPI.IN_PLACE, buffer_of(out))
+        exchange.posted.append((request, None, None))
         return exchange
 
     def receive_any(self, tensor: Tensor) -> int:
@@ -107,13 +108,16 @@ class MpiTransport(Transport):
 
     @waiting("messages over MPI")
     def finish(
-        self, requests: list[MPI.Request], peers: Sequence[int], sizes: Sequence[int | None] = ()
+        self,
+        requests: list[MPI.Request],
+        peers: Sequence[int | None],
+        sizes: Sequence[int | None] = (),
     ) -> MPI.Status:
         """Wait for requests without keeping a core busy.
 
         Args:
             requests: From MPI.
-            peers: The peer of each request; empty if it is no single rank.
+            peers: The peer of each request; None, or no peers at all, if it is no single rank.
             sizes: The bytes to receive of each request; None for sends.
 
         Returns:
@@ -152,11 +156,12 @@ class MpiTransport(Transport):
             # MPI may still write to the buffers of unfinished requests.
             self._unfinished.extend(r for r in requests if r != MPI.REQUEST_NULL)
 
-    def _silent(self, requests: Sequence[MPI.Request], peers: Sequence[int]) -> CommError:
+    def _silent(self, requests: Sequence[MPI.Request], peers: Sequence[int | None]) -> CommError:
         # A peer that waits for the lost rank is silent too: ask which ranks answer.
         pending, absent = _pending(requests, peers), self._absent()
         # Prefer absent ranks that this rank waits for; others may only be late.
-        return self.silent([peer for peer in absent if peer in pending] or absent or pending)
+        lost = [peer for peer in absent if peer in pending] or absent or pending
+        return self.lost(lost, f"nothing came within {self.timeout_s:g} s")
 
     def _absent(self, timeout_s: float = 2.0) -> list[int]:
         """Return the peers that do not answer; all remaining ranks call it together."""
@@ -181,9 +186,8 @@ class _MpiExchange:
 
     def __init__(self, transport: MpiTransport) -> None:
         self._transport = transport
-        self._requests: list[MPI.Request] = []
-        self._peers: list[int] = []
-        self._sizes: list[int | None] = []
+        # Request, peer (None for no single rank) and the bytes to receive (None for sends).
+        self.posted: list[tuple[MPI.Request, int | None, int | None]] = []
         self._on_device: list[tuple[int, Tensor, bool]] = []
 
     def send(self, peer: int, tensor: Tensor) -> None:
@@ -212,22 +216,20 @@ class _MpiExchange:
         comm = self._transport._comm
         function = comm.Irecv if receives else comm.Isend
         for part in message_parts(tensor):
-            self._sizes.append(part.nbytes if receives else None)
-            self._requests.append(function(buffer_of(part), peer, _TAG))
-            self._peers.append(peer)
+            request = function(buffer_of(part), peer, _TAG)
+            self.posted.append((request, peer, part.nbytes if receives else None))
 
     def wait(self) -> None:
         self.start()
-        requests, self._requests = self._requests, []
-        peers, self._peers = self._peers, []
-        sizes, self._sizes = self._sizes, []
-        if requests:
+        posted, self.posted = self.posted, []
+        if posted:
+            requests, peers, sizes = map(list, zip(*posted, strict=True))
             self._transport.finish(requests, peers, sizes)
 
 
-def _pending(requests: Sequence[MPI.Request], peers: Sequence[int]) -> list[int]:
+def _pending(requests: Sequence[MPI.Request], peers: Sequence[int | None]) -> list[int]:
     waiting = (p for r, p in zip(requests, peers, strict=False) if r != MPI.REQUEST_NULL)
-    return sorted(set(waiting))
+    return sorted({peer for peer in waiting if peer is not None})
 
 
 def _of_another_size() -> CommError:

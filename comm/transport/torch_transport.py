@@ -74,19 +74,18 @@ class TorchTransport(Transport):
         self.timeout_s = timeout_s
         self.takes_device = self.on_stream = on_stream
         self._label = f"wavemare/comm/{name}"
-        self._group = self._open(timedelta(seconds=timeout_s))
-
-    def _open(self, timeout: timedelta) -> Any:
-        if not self.on_stream:
+        timeout = timedelta(seconds=timeout_s)
+        if on_stream:
+            self._group = dist.new_group(
+                members, timeout=timeout, backend=backend, use_local_synchronization=True
+            )
+        else:
             # Not by new_group: with local synchronization that gives a group the name, and so the
             # addresses, of an older one of the same ranks.
             store = PrefixStore(self._label, dist.distributed_c10d._get_default_store())
-            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
-        return dist.new_group(
-            self.world_ranks, timeout=timeout, backend=self._backend, use_local_synchronization=True
-        )
+            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
-    def begin(self) -> _TorchExchange | _BatchedExchange:
+    def begin(self) -> _TorchExchange:
         """Start an exchange of messages."""
         return _BatchedExchange(self) if self.on_stream else _TorchExchange(self)
 
@@ -172,20 +171,21 @@ class _TorchExchange:
 
     def __init__(self, transport: TorchTransport) -> None:
         self._transport = transport
-        self._works: list[tuple[Any, int]] = []
+        self._works: list[tuple[Any, int | None]] = []
 
     def send(self, peer: int, tensor: Tensor) -> None:
-        self._post(self._transport._group.send, peer, tensor)
+        self._post(peer, tensor, receives=False)
         self._transport.bytes_up += tensor.nbytes
 
     def receive(self, peer: int, tensor: Tensor) -> None:
-        self._post(self._transport._group.recv, peer, tensor)
+        self._post(peer, tensor, receives=True)
         self._transport.bytes_down += tensor.nbytes
 
-    def _post(self, function: Any, peer: int, tensor: Tensor) -> None:
+    def _post(self, peer: int, tensor: Tensor, *, receives: bool) -> None:
+        group = self._transport._group
         for part in message_parts(tensor):
             try:
-                work = function([part], peer, _TAG)
+                work = (group.recv if receives else group.send)([part], peer, _TAG)
             except RuntimeError as error:
                 raise self._transport.failed(error, peer) from error
             self._works.append((work, peer))
@@ -194,9 +194,28 @@ class _TorchExchange:
         """Nothing waits to be started."""
 
     def wait(self) -> None:
+        self.start()
         works, self._works = self._works, []
         for work, peer in works:
             self._transport.finish(work, peer)
+
+
+class _BatchedExchange(_TorchExchange):
+    """All messages start together: NCCL's would wait for each other one by one."""
+
+    def __init__(self, transport: TorchTransport) -> None:
+        super().__init__(transport)
+        self._operations: list[dist.P2POp] = []
+
+    def _post(self, peer: int, tensor: Tensor, *, receives: bool) -> None:
+        function, group = dist.irecv if receives else dist.isend, self._transport._group
+        for part in message_parts(tensor):
+            self._operations.append(dist.P2POp(function, part, group=group, group_peer=peer))
+
+    def start(self) -> None:
+        operations, self._operations = self._operations, []
+        if operations:
+            self._works += [(work, None) for work in dist.batch_isend_irecv(operations)]
 
 
 class _Gathering:
@@ -212,39 +231,6 @@ class _Gathering:
         if self._out is not self._table:
             with waiting(f"messages over {self._transport.name}"):
                 self._out.copy_(self._table)
-
-
-class _BatchedExchange:
-    """All messages start together: NCCL's would wait for each other one by one."""
-
-    def __init__(self, transport: TorchTransport) -> None:
-        self._transport = transport
-        self._operations: list[dist.P2POp] = []
-        self._works: list[Any] = []
-
-    def send(self, peer: int, tensor: Tensor) -> None:
-        self._add(dist.isend, peer, tensor)
-        self._transport.bytes_up += tensor.nbytes
-
-    def receive(self, peer: int, tensor: Tensor) -> None:
-        self._add(dist.irecv, peer, tensor)
-        self._transport.bytes_down += tensor.nbytes
-
-    def _add(self, function: Any, peer: int, tensor: Tensor) -> None:
-        for part in message_parts(tensor):
-            operation = dist.P2POp(function, part, group=self._transport._group, group_peer=peer)
-            self._operations.append(operation)
-
-    def start(self) -> None:
-        operations, self._operations = self._operations, []
-        if operations:
-            self._works += dist.batch_isend_irecv(operations)
-
-    def wait(self) -> None:
-        self.start()
-        works, self._works = self._works, []
-        for work in works:
-            self._transport.finish(work, None)
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> str | None:

@@ -85,8 +85,8 @@ def test_the_last_choice_stays_unless_another_is_clearly_faster():
 def test_a_sample_that_is_dense_makes_no_other_choice_than_dense():
     selector = Selector(SLOW_WIRE, EXECUTORS)
     full, thin = (BlockCounts(4000, np.full(4, count), count) for count in (4000, 40))
-    assert selector.prefers_dense("key", full, 1024)
-    assert not selector.prefers_dense("key", thin, 1024)
+    assert selector.choose("key", full, 1024, tentative=True).executor in DENSE
+    assert selector.choose("key", thin, 1024, tentative=True).executor not in DENSE
     for counts in (full, thin):  # without masks nothing else can run
         assert selector.choose("key", counts, 1024).executor in DENSE
     # With lists of blocks there is no search, so that thinner sums pay.
