@@ -95,14 +95,12 @@ def _advance(
     operations: Mapping[tuple[Kind, int], _Operation],
 ) -> None:
     """Do a rank's actions up to the first that must wait."""
-    clock = times[-1] if times else 0
-    for position in range(len(times), len(actions)):
-        action = actions[position]
-        end = operations[action[:2]](action, clock)
+    while len(times) < len(actions):
+        action = actions[len(times)]
+        end = operations[action[:2]](action, times[-1] if times else 0)
         if end is None:
             return
         times.append(end)
-        clock = end
 
 
 class _Channel:

@@ -24,17 +24,6 @@ from wavemare.pipeline.plan.plan import (
     message_of,
 )
 
-__all__ = [
-    "Costs",
-    "Event",
-    "Seconds",
-    "Timeline",
-    "bubble",
-    "measured_costs",
-    "simulate",
-    "utilisation",
-]
-
 _BUSY = COMPUTE | {Kind.STEP}
 
 

@@ -165,9 +165,8 @@ def _draw_lane(
 
 
 def _hatch(kind: str) -> dict[str, Any]:
-    if kind != WAITING:
-        return {}
-    return {"hatch": "//////", "edgecolor": "#c4c6cc", "linewidth": 0.0}
+    hatch = {"hatch": "//////", "edgecolor": "#c4c6cc", "linewidth": 0.0}
+    return hatch if kind == WAITING else {}
 
 
 class Span(NamedTuple):

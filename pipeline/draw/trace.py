@@ -50,12 +50,10 @@ def _lanes(events: Iterable[Event]) -> list[list[Event]]:
     """Put each event into the first lane that is free when it starts."""
     lanes: list[list[Event]] = []
     for event in sorted(events, key=lambda event: event.start_s):
-        free = (lane for lane in lanes if lane[-1].end_s <= event.start_s)
-        lane = next(free, None)
+        lane = next((lane for lane in lanes if lane[-1].end_s <= event.start_s), None)
         if lane is None:
-            lanes.append([event])
-        else:
-            lane.append(event)
+            lanes.append(lane := [])
+        lane.append(event)
     return lanes
 
 

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from wavemare.errors import CheckpointError, ConfigError, ModelError, check_number
 
@@ -194,7 +195,8 @@ class MatrixOptimizer(Optimizer, ABC):
             if number not in state_dict["state"]:
                 continue
             # torch has cast it to the parameter's type, which may have 16 bits.
-            state = _copied(state_dict["state"][number], parameter.device)
+            copy = partial(Tensor.to, device=parameter.device, copy=True)
+            state = tree_map_only(Tensor, copy, state_dict["state"][number])
             self._check_state(group, parameter, state)
             self.state[parameter] = state
 
@@ -274,11 +276,3 @@ def _wide(tensor: Tensor) -> Tensor:
 def _fits(state: State, shape: Sequence[int]) -> bool:
     tensors = (state[name] for name in ("exp_avg", "momentum_buffer") if name in state)
     return all(tuple(tensor.shape) == tuple(shape) for tensor in tensors)
-
-
-def _copied(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(item, device) for key, item in value.items()}
-    return copy.deepcopy(value)

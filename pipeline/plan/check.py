@@ -24,8 +24,6 @@ from wavemare.pipeline.plan.plan import (
     message_of,
 )
 
-__all__ = ["Memory", "Report", "check", "check_shape", "check_stages"]
-
 _MESSAGES = {
     Kind.SEND_ACTIVATION: "activations",
     Kind.SEND_GRAD: "gradients",
@@ -187,8 +185,13 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
     for before, after in pairwise(cursors):
         _check_messages(before.sent[1], after.received[1], in_order=not plan.flushes)
         _check_messages(after.sent[-1], before.received[-1], in_order=not plan.flushes)
-    if cursors[-1].loads:
-        _check_loads(cursors[0].loads, cursors[-1].loads)
+    if cursors[-1].loads:  # both stages read the same stream of micro-batches
+        for one, other in zip(cursors[0].loads, cursors[-1].loads, strict=True):
+            if one[2::2] != other[2::2]:
+                reason = f"stage {one.stage} loads {one} there"
+                raise PlanError(
+                    "action", str(other), reason, "Load in the same order on both stages"
+                )
     if memory is None and plan.homes and plan.num_steps:
         memory = Memory.in_micro_batches(plan)
     if memory is not None:
@@ -305,14 +308,6 @@ def _check_messages(sent: list[Action], received: list[Action], *, in_order: boo
             remedy = f"Send and receive in the same order between stages {send.stage} and "
             remedy += f"{receive.stage}"
             raise PlanError("action", str(receive), reason, remedy)
-
-
-def _check_loads(first: list[Action], last: list[Action]) -> None:
-    """Check that the first and last stage read the same stream of micro-batches."""
-    for one, other in zip(first, last, strict=True):
-        if one[2::2] != other[2::2]:
-            reason = f"stage {one.stage} loads {one} there"
-            raise PlanError("action", str(other), reason, "Load in the same order on both stages")
 
 
 def _check_waves(plan: Plan) -> None:

@@ -13,21 +13,6 @@ from typing import NamedTuple
 
 from wavemare.errors import PlanError, check_number
 
-__all__ = [
-    "COLLECTIVES",
-    "COMPUTE",
-    "INPUT_GRADIENTS",
-    "RECEIVES",
-    "SENDS",
-    "WEIGHT_GRADIENTS",
-    "Action",
-    "Kind",
-    "Message",
-    "Plan",
-    "check_numbers",
-    "message_of",
-]
-
 
 class Kind(StrEnum):
     """Kinds of actions; the value is the code in a plan's text form."""

@@ -19,18 +19,6 @@ from wavemare.pipeline.plan.lowering import (
 from wavemare.pipeline.plan.plan import Action, Plan, check_numbers
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
-__all__ = [
-    "OVERLAP_SLACK",
-    "SCHEDULES",
-    "SEND_SLOTS",
-    "build_plan",
-    "inference",
-    "one_f_one_b",
-    "overlapped_one_f_one_b",
-    "pipemare",
-    "steps_to_drain",
-]
-
 SEND_SLOTS = 2
 """Messages that an engine may have pending in one direction: double buffers. Callers add slack."""
 

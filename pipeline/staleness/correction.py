@@ -41,7 +41,7 @@ def make_correction(
 
     Args:
         mode: One of `staleness.MODES`; "auto" is "exact" up to a staleness of 2, else "ema".
-        parameters: See `Correction`.
+        parameters: See `Correction`; without trainable ones there is nothing to correct.
         max_staleness: Largest staleness of the stage, in optimizer steps; 0 needs no correction.
         decay_base: PipeMare's D for "ema"; the decay is that of `ema_decay` if omitted.
 
@@ -49,7 +49,8 @@ def make_correction(
         PlanError: There is no such mode.
         ModelError: Parameters share a part of their memory.
     """
-    resolved = resolve_mode(mode, max_staleness)
+    parameters = [p for p in parameters if p.requires_grad and p.numel()]
+    resolved = resolve_mode(mode, max_staleness if parameters else 0)
     if resolved == "exact":
         return WeightStashing(parameters, max_staleness)
     if resolved == "ema":
@@ -246,7 +247,7 @@ class WeightStashing(Correction):
             self._before_step(version)
 
     def _differences(self, weights: list[Tensor]) -> list[Tensor]:
-        if not self._held or not weights:
+        if not self._held:
             return []
         return list(torch._foreach_sub(weights, self._ring[self._slot(self._held)]))
 
@@ -256,8 +257,7 @@ class WeightStashing(Correction):
     def _before_step(self, weights: list[Tensor]) -> None:
         self._latest = (self._latest + 1) % len(self._ring)
         self._held = min(self._held + 1, len(self._ring))
-        if weights:
-            torch._foreach_copy_(self._ring[self._latest], weights)
+        torch._foreach_copy_(self._ring[self._latest], weights)
 
     def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor]:
         if not 0 < staleness <= self._held:
@@ -298,25 +298,22 @@ class VelocityCorrection(Correction):
         ]
 
     def _differences(self, weights: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_mul(self._state, self._depth)) if weights else []
+        return list(torch._foreach_mul(self._state, self._depth))
 
     def _before_step(self, weights: list[Tensor]) -> None:
         # No estimate is in place during a step, so its memory is free.
-        if weights:
-            torch._foreach_copy_(self._estimate, weights)
+        torch._foreach_copy_(self._estimate, weights)
 
     def _after_step(self, weights: list[Tensor]) -> None:
         # Subtract first: adding the weights in two halves would round the change away.
-        if weights:
-            torch._foreach_sub_(self._estimate, weights)
-            torch._foreach_mul_(self._state, self._decay)
-            torch._foreach_add_(self._state, self._estimate, alpha=self._decay - 1.0)
+        torch._foreach_sub_(self._estimate, weights)
+        torch._foreach_mul_(self._state, self._decay)
+        torch._foreach_add_(self._state, self._estimate, alpha=self._decay - 1.0)
 
     def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor]:
-        if weights:
-            # An addition to half precision is computed in the wider of the two types.
-            torch._foreach_copy_(self._estimate, weights)
-            torch._foreach_add_(self._estimate, self._state, alpha=-staleness)
+        # An addition to half precision is computed in the wider of the two types.
+        torch._foreach_copy_(self._estimate, weights)
+        torch._foreach_add_(self._estimate, self._state, alpha=-staleness)
         return self._estimate
 
 
@@ -346,7 +343,7 @@ class WeightPrediction(Correction):
 
     def forward(self, staleness: int) -> AbstractContextManager[None]:
         """Return a context in which the predicted weights are in place."""
-        return self._predicted(staleness) if staleness and self._state else nullcontext()
+        return self._predicted(staleness) if staleness else nullcontext()
 
     @contextmanager
     def _predicted(self, staleness: int) -> Iterator[None]:
@@ -365,13 +362,11 @@ class WeightPrediction(Correction):
         return list(self._state)
 
     def _before_step(self, weights: list[Tensor]) -> None:
-        if weights:
-            torch._foreach_copy_(self._state, weights)
+        torch._foreach_copy_(self._state, weights)
 
     def _after_step(self, weights: list[Tensor]) -> None:
-        if weights:
-            torch._foreach_sub_(self._state, weights)
-            torch._foreach_neg_(self._state)
+        torch._foreach_sub_(self._state, weights)
+        torch._foreach_neg_(self._state)
 
     def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor] | None:
         raise PlanError(

@@ -160,7 +160,9 @@ class Replay:
             self._pass(inputs, labels, [age[index] for age in ages])
             for index, (inputs, labels) in enumerate(given)
         )
-        self._clip_gradients()
+        if self._clip is not None:
+            parameters = [p for stage in self._stages for p in stage.parameters]
+            nn.utils.clip_grad_norm_(parameters, self._clip)
         for stage, age in zip(self._stages, ages, strict=True):
             stage.update(self._factor(stage, step), math.fsum(age) / len(age))
         if steps_to_drain(step, self._warmup_steps, self._drain_interval) == 1:
@@ -204,11 +206,6 @@ class Replay:
                 grads = [tensor.grad for tensor in _tensors(received[index])]
         return float(loss.detach())
 
-    def _clip_gradients(self) -> None:
-        if self._clip is not None:
-            parameters = [p for stage in self._stages for p in stage.parameters]
-            nn.utils.clip_grad_norm_(parameters, self._clip)
-
     def _factor(self, stage: _Stage, step: int) -> float:
         # A synchronous step has no delay: the annealing begins after them.
         step -= self._warmup_steps
@@ -243,9 +240,7 @@ class _Stage:
             make_scheduler(self._optimizer) if make_scheduler and self._optimizer else None
         )
         self._mode = resolve_mode(correction, oldest)
-        self._decay = 0.0
-        if self._mode == "ema":
-            self._decay = ema_decay(oldest, decay_base)
+        self._decay = ema_decay(oldest, decay_base) if self._mode == "ema" else 0.0
         # One more than passes meet, for the change that a prediction continues.
         self._history: deque[Weights] = deque([self._copy()], maxlen=oldest + 2)
         self._error_feedback = error_feedback

@@ -28,12 +28,8 @@ def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
     trainable = [p for p in parameters if p.requires_grad and p.numel()]
     spans = [_span(p) for p in trainable]
     kept: list[int] = []
-
-    def by_address(index: int) -> tuple[str, int, int]:
-        device, start, end = spans[index]
-        return device, start, -end  # the longest one at an address comes first
-
-    for index in sorted(range(len(spans)), key=by_address):
+    # The longest one at an address comes first.
+    for index in sorted(range(len(spans)), key=lambda i: (*spans[i][:2], -spans[i][2])):
         device, start, end = spans[index]
         last_device, _, last_end = spans[kept[-1]] if kept else ("", 0, 0)
         shape, reason = tuple(trainable[index].shape), None
