@@ -62,14 +62,12 @@ class EngineMixin(CheckpointMixin):
     def __init__(self, *args: Any, settings: WavemareConfig | None = None, **kwargs: Any) -> None:
         # Set first: DeepSpeed's constructor makes the loader.
         self.settings = settings = settings or self.settings
-        self.checkpoint_settings = settings.checkpoint
         hold_grid(kwargs.get("mpu"), self)
         super().__init__(*args, **kwargs)
         hold_grid(self.mpu, self)  # DeepSpeed's own tensor parallelism makes one
         describe_partitions(self)
         if settings.pipeline.is_asynchronous:
-            optimizer = getattr(self, "basic_optimizer", None)
-            refresh_by_stage(optimizer, self.stage_id, self.num_stages)
+            refresh_by_stage(getattr(self, "basic_optimizer", None), self.stage_id, self.num_stages)
         balance = attach_balance(self, settings.balance)
         self.guard = attach_guard(self, settings.guard)
         # The last two open links: an engine that is refused must not.

@@ -16,7 +16,7 @@ from wavemare.engine.base import EngineMixin
 from wavemare.engine.experts import ExpertsMixin
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.micro_batch import naming_ids, to_device
-from wavemare.engine.waves.wavelet import Wavelet, attach_wavelet
+from wavemare.engine.waves.wavelet import attach_wavelet
 from wavemare.errors import ConfigError, DataError
 
 _OF_PIPELINES = {"compute_loss": True, "reduce_output": "avg", "bcast_loss": True}
@@ -30,7 +30,6 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
     """
 
     _own_batches: Iterator[Any] | None = None
-    _wavelet: Wavelet | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

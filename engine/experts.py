@@ -28,7 +28,6 @@ def expert_group(parameters: Iterable[Any]) -> Any:
 class ExpertsMixin(deepspeed.DeepSpeedEngine):
     """Has DeepSpeed reduce, clip and save experts that its data ranks share."""
 
-    settings: Any
     _expert_grid: _ExpertGrid | None = None
 
     def _configure_distributed_model(self, model: Any) -> None:

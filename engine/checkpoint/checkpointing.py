@@ -55,7 +55,6 @@ from wavemare.engine.checkpoint.files import (
 from wavemare.engine.checkpoint.manifest import FORMAT, read_manifest, resolve_tag, verify_contents
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group
-from wavemare.engine.config.sections import CheckpointConfig
 from wavemare.engine.context import EngineContext
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
@@ -72,13 +71,8 @@ _Result = TypeVar("_Result")
 
 
 class CheckpointMixin(DeepSpeedEngine):
-    """Adds whole-or-nothing writing, verification and exact resume to a DeepSpeed engine.
+    """Adds whole-or-nothing writing, verification and exact resume to a DeepSpeed engine."""
 
-    Attributes:
-        checkpoint_settings: The section ``wavemare.checkpoint``.
-    """
-
-    checkpoint_settings = CheckpointConfig()
     checkpoint_engine: Any
     reads_own_replica = True  # of replicas with local steps; else all read the first one's files
     _writing: BackgroundSave | None = None
@@ -127,7 +121,7 @@ class CheckpointMixin(DeepSpeedEngine):
         folder = Path(save_dir)
         # Its own, whoever else saves there; all ranks write into that of rank 0.
         (partial, *_) = gather(str(temporary_sibling(tag)))
-        background = self.checkpoint_settings.background
+        background = self.settings.checkpoint.background
         if background and self._writers is None:
             self._writers = background_group()
         zipped = getattr(self.checkpoint_engine, "zipped", True)
@@ -146,7 +140,7 @@ class CheckpointMixin(DeepSpeedEngine):
             partial=folder / partial,
             manifest=_manifest(self, [*self._earlier_runs, self._own_run]) if owner else None,
             save_latest=save_latest,
-            keep=self.checkpoint_settings.keep,
+            keep=self.settings.checkpoint.keep,
             node_local=self.use_node_local_storage(),
         )
         if background:
@@ -193,7 +187,7 @@ class CheckpointMixin(DeepSpeedEngine):
                 another one; a universal checkpoint lacks the optimizer's states; or a file holds
                 an object of another class. The same on all ranks, before the engine changes.
         """
-        self.drain_before_load()
+        self.drain()
         self.finish_saving()
         universal = self.load_universal_checkpoint()
         whole = load_optimizer_states and not load_module_only
@@ -206,7 +200,7 @@ class CheckpointMixin(DeepSpeedEngine):
         else:
             folder = Path(load_dir)
             tag, manifest = agree(folder, lambda: _find(folder, tag, self, whole=whole))
-        if manifest is not None and self.checkpoint_settings.verify == "checksums":
+        if manifest is not None and self.settings.checkpoint.verify == "checksums":
             folder = Path(load_dir) / str(tag)
             agree(folder, lambda: _verify(folder, manifest, self))
         own: dict[str, Any] = {}
@@ -252,9 +246,6 @@ class CheckpointMixin(DeepSpeedEngine):
     @cached_property
     def _own_run(self) -> str:
         return secrets.token_hex(8)
-
-    def drain_before_load(self) -> None:
-        """Finish pending work before a load; a load that finds nothing changes nothing else."""
 
     def _copy_recovery_script(self, save_path: str) -> None:
         files: RankFiles | None = getattr(self.checkpoint_engine, "current", None)

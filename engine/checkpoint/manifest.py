@@ -193,22 +193,14 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ValueError("it is not a list of files any more") from None
     if number > FORMAT:
         raise ValueError(f"it has the format {number}, and this version knows 1 to {FORMAT}")
-    _check_topology(manifest.get("topology"))
-    return manifest
-
-
-def _check_topology(topology: Any) -> None:
-    """Check the entry ``topology``.
-
-    Raises:
-        ValueError: It is no topology; the text says why.
-    """
+    topology = manifest.get("topology")
     if not isinstance(topology, Mapping):
         raise ValueError("it does not say by which topology the files were saved")
     for name in _NUMBERS:
         value = topology.get(name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"its topology has no whole number for {name}")
+    return manifest
 
 
 def _run(manifest: Mapping[str, Any]) -> str | None:

@@ -60,21 +60,15 @@ class StepSchedule(schedule.PipeSchedule):
         return self._buffers
 
 
-class PlanInterpreter:
-    """The loop of a pipeline engine.
+class PlanInterpreter(deepspeed.PipelineEngine):
+    """The loop of a pipeline engine; it accepts Hugging Face batches, and evaluations of any shape.
 
     Attributes:
         recorder: Where this rank's time goes.
     """
 
     recorder: Recorder
-    grid: Any
-    global_rank: int
-    global_steps: int
-    stage_id: int
-    fwd_outputs: list[Any]
-    _reserve_pipe_buffers: Callable[[int], None]
-    _INSTRUCTION_MAP: Mapping[type, Callable[..., None]]
+    _shapes: tuple[tuple[int, ...], ...] | None = None
     _steps: Sequence[object] = ()
     """The present schedule's actions."""
     _position = 0
@@ -82,7 +76,7 @@ class PlanInterpreter:
 
     def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
-        self.fwd_outputs = []
+        self.fwd_outputs: list[Any] = []
         steps = [each for step in pipe_schedule.steps() for each in step]
         handlers = self._handlers()
         PROGRESS.actions = self._steps = steps
@@ -134,19 +128,8 @@ class PlanInterpreter:
         """Return a stage's rank in the pipeline."""
         return stage
 
-
-class _Batches(PlanInterpreter):
-    """Accepts Hugging Face batches, and evaluations of another shape."""
-
-    module: Any
-    dynamic_shape: bool
-    device: torch.device
-    num_stages: int
-    timers: Any
-    _shapes: tuple[tuple[int, ...], ...] | None = None
-
     def _next_batch(self) -> Any:
-        batch = super()._next_batch()  # type: ignore[misc]
+        batch = super()._next_batch()
         if isinstance(batch, Mapping):
             batch = self.module.split_batch(batch)
         if batch is not None and not self.dynamic_shape:
@@ -171,7 +154,7 @@ class _Batches(PlanInterpreter):
 
     def reset_activation_shape(self) -> None:
         """Forget the shapes of earlier micro-batches; all stages must call it."""
-        super().reset_activation_shape()  # type: ignore[misc]
+        super().reset_activation_shape()
         self._shapes = None
 
     def destroy(self) -> None:
@@ -180,16 +163,16 @@ class _Batches(PlanInterpreter):
         self.loss: torch.Tensor | None = None
         self.total_loss: torch.Tensor | None = None
         self.pipe_buffers: dict[str, Any] = {}
-        super().destroy()  # type: ignore[misc]
+        super().destroy()
 
     def _start_timers(self, timer_names: Sequence[str]) -> None:
         # DeepSpeed's pipeline starts those of a backward pass, and so do its hooks of outputs.
         idle = [name for name in timer_names if not self.timers(name).started_]
-        super()._start_timers(idle)  # type: ignore[misc]
+        super()._start_timers(idle)
 
     def steps_per_print(self) -> int:
         """Return after how many steps to print, never without a number: DeepSpeed divides by it."""
-        return super().steps_per_print() or 1 << 60  # type: ignore[misc]
+        return super().steps_per_print() or 1 << 60
 
     def forward(self, *_: Any, **__: Any) -> None:
         """Refuse a single pass."""
@@ -198,8 +181,8 @@ class _Batches(PlanInterpreter):
 
     def train_batch(self, data_iter: Any = None) -> Any:
         """Train an optimizer step as ``deepspeed.PipelineEngine.train_batch``."""
-        with self.training_step():  # type: ignore[attr-defined]
-            return super().train_batch(data_iter)  # type: ignore[misc]
+        with self.training_step():
+            return super().train_batch(data_iter)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as ``deepspeed.PipelineEngine.eval_batch``.
@@ -210,7 +193,7 @@ class _Batches(PlanInterpreter):
         self.reset_activation_shape()
         try:
             with PROGRESS.doing("evaluation"):
-                result = super().eval_batch(*args, **kwargs)  # type: ignore[misc]
+                result = super().eval_batch(*args, **kwargs)
             if isinstance(result, tuple) and getattr(self.module, "sends_router_sums", False):
                 loss, outputs = result
                 result = loss, outputs and outputs[0]  # None but on the last stage
@@ -219,13 +202,12 @@ class _Batches(PlanInterpreter):
             self.reset_activation_shape()
 
 
-class PipelineEngine(ExpertsMixin, EngineMixin, _Batches, deepspeed.PipelineEngine):
+class PipelineEngine(ExpertsMixin, EngineMixin, PlanInterpreter):
     """``deepspeed.PipelineEngine`` (1F1B).
 
     ``train_batch`` returns, on every rank, the mean loss over micro-batches and data ranks.
     """
 
-    loss: Any
     grad_layer: Any
     _norm: LayerwiseNorm | None = None
 
@@ -274,26 +256,23 @@ class PipelineEngine(ExpertsMixin, EngineMixin, _Batches, deepspeed.PipelineEngi
         return max(2, min(ahead(self.stage_id, self.num_stages) + 1, self.micro_batches))
 
     def _handlers(self) -> Handlers:
+        def on_buffer(execute: Callable[[int], None]) -> Callable[[Action], None]:
+            return lambda action: execute(self._buffer(action))
+
         return {
-            Kind.LOAD: self._do_load,
-            Kind.RECV_ACTIVATION: self._do_recv_activation,
+            Kind.LOAD: on_buffer(self._exec_load_micro_batch),
+            Kind.RECV_ACTIVATION: on_buffer(self._exec_recv_activations),
             Kind.FORWARD: self._do_forward,
-            Kind.SEND_ACTIVATION: self._do_send_activation,
-            Kind.RECV_GRAD: self._do_recv_grad,
+            Kind.SEND_ACTIVATION: on_buffer(self._exec_send_activations),
+            Kind.RECV_GRAD: on_buffer(self._exec_recv_grads),
             Kind.BACKWARD: self._do_backward,
-            Kind.SEND_GRAD: self._do_send_grad,
+            Kind.SEND_GRAD: on_buffer(self._exec_send_grads),
             Kind.REDUCE: self._do_reduce,
             Kind.STEP: self._do_step,
         }
 
     def _buffer(self, action: Action) -> int:
         return action.micro_batch % self._num_buffers
-
-    def _do_load(self, action: Action) -> None:
-        self._exec_load_micro_batch(self._buffer(action))
-
-    def _do_recv_activation(self, action: Action) -> None:
-        self._exec_recv_activations(self._buffer(action))
 
     def _do_forward(self, action: Action) -> None:
         buffer, watch = self._buffer(action), self._stage_watch
@@ -305,12 +284,6 @@ class PipelineEngine(ExpertsMixin, EngineMixin, _Batches, deepspeed.PipelineEngi
             outputs = self.loss if self.is_last_stage() else buffers["outputs"][buffer]
             inputs, labels = buffers["inputs"][buffer], buffers["labels"][buffer]
             watch.end_forward(action.micro_batch, inputs, outputs, labels)
-
-    def _do_send_activation(self, action: Action) -> None:
-        self._exec_send_activations(self._buffer(action))
-
-    def _do_recv_grad(self, action: Action) -> None:
-        self._exec_recv_grads(self._buffer(action))
 
     def _do_backward(self, action: Action) -> None:
         if self.is_last_stage() and isinstance(self.loss, torch.Tensor):
@@ -329,9 +302,6 @@ class PipelineEngine(ExpertsMixin, EngineMixin, _Batches, deepspeed.PipelineEngi
             self.grad_layer = torch.ones_like(outputs[buffer_id])
         super()._exec_backward_pass(buffer_id)
         self.grad_layer = grads
-
-    def _do_send_grad(self, action: Action) -> None:
-        self._exec_send_grads(self._buffer(action))
 
     def _do_reduce(self, action: Action) -> None:
         self._exec_reduce_tied_grads()
@@ -360,5 +330,5 @@ class _Joined(torch.autograd.Function):
         return None, *ctx.grads
 
 
-class DualPipeVEngine(EngineMixin, _Batches, deepspeed.DualPipeVEngine):
+class DualPipeVEngine(EngineMixin, PlanInterpreter, deepspeed.DualPipeVEngine):
     """``deepspeed.DualPipeVEngine``, chosen by a ``DualPipeVModule``."""

@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.schedule import PipeSchedule
 from torch import Tensor
 
 from wavemare.engine.context import StageContext
-from wavemare.engine.pipe.engine import PipelineEngine, StepSchedule
+from wavemare.engine.pipe.engine import Handlers, PipelineEngine, StepSchedule
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
 from wavemare.engine.pipe.p2p import PeerLink
 from wavemare.engine.waves.passes import Pass, PassRunner
@@ -119,8 +119,8 @@ def check_overlap(model: Any) -> None:
 class LinkedEngine(PipelineEngine):
     """A pipeline engine that holds `MicroBatch` objects, not DeepSpeed's buffers.
 
-    A subclass makes ``_link`` and ``_passes``, and loads micro-batches. What a message's header
-    holds is up to it.
+    A subclass makes ``_link`` and ``_passes``, loads micro-batches, exchanges gradients and has a
+    ``_forward_context`` for each forward pass. What a message's header holds is up to it.
     """
 
     _link: PeerLink
@@ -130,6 +130,16 @@ class LinkedEngine(PipelineEngine):
         super().__init__(*args, **kwargs)
         # By stage and number.
         self._micro_batches: dict[tuple[int, int], MicroBatch] = {}
+
+    def _handlers(self) -> Handlers:
+        return {
+            **super()._handlers(),
+            Kind.LOAD: self._do_load,
+            Kind.RECV_ACTIVATION: self._do_recv_activation,
+            Kind.SEND_ACTIVATION: self._do_send_activation,
+            Kind.RECV_GRAD: self._do_recv_grad,
+            Kind.SEND_GRAD: self._do_send_grad,
+        }
 
     def _first_inputs(self, inputs: Any) -> Tensor | tuple[Tensor, ...]:
         """Return the first layer's inputs as leaves."""
@@ -141,10 +151,6 @@ class LinkedEngine(PipelineEngine):
     def _do_recv_activation(self, action: Action) -> None:
         _, inputs = self._link.receive_activation(action)
         self._micro_batches[action.place] = MicroBatch(inputs=inputs)
-
-    def _forward_context(self, number: int) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch's forward pass."""
-        return nullcontext()
 
     def _do_forward(self, action: Action) -> None:
         number, micro_batch = action.micro_batch, self._micro_batches[action.place]
@@ -196,10 +202,6 @@ class LinkedEngine(PipelineEngine):
     def _do_send_activation(self, action: Action) -> None:
         self._link.send_activation(action, self._micro_batches[action.place].outputs)
 
-    def _do_recv_grad(self, action: Action) -> None:
-        _, grads = self._link.receive_grad(action)
-        self._micro_batches[action.place].grads = grads
-
     def _do_backward(self, action: Action) -> None:
         number, micro_batch = action.micro_batch, self._micro_batches[action.place]
         if micro_batch.ended:
@@ -245,9 +247,6 @@ class LinkedEngine(PipelineEngine):
         self._end_backward(pair.backward, micro_batch)
         self._end_forward(pair.forward, next_one)
 
-    def _do_send_grad(self, action: Action) -> None:
-        self._link.send_grad(action, self._micro_batches.pop(action.place).input_grads())
-
     def reset_activation_shape(self) -> None:
         """Forget the shapes of earlier micro-batches; all stages must call it."""
         super().reset_activation_shape()
@@ -267,7 +266,6 @@ class FlushingEngine(LinkedEngine):
     A subclass says what a step's actions are.
     """
 
-    total_loss: Tensor | None
     _losses: Tensor | None = None
     _passes: StagePasses | None = None
     _is_under_way = False

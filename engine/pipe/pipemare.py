@@ -55,7 +55,14 @@ class PipeMareEngine(LinkedEngine):
         self._clip = max(float(self.gradient_clipping()), 0.0)
         self._norms = StageNorms(self)
         self._stage_optimizer = StageOptimizer(self, clip=self._clip, config=self.pipemare)
-        self._passes = self._make_passes()
+        self._passes = None
+        if self.settings.pipeline.overlap_forward_backward:
+            if not self.pipemare.slack and self.num_stages > 1 and self.global_rank == 0:
+                logger.warning(
+                    "pipemare: with overlap_forward_backward and without slack, neighbouring "
+                    "stages wait for each other's pairs; set wavemare.pipeline.pipemare.slack to 1"
+                )
+            self._passes = StagePasses(self, self._forward, self._forward_context)
         self._telemetry = Telemetry(self.stage_id, self.num_stages)
         self._link = PeerLink(
             self.grid,
@@ -75,16 +82,6 @@ class PipeMareEngine(LinkedEngine):
         self._loss_sum: Tensor | float = 0.0
         self._update_gap = math.nan
         self._start_schedule()
-
-    def _make_passes(self) -> StagePasses | None:
-        if not self.settings.pipeline.overlap_forward_backward:
-            return None
-        if not self.pipemare.slack and self.num_stages > 1 and self.global_rank == 0:
-            logger.warning(
-                "pipemare: with overlap_forward_backward and without slack, neighbouring stages "
-                "wait for each other's pairs; set wavemare.pipeline.pipemare.slack to 1"
-            )
-        return StagePasses(self, self._forward, self._forward_context)
 
     def _start_schedule(self) -> None:
         """Begin with an empty pipeline; the stages' staleness follows from the settings."""
@@ -145,7 +142,7 @@ class PipeMareEngine(LinkedEngine):
         )
         self._first, self._loss_sum, self._next = first, 0.0, first + size
         self._since_empty = 0 if left == 1 else self._since_empty + 1
-        self._norms.begin_step()
+        self._norms.exact = None
         self._in_flight = [
             Action(Kind.RECV_ACTIVATION, self.stage_id, self._next + number)
             for number in self._plan.unreceived(self.stage_id, left)
@@ -169,8 +166,7 @@ class PipeMareEngine(LinkedEngine):
 
     def _goes_on(self) -> bool:
         """Whether another iterator follows the one that ended; all stages must ask."""
-        goes_on = self.is_first_stage() and self._feed.goes_on
-        flag = torch.tensor(float(goes_on), device=self.device)
+        flag = torch.tensor(float(self.is_first_stage() and self._feed.goes_on), device=self.device)
         dist.all_reduce(flag, group=self.grid.get_pipe_parallel_group())
         return bool(flag.item())
 
@@ -203,11 +199,11 @@ class PipeMareEngine(LinkedEngine):
         return {
             **super()._handlers(),
             Kind.RECV_NORM: self._do_recv_norm,
-            Kind.SEND_NORM: self._do_send_norm,
-            Kind.RECV_TOTAL: self._do_recv_total,
+            Kind.SEND_NORM: lambda it: self._link.send_number(it, self._norms.from_here),
+            Kind.RECV_TOTAL: lambda it: self._norms.set_exact(self._link.receive_number(it)),
             Kind.SEND_TOTAL: self._do_send_total,
             Kind.CORRECT: self._do_correct,
-            Kind.RESTORE: self._do_restore,
+            Kind.RESTORE: lambda _: self._correction.restore(),
         }
 
     def _do_load(self, action: Action) -> None:
@@ -219,9 +215,8 @@ class PipeMareEngine(LinkedEngine):
                 self._micro_batches[action.place] = MicroBatch(ended=True)
                 return
             source, batch = found
-            inputs = self._first_inputs(batch[0])
             self._micro_batches[action.place] = MicroBatch(
-                inputs=inputs, source=source, batch=batch
+                inputs=self._first_inputs(batch[0]), source=source, batch=batch
             )
         micro_batch = self._micro_batches[action.place]
         if self.is_last_stage() and not micro_batch.ended:
@@ -301,12 +296,6 @@ class PipeMareEngine(LinkedEngine):
     def _do_recv_norm(self, action: Action) -> None:
         self._norms.later_stages_sq_norm = self._link.receive_number(action)
 
-    def _do_send_norm(self, action: Action) -> None:
-        self._link.send_number(action, self._norms.from_here)
-
-    def _do_recv_total(self, action: Action) -> None:
-        self._norms.set_exact(self._link.receive_number(action))
-
     def _do_send_total(self, action: Action) -> None:
         if self.is_first_stage():
             self._norms.set_exact(self._norms.from_here)
@@ -344,9 +333,6 @@ class PipeMareEngine(LinkedEngine):
         if not micro_batch.ended:
             self._correction.correct(self._version - micro_batch.version)
 
-    def _do_restore(self, action: Action) -> None:
-        self._correction.restore()
-
     # --- evaluation, checkpoints, changes of size -------------------------------------------------
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -373,10 +359,6 @@ class PipeMareEngine(LinkedEngine):
     def complete_pending(self) -> None:
         """Bring all stages to one version of the weights, which can be saved."""
         super().complete_pending()
-        self.drain()
-
-    def drain_before_load(self) -> None:
-        """Empty the pipeline before other weights replace the present ones."""
         self.drain()
 
     def reset_state(self) -> None:

@@ -34,8 +34,6 @@ from wavemare.pipeline.plan.lowering import Pair
 from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.run_plan import RunPlan
 
-logger = logging.getLogger("wavemare")
-
 _MEASURED_STEPS = 3
 """They follow the first step, which is a warm-up."""
 
@@ -99,12 +97,10 @@ class PlanEngine(FlushingEngine):
         if plan is not None:
             check(plan)
         self._costs = EQUAL_PASSES
+        # Micro-batches that a rank keeps, where the limit is in bytes and stages are measured.
         self._limit: float | None = None
-        """Micro-batches that a rank keeps, where the limit is in bytes and stages are measured."""
-        self._saved_bytes: dict[int, int] = {}
-        """By stage, what a micro-batch keeps."""
-        self._events: list[Event] | None = None
-        """While steps are measured, their actions so far."""
+        self._saved_bytes: dict[int, int] = {}  # by stage, what a micro-batch keeps
+        self._events: list[Event] | None = None  # while steps are measured, their actions so far
         measures = plan is None and self.settings.pipeline.schedule == "auto"
         self._steps_to_measure = (1 + _MEASURED_STEPS) * measures
         self.splitter = SplitBackward(self.module)
@@ -152,9 +148,8 @@ class PlanEngine(FlushingEngine):
         """Whether the stage whose action runs is the last; else, whether this rank has it."""
         if not self._homes:
             return bool(super().is_last_stage())
-        if self._stage is None:
-            return self._homes[-1] == self.stage_id
-        return self._stage == self._last_stage
+        here = self._homes[-1] == self.stage_id
+        return here if self._stage is None else self._stage == self._last_stage
 
     @property
     def active_stage(self) -> int:
@@ -221,7 +216,7 @@ class PlanEngine(FlushingEngine):
             after_s, self._costs, self._limit = before_s, old, None
         bound_s = lower_bound(self._homes, before.micro_batches, costs, split=True)
         if self.global_rank == 0:
-            logger.info(
+            logging.getLogger("wavemare").info(
                 "schedule auto: predicted passes of a step %.4g ms before, %.4g ms from now on "
                 "(%.1f %% above the lower bound)",
                 1e3 * before_s,
@@ -298,7 +293,7 @@ class PlanEngine(FlushingEngine):
             **super()._handlers(),
             Kind.BACKWARD_INPUT: self._do_backward_input,
             Kind.BACKWARD_WEIGHT: self._do_backward_weight,
-            Kind.NORM: self._do_norm,
+            Kind.NORM: lambda _: None,  # the optimizer step asks for it
         }
 
     def _do_load(self, action: Action) -> None:
@@ -355,9 +350,6 @@ class PlanEngine(FlushingEngine):
 
     def _do_backward_weight(self, action: Action) -> None:
         self._accumulate(partial(self.splitter.backward_weight, action.place))
-
-    def _do_norm(self, action: Action) -> None:
-        """Leave the norm to the optimizer step, which asks for it."""
 
 
 def _now() -> float:

@@ -48,20 +48,7 @@ class StageOptimizer:
         self._clip = clip
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._adapter = adapt(engine)
-        self._check()
-        # The ranks that share this stage's layers, which all are at the same step.
-        splits = engine.grid.get_slice_parallel_world_size() > 1
-        self._group = engine.grid.get_slice_parallel_group() if splits else None
-        self._group_rank = engine.grid.get_slice_parallel_rank()
-        self._adapter.detach_stage(self._group, self._group_rank)
-        self._mean_staleness = 0.0
-        if config.lr_rescheduling.enabled:
-            self._reschedule(config)
-        if config.error_feedback and ahead(engine.stage_id, engine.num_stages, config.slack):
-            UpdateFeedback(engine.basic_optimizer, lambda: self._mean_staleness)
-
-    def _check(self) -> None:
-        basic = self._engine.basic_optimizer
+        basic = engine.basic_optimizer
         if not self._adapter.steps_one_stage:
             raise ConfigError(
                 "optimizer",
@@ -76,6 +63,16 @@ class StageOptimizer:
                 "its line search evaluates all stages at the same weights",
                 "Use an optimizer of element-wise state, such as AdamW, Adam or SGD",
             )
+        # The ranks that share this stage's layers, which all are at the same step.
+        splits = engine.grid.get_slice_parallel_world_size() > 1
+        self._group = engine.grid.get_slice_parallel_group() if splits else None
+        self._group_rank = engine.grid.get_slice_parallel_rank()
+        self._adapter.detach_stage(self._group, self._group_rank)
+        self._mean_staleness = 0.0
+        if config.lr_rescheduling.enabled:
+            self._reschedule(config)
+        if config.error_feedback and ahead(engine.stage_id, engine.num_stages, config.slack):
+            UpdateFeedback(basic, lambda: self._mean_staleness)
 
     def _reschedule(self, config: PipeMareConfig) -> None:
         # In the optimizer's own hooks: a scheduler that derives the next rate from the present
@@ -162,7 +159,7 @@ class StageNorms:
         own: This stage's, at the present step.
         later_stages_sq_norm: All later stages', at the present step.
         earlier_stages_sq_norm: All earlier stages', at their last step; nan before it.
-        exact: All stages', in a synchronous step; else None.
+        exact: All stages', once they are known in a synchronous step; the engine resets it to None.
     """
 
     def __init__(self, engine: StageContext) -> None:
@@ -181,10 +178,6 @@ class StageNorms:
         self.earlier_stages_sq_norm = 0.0 if self._is_first else math.nan
         self.exact: float | None = None
         self._stepped = False
-
-    def begin_step(self) -> None:
-        """Discard the exact norm of the step before."""
-        self.exact = None
 
     def end_step(self) -> None:
         """Note that the step with this stage's own norm is complete, unless it was skipped."""

@@ -54,7 +54,8 @@ def background(folder, case):
     engine, batches = build(case)
     engine.train_batch(batches)
     engine.save_checkpoint(str(folder), "front", save_latest=False)
-    engine.checkpoint_settings = engine.checkpoint_settings.model_copy(update={"background": True})
+    background = engine.settings.checkpoint.model_copy(update={"background": True})
+    engine.settings = engine.settings.model_copy(update={"checkpoint": background})
     held, write = threading.Event(), checkpoint_files.write_file
 
     def wait_and_write(*args, **kwargs):

@@ -8,7 +8,7 @@ from deepspeed.runtime.pipe import schedule
 
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Recorder
-from wavemare.engine.pipe.engine import PipelineEngine, PlanInterpreter, StepSchedule
+from wavemare.engine.pipe.engine import PipelineEngine, StepSchedule
 from wavemare.pipeline.plan.plan import Action, Kind
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8, 11) for m in (1, 2, 3, 4, 5, 7, 8, 16, 23)]
@@ -28,9 +28,13 @@ def _within_a_step():
         yield
 
 
-class Stage(PlanInterpreter):
+class Stage:
     """Notes which of DeepSpeed's methods a plan of the engine calls, with which buffer."""
 
+    _exec_schedule = PipelineEngine._exec_schedule
+    _run = PipelineEngine._run
+    _peer = PipelineEngine._peer
+    _home_of = PipelineEngine._home_of
     _train_schedule = PipelineEngine._train_schedule
     _handlers = PipelineEngine._handlers
     _num_buffers = PipelineEngine._num_buffers
@@ -88,10 +92,10 @@ class Noting(Stage):
         super().__init__(3, 1, 1)
         self.seen = []
 
-    def note(self, action):
-        self.seen.append((action, PROGRESS.position, PROGRESS.place.peer))
+    def note(self, _):
+        self.seen.append((PROGRESS.place.what, PROGRESS.position, PROGRESS.place.peer))
 
-    _do_recv_activation = _do_forward = _do_send_activation = _do_pair = note
+    _exec_recv_activations = _do_forward = _exec_send_activations = _do_pair = note
 
 
 def test_each_action_is_noted_with_its_position_and_the_rank_at_the_other_end():
