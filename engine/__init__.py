@@ -6,8 +6,6 @@ first, then `context.py`: what features are called for, and what they may read. 
 at first use: the configuration can be checked before DeepSpeed is loaded.
 """
 
-from __future__ import annotations
-
 if __name__ == "engine":  # a second import would duplicate its classes
     raise ImportError("'engine' is part of wavemare: import 'wavemare.engine' instead")
 

@@ -38,11 +38,10 @@ class Balance(Feature):
     def __init__(self, config: BalanceConfig, engine: EngineContext) -> None:
         self._group = engine.data_parallel_group
         self._ranks = ranks = engine.dp_world_size
-        rank = dist.get_rank(group=self._group)
+        self._rank = dist.get_rank(group=self._group)
         average = engine.train_micro_batch_size_per_gpu()
-        self._rank = rank
         self.shares = list(config.shares or [average] * ranks)
-        self.micro_batch = self.shares[rank]
+        self.micro_batch = self.shares[self._rank]
         self._share = self.micro_batch / average
         self.counts_tokens = config.mean == "tokens"
         self._labels: Tensor | None = None

@@ -85,10 +85,10 @@ def build_engine(
     names = ("model", "mpu", "mesh_param", "optimizer")
     model = arguments.get("model")
     complete, ours, optimizer = resolve(config, **{name: arguments.get(name) for name in names})
-    if SECTION in config and isinstance(model, deepspeed.PipelineModule):
-        # Without our section all is as in DeepSpeed.
-        if count_all_stages(model) and dist.get_rank() == 0:
-            _say_which_norm(complete, ours)
+    # Without our section all is as in DeepSpeed.
+    staged = SECTION in config and isinstance(model, deepspeed.PipelineModule)
+    if staged and count_all_stages(model) and dist.get_rank() == 0:
+        _say_which_norm(complete, ours)
     arguments["optimizer"] = optimizer
     arguments["args"] = _without_config(arguments.get("args"))
     with dispatch_to(_engines(ours, model, plan)):
@@ -131,8 +131,7 @@ def _refuse_removed(config: Mapping[str, Any]) -> None:
         ("zero_optimization.", zero_section(config), stock._REMOVED_ZERO_CONFIG_KEYS),
     ):
         for key in sorted(given.keys() & removed.keys()):
-            reason = removed[key].rstrip(". ")
-            raise ConfigError(f"{part}{key}", given[key], reason, "Leave it out")
+            raise ConfigError(f"{part}{key}", given[key], removed[key].rstrip(". "), "Leave it out")
 
 
 def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig) -> None:

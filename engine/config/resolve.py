@@ -67,10 +67,7 @@ def load_config(
         ConfigError: The file is missing, is not JSON (with line and column), repeats a key, or has
             something else where a section belongs.
     """
-    if isinstance(config, Mapping):
-        values = copy.deepcopy(dict(config))
-    else:
-        values = _read(config, key)
+    values = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else _read(config, key)
     _respell(values)
     check_shape(values)
     return values

@@ -215,18 +215,12 @@ def misplaced_keys(config: Mapping[str, Any]) -> list[str]:
                 f"{key}: DeepSpeed does not know this key and ignores it. "
                 f"Did you mean {nearest[0]!r}?"
             )
+    never = "DeepSpeed never reads this key. Use"
     for name in _NAMED:
-        for key in config.get(name, {}):
-            if key not in ("type", "params", "legacy_fusion"):
-                warnings.append(
-                    f"{name}.{key}: DeepSpeed never reads this key. Use {name}.params.{key}"
-                )
-    for key in ("stages", "partition"):
-        if key in config.get("pipeline", {}):
-            warnings.append(
-                f"pipeline.{key}: DeepSpeed never reads this key. Use {SECTION}.pipeline.{key}"
-            )
-    return warnings
+        unread = [k for k in config.get(name, {}) if k not in ("type", "params", "legacy_fusion")]
+        warnings += [f"{name}.{key}: {never} {name}.params.{key}" for key in unread]
+    ours = [key for key in ("stages", "partition") if key in config.get("pipeline", {})]
+    return [*warnings, *(f"pipeline.{key}: {never} {SECTION}.pipeline.{key}" for key in ours)]
 
 
 def _deepspeed_keys() -> set[str]:

@@ -143,8 +143,10 @@ class _Watch:
     def hooks(self) -> Iterator[None]:
         handles: list[Any] = []
         for module in self._names:
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave))
+            handles += [
+                module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                module.register_forward_hook(self._leave),
+            ]
         try:
             yield
         finally:

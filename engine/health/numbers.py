@@ -91,8 +91,6 @@ def consensus_of(engine: EngineContext) -> StepConsensus:
     return StepConsensus(groups)
 
 
-logger = logging.getLogger("wavemare")
-
 _KEY = "wavemare.guard.nonfinite"
 _UNREPRODUCED = (
     "not found again in a second pass over the micro-batches, so it came from outside of them or "
@@ -279,7 +277,7 @@ class NumericsGuard(Feature):
                 mend,
             )
         if self._consensus.speaks:
-            logger.warning("guard: step skipped: %s", told)
+            logging.getLogger("wavemare").warning("guard: step skipped: %s", told)
 
     # --- the cause --------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from wavemare.engine.launch.environment import host_address
+from wavemare.engine.launch.environment import address_of_route, host_address
 from wavemare.engine.observe.progress import Progress
 from wavemare.errors import LaunchError
 
@@ -229,8 +229,6 @@ def _grid(plan: tuple[str, ...], position: int) -> list[str]:
     return ["plan of this step:", *("  " + "".join(f"{w:<{width}}" for w in row) for row in rows)]
 
 
-logger = logging.getLogger("wavemare")
-
 LOOPBACK = "127.0.0.1"
 
 _LIMIT = 1 << 20  # bytes of a line
@@ -269,7 +267,7 @@ class Server(socketserver.ThreadingTCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore what a stranger sends, and callers that hang up."""
-        logger.debug("the watchdog could not answer", exc_info=True)
+        logging.getLogger("wavemare").debug("the watchdog could not answer", exc_info=True)
 
 
 class _Conversation(socketserver.StreamRequestHandler):
@@ -312,16 +310,14 @@ def ask_all(
 
 def reachable_address() -> str:
     """Return the address of this host that the other ranks reach."""
-    environment = os.environ
     address = LOOPBACK
     # The master's name may be unknown here, or of IPv6 alone.
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((environment.get("MASTER_ADDR", LOOPBACK), 9))  # sends nothing
-        address = str(probe.getsockname()[0])
+    with suppress(OSError):
+        address = address_of_route(os.environ.get("MASTER_ADDR", LOOPBACK))
     # LOCAL_SIZE is set by DeepSpeed's launcher.
-    here = environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE"))
-    one_host = here is not None and here == environment.get("WORLD_SIZE")
+    here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
+    one_host = here is not None and here == os.environ.get("WORLD_SIZE")
     if not one_host and address.startswith("127."):
         with suppress(LaunchError):
-            return host_address(environment)
+            return host_address(os.environ)
     return address

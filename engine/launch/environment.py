@@ -54,8 +54,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PORTS = range(20_000, 30_000)
 _PORT_TRIES = 50
 _NUMBER = re.compile("[0-9]{1,9}")
-# Nothing is sent there: the kernel only chooses the local address of the route.
-_ANY_OTHER_HOST = ("192.0.2.1", 9)
+_ANY_OTHER_HOST = "192.0.2.1"
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def host_address(environment: Mapping[str, str]) -> str:
         for entry in interfaces.get(environment.get(variable, "").lstrip("="), []):
             if entry.family == socket.AF_INET:
                 return str(entry.address)
-    for find in (_address_of_name, _address_of_route):
+    for find in (lambda: socket.gethostbyname(socket.gethostname()), address_of_route):
         with suppress(OSError):
             address = find()
             if not address.startswith("127."):
@@ -236,13 +235,13 @@ def _agree_by_mpi(environment: Mapping[str, str], given: LauncherRank) -> tuple[
     return address, port, hosts[: given.rank].count(hosts[given.rank])
 
 
-def _address_of_name() -> str:
-    return socket.gethostbyname(socket.gethostname())
+def address_of_route(host: str = _ANY_OTHER_HOST) -> str:
+    """Return the local address of the route to a host.
 
-
-def _address_of_route() -> str:
+    Nothing is sent: the kernel only chooses the address.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(_ANY_OTHER_HOST)
+        probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
 

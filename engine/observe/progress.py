@@ -15,8 +15,6 @@ from wavemare.pipeline.plan.plan import Action
 if TYPE_CHECKING:
     from wavemare.engine.observe.recorder import StepTrace
 
-_OUTSIDE = "the script's own code"
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -25,18 +23,19 @@ class Place:
     Args:
         what: In words, an action of the plan or an instruction of DeepSpeed's.
         peer: The rank whose message it sends or receives, if it does.
-        outside: Whether it is outside of all engines.
     """
 
     what: object
     peer: int | None = None
-    outside: bool = False
 
     def __str__(self) -> str:
         if isinstance(self.what, Action):
             name = self.what.kind.name.lower().replace("_", " ")
             return f"{name} of micro-batch {self.what.micro_batch} ({self.what})"
         return str(self.what)
+
+
+_OUTSIDE = Place("the script's own code")
 
 
 class Progress:
@@ -54,7 +53,7 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.place = Place(_OUTSIDE, outside=True)
+        self.place = _OUTSIDE
         self.finished: object = "nothing"
         self.broken: Place | None = None
         self.step = 0
@@ -98,9 +97,8 @@ class Progress:
 
     def at(self, what: object, peer: int | None = None) -> None:
         """Begin the next action, which ends the one before."""
-        place = self.place
-        if not place.outside:
-            self.finished = place
+        if self.place is not _OUTSIDE:
+            self.finished = self.place
         self.place = Place(what, peer)
         if self.follower is not None:
             self.follower.at(what)

@@ -250,7 +250,8 @@ class StepTrace:
         counts = dict.fromkeys(_PASSES, 0)
         named = []
         for what, start, end, used in self.spans:
-            name = _name(what)
+            # A pair's text is such as ``Pair 0B3 0F5``; DeepSpeed's instructions have arguments.
+            name = str(what).partition("(")[0]
             if isinstance(what, str) and what in _PASSES:
                 number = counts[what]
                 counts[what] += 1
@@ -258,11 +259,6 @@ class StepTrace:
             if what != _STEP:
                 named.append((name, start, end, used))
         return named
-
-
-def _name(what: object) -> str:
-    """Return words, an action's text, or a pair's, such as ``Pair 0B3 0F5``."""
-    return str(what).partition("(")[0]  # an instruction of DeepSpeed's without its arguments
 
 
 def _accelerator() -> Any:

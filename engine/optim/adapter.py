@@ -107,18 +107,17 @@ class OptimizerAdapter:
 
     def publish_masters(self) -> None:
         """Give the ranks of this replica the masters that their owners have changed."""
-        engine, total = self._engine, sum(size for size, _ in self.masters())
+        engine, sizes = self._engine, [size for size, _ in self.masters()]
         if engine.dp_world_size == 1:
             return
-        size = -(-total // engine.dp_world_size)
+        size = -(-sum(sizes) // engine.dp_world_size)
         own = torch.cat([part for _, part in self.masters()])
         whole = own.new_empty(size * engine.dp_world_size)
         padded = torch.nn.functional.pad(own, (0, size - own.numel()))
         dist.all_gather_into_tensor(whole, padded, group=engine.data_parallel_group)
-        start = 0
-        for parameter in self._parameters():
-            parameter.detach().view(-1).copy_(whole[start : start + parameter.numel()])
-            start += parameter.numel()
+        parts = whole[: sum(sizes)].split(sizes)
+        for parameter, part in zip(self._parameters(), parts, strict=True):
+            parameter.detach().view(-1).copy_(part)
 
     def _share(self, total: int) -> range:
         """Return the elements that this rank owns where each rank of a replica has all."""

@@ -22,6 +22,7 @@ from wavemare.pipeline.optim.soap_muon import SOAP, Muon, refresh_of
 
 _KEY = "optimizer.params"
 _RATES = ("muon_lr", "adam_lr")
+_ADDED = {"soap": SOAP, "nadam": torch.optim.NAdam}
 
 
 def take_optimizer(
@@ -51,12 +52,9 @@ def take_optimizer(
     is_pipeline = isinstance(model, deepspeed.PipelineModule)
     settings = dict(section.get("params") or {})
     make: Callable[[Any], Any]
-    if kind == "soap":
-        make = partial(SOAP, **settings)
-        check_parameters(SOAP, settings)
-    elif kind == "nadam":
-        make = partial(torch.optim.NAdam, **settings)
-        check_parameters(torch.optim.NAdam, settings)
+    if kind in _ADDED:
+        make = partial(_ADDED[kind], **settings)
+        check_parameters(_ADDED[kind], settings)
     elif kind == "muon" and is_pipeline:
         make = make_muon(model, settings)
     else:

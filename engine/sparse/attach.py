@@ -22,7 +22,7 @@ from wavemare.comm.gradient_rows import Slot
 from wavemare.engine.context import EngineContext
 from wavemare.engine.experts import is_divided
 from wavemare.engine.optim.adapter import ZeroAdapter
-from wavemare.engine.sparse.buckets import Bucket, BucketReducer, row_tables
+from wavemare.engine.sparse.buckets import Bucket, BucketReducer, embedding_weights
 from wavemare.engine.sparse.gradients import ReplicatedGradients, SparseGradients
 from wavemare.errors import ConfigError
 
@@ -64,7 +64,7 @@ def _check_model(engine: EngineContext, config: SparseCollectiveConfig) -> None:
 
 def _check_tables(engine: EngineContext) -> None:
     """Refuse sparse gradients for optimizers that flatten gradients."""
-    tables = row_tables(engine.module.modules())
+    tables = embedding_weights(engine.module.modules(), sparse=True)
     named = [
         name
         for name, parameter in engine.module.named_parameters()
@@ -153,8 +153,7 @@ class PartitionedGradients(SparseGradients):
     def _average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         bucket = self._optimizer.ipg_buckets[communication_data_type]
         sizes = [self._adapter.parameter(entry).numel() for entry in bucket.params]
-        with self._stream(bucket):
-            self._put(bucket, tensor.split(sizes))
+        self._put(bucket, tensor.split(sizes))
 
     def _buffered_reduce_fallback(
         self,
@@ -163,9 +162,7 @@ class PartitionedGradients(SparseGradients):
         communication_data_type: torch.dtype,
         **_: Any,
     ) -> None:
-        bucket = self._optimizer.ipg_buckets[communication_data_type]
-        with self._stream(bucket):
-            self._put(bucket, grads)
+        self._put(self._optimizer.ipg_buckets[communication_data_type], grads)
 
     def _buffered_reduce_preserving_fp32(
         self,
@@ -185,10 +182,11 @@ class PartitionedGradients(SparseGradients):
     # --- in and out -------------------------------------------------------------------------------
 
     def _put(self, bucket: Any, gradients: Sequence[Tensor]) -> None:
-        for entry, gradient in zip(bucket.params, gradients, strict=True):
-            self.reducer.put(self._names[id(self._adapter.parameter(entry))], gradient)
-        self.reducer.send_complete()
-        self.reducer.take_reduced()
+        with self._stream(bucket):
+            for entry, gradient in zip(bucket.params, gradients, strict=True):
+                self.reducer.put(self._names[id(self._adapter.parameter(entry))], gradient)
+            self.reducer.send_complete()
+            self.reducer.take_reduced()
 
     def _write(self, name: str, reduced: Tensor, here: bool) -> None:
         group, parameter = self._group_of[name], self._parameters[name]

@@ -107,18 +107,15 @@ def _padded(numel: int, block: int) -> int:
     return -(-numel // block) * block
 
 
-def embedding_weights(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the identities of all embeddings' weights, whatever else they are tied to."""
-    return {id(module.weight) for module in _embeddings(modules)}
+def embedding_weights(modules: Iterable[nn.Module], *, sparse: bool = False) -> set[int]:
+    """Return the identities of embeddings' weights, whatever else they are tied to.
 
-
-def row_tables(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the identities of the weights whose gradients are torch's sparse tensors."""
-    return {id(module.weight) for module in _embeddings(modules) if module.sparse}
-
-
-def _embeddings(modules: Iterable[nn.Module]) -> list[nn.Embedding | nn.EmbeddingBag]:
-    return [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    Args:
+        modules: Of the model.
+        sparse: Whether only embeddings with ``sparse=True`` count.
+    """
+    tables = (m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return {id(table.weight) for table in tables if table.sparse or not sparse}
 
 
 class BucketReducer:

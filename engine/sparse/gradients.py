@@ -29,11 +29,8 @@ from wavemare.engine.sparse.buckets import (
     default_bucket_bytes,
     embedding_weights,
     make_buckets,
-    row_tables,
 )
 from wavemare.errors import CheckpointError, ModelError
-
-logger = logging.getLogger("wavemare")
 
 
 class SparseGradients(Feature, ABC):
@@ -123,7 +120,7 @@ class SparseGradients(Feature, ABC):
         """
         if state is None:
             if self.comm.compressor is not None and dist.get_rank() == 0:
-                logger.warning(
+                logging.getLogger("wavemare").warning(
                     "sparse_collective: the checkpoint has no residuals of the compressor for "
                     "these ranks; they start at zero"
                 )
@@ -191,7 +188,7 @@ class ReplicatedGradients(SparseGradients):
         early: bool = True,
     ) -> None:
         super().__init__(engine, config, timeout_s)
-        tables = row_tables(engine.module.modules())
+        tables = embedding_weights(engine.module.modules(), sparse=True)
         trained = {
             name: parameter
             for name, parameter in engine.module.named_parameters()
@@ -204,11 +201,10 @@ class ReplicatedGradients(SparseGradients):
         if adapter.accumulates_in_fp32:
             held = {id(p): gradient for p, gradient in adapter.gradients_by_parameter()}
             self._accumulated = {name: held[id(p)] for name, p in self._parameters.items()}
-        dtype = engine.communication_data_type
-        self._dtype: torch.dtype = dtype
+        self._dtype = engine.communication_data_type
         self.reducer = BucketReducer(
             self.comm,
-            self._buckets(self._parameters, lambda parameter: dtype, config),
+            self._buckets(self._parameters, lambda parameter: self._dtype, config),
             device=engine.device,
             write=self._write,
             parameters=self._parameters if self._compares_weights else None,

@@ -20,7 +20,6 @@ from torch import distributed as dist
 from wavemare.engine.context import EngineContext
 from wavemare.engine.seams import discard_open_step
 from wavemare.engine.waves.passes import Pass, PassRunner
-from wavemare.pipeline.clock.simulate import Costs
 from wavemare.pipeline.config import WaveletConfig
 from wavemare.pipeline.plan.plan import Action, Kind
 from wavemare.pipeline.wave.gain import Decision, costs_of_segments, decide, predict
@@ -162,10 +161,13 @@ class WaveProbe:
         """Drop all measurements: first passes take longer."""
         self._seconds.clear()
 
-    def costs(self) -> tuple[Costs, int]:
-        """Return the segments' median times on the slowest rank, and how many segments there are.
+    def decide(self, micro_batches: int) -> Decision:
+        """Return whether waves are faster, by the segments' median times on the slowest rank.
 
-        All ranks must call it.
+        Collective, and the same on all ranks.
+
+        Args:
+            micro_batches: Per optimizer step.
         """
         places = sorted(self._seconds)
         medians = torch.tensor(
@@ -174,15 +176,8 @@ class WaveProbe:
             device=self._device,
         )
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-        return costs_of_segments(dict(zip(places, medians.tolist(), strict=True)))
-
-    def decide(self, micro_batches: int) -> Decision:
-        """Return whether waves are faster; collective, and the same on all ranks.
-
-        Args:
-            micro_batches: Per optimizer step.
-        """
-        return decide(predict(*self.costs(), micro_batches))
+        costs = costs_of_segments(dict(zip(places, medians.tolist(), strict=True)))
+        return decide(predict(*costs, micro_batches))
 
 
 class AccumulationProtocol:

@@ -151,9 +151,8 @@ def make_model(args: SftArguments) -> tuple[Any, Any]:
         try:
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            reason = f"it cannot be read ({error})"
             raise ConfigError(
-                "--chat-template", args.chat_template, reason, "Name a file"
+                "--chat-template", args.chat_template, f"it cannot be read ({error})", "Name a file"
             ) from None
     with reraise_model_errors("--model", args.model):
         folder = Path(args.model).resolve()  # adapters name it

@@ -10,7 +10,6 @@ from wavemare.engine.sparse.buckets import (
     default_bucket_bytes,
     embedding_weights,
     make_buckets,
-    row_tables,
 )
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -74,7 +73,7 @@ def test_what_is_tied_to_an_embedding_belongs_to_it():
     head.weight = table.weight
     model = torch.nn.ModuleList([table, bag, head])
     assert embedding_weights(model.modules()) == {id(head.weight), id(bag.weight)}
-    assert row_tables(model.modules()) == {id(bag.weight)}
+    assert embedding_weights(model.modules(), sparse=True) == {id(bag.weight)}
 
 
 class Tables(torch.nn.Module):
