@@ -115,8 +115,13 @@ def check_shape(config: Mapping[str, Any]) -> None:
     for name in _SECTIONS:
         if name in config:
             _check_mapping(name, config[name])
-            if "enabled" in config[name]:
-                _check_truth(f"{name}.enabled", config[name]["enabled"])
+            enabled = config[name].get("enabled", False)
+            # DeepSpeed takes 0 and 1, too; of texts some of its readers take any for true.
+            if enabled not in (0, 1, "auto"):
+                remedy = "Write true or false, without quotes"
+                raise ConfigError(
+                    f"{name}.enabled", enabled, "it is neither true nor false", remedy
+                )
     zero = config.get("zero_optimization", {})
     if not isinstance(zero, bool):
         _check_mapping("zero_optimization", zero)
@@ -134,13 +139,6 @@ def _check_mapping(key: str, value: object) -> None:
         raise ConfigError(
             key, value, "the section is not a mapping", "Write {...}, or leave it out"
         )
-
-
-def _check_truth(key: str, value: object) -> None:
-    # DeepSpeed takes 0 and 1, too; of texts some of its readers take any for true.
-    if value not in (0, 1, "auto"):
-        remedy = "Write true or false, without quotes"
-        raise ConfigError(key, value, "it is neither true nor false", remedy)
 
 
 def _check_named(name: str, section: Mapping[str, Any]) -> None:

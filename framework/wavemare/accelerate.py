@@ -130,7 +130,14 @@ class Accelerator(accelerate.Accelerator):
         """
         if self.model_ranks == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
-        self._check_loading()
+        for name, value, wanted in (
+            ("split_batches", self.split_batches, False),
+            ("dispatch_batches", bool(self.dispatch_batches), False),
+            ("even_batches", self.even_batches, True),
+        ):
+            if value != wanted:
+                reason = "processes that share a model all read the same batches"
+                raise ConfigError(f"accelerator_config.{name}", value, reason, "Leave it out")
         worker_init = data_loader.worker_init_fn
         if "rank" in getattr(worker_init, "keywords", {}) or {}:
             worker_init.keywords["rank"] = self.data_rank  # else stages would draw differently
@@ -149,16 +156,6 @@ class Accelerator(accelerate.Accelerator):
         )
         self._dataloaders.append(prepared)
         return prepared
-
-    def _check_loading(self) -> None:
-        for name, value, wanted in (
-            ("split_batches", self.split_batches, False),
-            ("dispatch_batches", bool(self.dispatch_batches), False),
-            ("even_batches", self.even_batches, True),
-        ):
-            if value != wanted:
-                reason = "processes that share a model all read the same batches"
-                raise ConfigError(f"accelerator_config.{name}", value, reason, "Leave it out")
 
     def gather(self, tensor: Any) -> Any:
         """Return tensors of all data ranks, concatenated; see accelerate's method of that name."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers for asynchronous pipelines, and for all others."""
 
-from __future__ import annotations
-
 from wavemare.pipeline.optim.soap_muon import SOAP, Muon, refresh_of
 
 __all__ = ["SOAP", "Muon", "refresh_of"]

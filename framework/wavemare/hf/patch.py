@@ -4,8 +4,6 @@
 ``Seq2SeqTrainer`` and others that derive from it, imported afterwards, derive from ours.
 """
 
-from __future__ import annotations
-
 import sys
 
 import transformers

@@ -149,7 +149,11 @@ class Trainer(StockTrainer):
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         if self.is_deepspeed_enabled:
-            self._check_optimizers()
+            for name, value in (("optimizer", self.optimizer), ("scheduler", self.lr_scheduler)):
+                if value is not None and self.deepspeed is None:
+                    reason = f"transformers drops a given {name} if it builds a DeepSpeed engine"
+                    remedy = f"Name the {name} in the JSON, or override create_{name}"
+                    raise ConfigError("optimizers", type(value).__name__, reason, remedy)
             self._release_engine()
             if self.accelerator.weighs_losses:
                 # Otherwise transformers and the engine would both divide by the number of tokens.
@@ -172,14 +176,6 @@ class Trainer(StockTrainer):
                 function=self.compute_loss_func,
             )
         return _LoopModel(engine), loader
-
-    def _check_optimizers(self) -> None:
-        """Refuse optimizer objects, which transformers drops if DeepSpeed is used."""
-        for name, value in (("optimizer", self.optimizer), ("scheduler", self.lr_scheduler)):
-            if value is not None and self.deepspeed is None:
-                reason = f"transformers drops a given {name} if it builds a DeepSpeed engine"
-                remedy = f"Name the {name} in the JSON, or override create_{name}"
-                raise ConfigError("optimizers", type(value).__name__, reason, remedy)
 
     def _release_engine(self) -> None:
         """Destroy the engine of an earlier call, but not with ZeRO 3, which owns the weights."""

@@ -97,7 +97,11 @@ def convert(source: str | Path, target: str | Path, to: str, options: Options | 
         else:
             _write_megatron(written, model, options)
         back = _read(to, written, Options())
-        _check_equal(model.state_dict(), back.state_dict())
+        found = back.state_dict()
+        for name, weight in model.state_dict().items():
+            if name not in found or not torch.equal(weight, found[name]):
+                reason = "it was read back with a difference, so the conversion was dropped"
+                raise ModelError("weights", name, reason, "Report it with the model's arguments")
         if target.exists():
             target.rmdir()
         written.chmod(0o755)
@@ -143,13 +147,6 @@ def _check_used(source: str, target: str, options: Options) -> None:
             name = "--" + _NAMES.get(option.name, option.name).replace("_", "-")
             reason = f"it has no effect from {source} to {target}"
             raise ModelError(name, value, reason, "Leave it out")
-
-
-def _check_equal(given: dict[str, Any], found: dict[str, Any]) -> None:
-    for name, weight in given.items():
-        if name not in found or not torch.equal(weight, found[name]):
-            reason = "it was read back with a difference, so the conversion was dropped"
-            raise ModelError("weights", name, reason, "Report it with the model's arguments")
 
 
 def _read(kind: str, folder: Path, options: Options) -> Any:

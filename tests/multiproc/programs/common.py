@@ -20,7 +20,7 @@ import wavemare
 from wavemare.errors import WavemareError
 
 ACCUMULATION, MICRO, LENGTH, VOCABULARY, HIDDEN = 2, 2, 16, 50, 32
-DEVICE = get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", 0)))
+DEVICE = get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0")))
 QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 """GPT-2 without dropout."""
 

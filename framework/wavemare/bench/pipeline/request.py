@@ -95,7 +95,10 @@ SYSTEMS: Mapping[str, System] = {
     "wavemare-zbv": System(ideal=_by_plan("zbv"), parts_per_stage=2),
     "wavemare-auto-v": System(ideal=_by_plan("auto"), parts_per_stage=2),
     "wavemare-auto-v-0.63x": System(
-        ideal=_by_plan("auto", 0.63), parts_per_stage=2, on_request=True
+        ideal=_by_plan("auto", 0.63),
+        parts_per_stage=2,
+        least=lambda stages: 2,  # of one micro-batch there is no share
+        on_request=True,
     ),
     "wavemare-auto-v-unguarded": System(ideal=_by_plan("auto"), parts_per_stage=2, on_request=True),
     "wavemare-pipemare": System(ideal=_without_bubble, steady=True),
