@@ -67,10 +67,12 @@ def test_no_masks_of_large_tables_are_exchanged(alone, num_rows, density):
 def test_totals_of_some_calls():
     totals = Totals()
     told = {"bytes_up": 7, "bytes_down": 11, "predicted_s": 2.0, "actual_s": 3}
-    totals.add(Statistics("pushpull", 100, 0.5, 1.0, **told))
-    totals.add(Statistics("ordered", 900, None, None, bytes_up=13, bytes_down=17, actual_s=5))
+    totals.calls.append(Statistics("pushpull", 100, 0.5, 1.0, **told))
+    totals.calls.append(
+        Statistics("ordered", 900, None, None, bytes_up=13, bytes_down=17, actual_s=5)
+    )
     told = {"bytes_up": 19, "bytes_down": 23, "predicted_s": 4.0, "actual_s": 6}
-    totals.add(Statistics("pushpull", 300, 0.1, 0.2, **told))
+    totals.calls.append(Statistics("pushpull", 300, 0.1, 0.2, **told))
     assert totals.take() == {
         "sparse_payload_bytes": 1300,
         "sparse_bytes_up": 39,
