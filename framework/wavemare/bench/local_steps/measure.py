@@ -32,6 +32,7 @@ from wavemare.bench.local_steps.request import (
     FRAGMENTS,
     SYSTEMS,
     TORCHFT,
+    WARMED,
     LocalStepsRequest,
 )
 from wavemare.bench.ranks import build_gpt, interleaved, ratio_row
@@ -43,8 +44,7 @@ from wavemare.parallel.planner.local_steps import SlowLink
 
 Batch = dict[str, Tensor]
 _RATE = 1e-3
-_POINTS = 16
-_WARMUP = 0.05
+_RISE = 0.05  # of the steps; then the rate stays
 _DENSE_WARMUP = 3  # steps, of systems that exchange in each
 _EVAL_BATCHES = 16
 _NEVER = 1_000_000_000
@@ -176,14 +176,15 @@ def measure_losses(request: LocalStepsRequest) -> dict[str, Any]:
     for name in _measured(request):
         screen, data = _start(request)
         screen.note(f"losses of {name}")
-        warmup = round(_WARMUP * request.quality)
-        system = _build(name, request, warmup=warmup)
+        rise = max(1, round(_RISE * request.quality))
+        system = _build(name, request, warmup=request.warmup * request.every)
         curves[name] = curve = []
         for step in range(1, (1 if name == BASELINE else 2) * request.quality + 1):
             for group in system.optimizer.param_groups:
-                group["lr"] = _RATE * min(1.0, step / max(1, warmup))
+                group["lr"] = _RATE * min(1.0, step / rise)
             system.run.step(next(data))
-            if step % max(1, request.quality // _POINTS) == 0 or step == request.quality:
+            # All systems that exchange at the same steps do so at these.
+            if step % request.every == 0 or step == request.quality:
                 curve.append([step, _evaluate(request, system.model)])
                 if step >= request.quality and steps_to(curve, curves[BASELINE][-1][1]):
                     break
@@ -206,14 +207,22 @@ def _evaluate(request: LocalStepsRequest, model: nn.Module) -> float:
     return float(loss) / dist.get_world_size()
 
 
-def add_losses(result: dict[str, Any], curves: Mapping[str, Any], steps: int) -> None:
-    """Add to the rows each system's loss after so many steps, and its steps to the baseline's."""
+def add_losses(
+    request: LocalStepsRequest, result: dict[str, Any], curves: Mapping[str, Any]
+) -> None:
+    """Add to the rows each system's loss, and its steps and time to the baseline's loss.
+
+    A step of a warm-up takes as long as one of the faster dense system.
+    """
     goal = curves[BASELINE][-1][1]
+    dense_s = min(r["median_s"] for r in result["rows"] if r["system"] in (BASELINE, "ddp"))
     for row in result["rows"]:
         if (curve := curves.get(row["system"])) is not None:
-            loss, needed = dict(curve)[steps], steps_to(curve, goal)
+            loss, needed = dict(curve)[request.quality], steps_to(curve, goal)
             row |= {"eval_loss": loss, "loss_gap": loss / goal - 1, "steps_to_loss": needed}
-            row |= {"time_to_loss_s": needed and needed * row["median_s"], "curve": curve}
+            warmup = request.warmup * request.every if row["system"] in WARMED else 0
+            time_s = needed and warmup * dense_s + (needed - warmup) * row["median_s"]
+            row |= {"time_to_loss_s": time_s, "curve": curve}
 
 
 def steps_to(curve: Sequence[Sequence[float]], goal: float) -> float | None:

@@ -21,6 +21,8 @@ EACH_STEP = (BASELINE, "ddp", "ddp-powersgd-4", "wavemare-sparse-auto")
 """Systems that exchange in each step."""
 OURS = ("wavemare-local-steps", "wavemare-local-steps-streaming")
 SYSTEMS = (*EACH_STEP, "post-local-sgd", TORCHFT, *OURS)
+WARMED = ("ddp-powersgd-4", "post-local-sgd", *OURS)
+"""Systems that can begin with synchronous steps."""
 
 
 class LocalStepsRequest(GptRequest):
@@ -67,6 +69,9 @@ class LocalStepsRequest(GptRequest):
     """Then train each system for so many steps over links without a limit, and up to twice as many
     until it has the baseline's loss."""
 
+    warmup: NonNegativeInt = 2
+    """For the losses: times --every synchronous steps first, of systems that have them."""
+
     seed: NonNegativeInt = 7
     """Seed of weights and data."""
 
@@ -111,7 +116,7 @@ class LocalStepsRequest(GptRequest):
                 cluster.shape(None)
                 losses = _LossRequest(**self.model_dump())
                 found = run_ranks(losses, cluster=cluster, ranks_per_host=each)
-                add_losses(result, found["curves"], self.quality)
+                add_losses(self, result, found["curves"])
         return result
 
     def title(self, result: Row) -> str:

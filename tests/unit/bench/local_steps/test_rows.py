@@ -13,7 +13,7 @@ from wavemare.bench.sparse.step import StepSample
 # Of two replicas an exchange moves the weights once: 25 MB at 200 Mbit/s take a second.
 PARAMETERS = 6_250_000
 BLOCKING, STREAMING = OURS
-REQUEST = LocalStepsRequest(every=8)
+REQUEST = LocalStepsRequest(every=8, quality=20)
 
 
 def rounds(*seconds, link=4.0):
@@ -60,11 +60,11 @@ def test_time_to_the_baselines_loss_is_of_steps_and_seconds(result, rows):
         BLOCKING: [[10, 5.0], [20, 3.0], [30, 1.0]],
         STREAMING: [[10, 5.0], [20, 2.5], [40, 2.1]],
     }
-    add_losses(result, curves, 20)
+    add_losses(REQUEST, result, curves)
     assert (rows[BASELINE]["steps_to_loss"], rows[BASELINE]["loss_gap"]) == (20, 0)
     ours = rows[BLOCKING]
     assert (ours["eval_loss"], ours["loss_gap"], ours["steps_to_loss"]) == (3.0, 0.5, 25)
-    assert ours["time_to_loss_s"] == pytest.approx(25 * 0.25)
+    assert ours["time_to_loss_s"] == pytest.approx(16 * 1.2 + 9 * 0.25)
     assert rows[STREAMING]["steps_to_loss"] is rows[STREAMING]["time_to_loss_s"] is None
     assert "eval_loss" not in rows[BOUND]
     assert steps_to([[8, 3.0], [16, 1.0]], 3.0) == 8
