@@ -3,7 +3,8 @@
 
 A residual network is cut into stages and trained version by version, with one micro-batch per step.
 The runs of a seed, one for each learning rate and fold, train side by side in one model, whose
-weights have a dimension for them. Results join those in the file.
+weights have a dimension for them. Results join those in the file. ``--plain`` leaves out the
+network's normalization, which slows a run whose steps are too large, and T1 takes the whole run.
 """
 
 from __future__ import annotations
@@ -32,28 +33,31 @@ FOLDS = 5
 LAYERS, WIDTH = 20, 32
 BATCH, DECAY, ANNEAL, WARMUP = 32, 2 / 3, 4 / 15, 2 / 15  # parts of the training but for BATCH
 RATES = (0.0005, 0.002, 0.005, 0.01, 0.03, 0.1)
+PLAIN_RATES = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03)
 METHODS = ("naive", "T1", "T1 + T2", "T1 + copies", "T1 + T2 + T3", "T1 + copies + T3")
 PIPELINES = {"P=8": range(7, -1, -1), "P=20": range(19, -1, -1)}  # delays of the stages, in steps
-RUNS = list(product(RATES, range(FOLDS)))
 
 
 class Layer(nn.Module):
     """A linear layer of each run; a hidden one adds its rectified outputs to its inputs."""
 
-    def __init__(self, place: int, seed: int) -> None:
+    def __init__(self, place: int, seed: int, runs: int, *, plain: bool) -> None:
         super().__init__()
+        self.plain = plain
         self.first, self.last = place == 0, place == LAYERS - 1
         fan_in, fan_out = 64 if self.first else WIDTH, 10 if self.last else WIDTH
         deviation = ((1 if self.first or self.last else 2) / fan_in) ** 0.5
         generator = torch.Generator().manual_seed(LAYERS * seed + place)
         drawn = torch.randn(fan_in, fan_out, generator=generator) * deviation
-        self.weight = nn.Parameter(drawn.repeat(len(RUNS), 1, 1))
-        self.bias = nn.Parameter(torch.zeros(len(RUNS), 1, fan_out))
+        self.weight = nn.Parameter(drawn.repeat(runs, 1, 1))
+        self.bias = nn.Parameter(torch.zeros(runs, 1, fan_out))
 
     def forward(self, x: Tensor) -> Tensor:
-        seen = x if self.first else F.layer_norm(x, (WIDTH,))
+        seen = x if self.first or self.plain else F.layer_norm(x, (WIDTH,))
         y = torch.baddbmm(self.bias, seen, self.weight)
-        return y if self.first or self.last else x + y.relu()
+        if self.first or self.last:
+            return y
+        return x + y.relu() * (LAYERS**-0.5 if self.plain else 1)
 
 
 class Data:
@@ -69,30 +73,33 @@ class Data:
             self.held_out[fold, chosen] = True
         self.steps = min(map(len, trained)) // BATCH  # of an epoch
 
-    def batches(self, seed: int, epochs: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, seed: int, epochs: int, rates: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the training's batches, of all runs together."""
         generator = torch.Generator().manual_seed(seed)
         for _ in range(epochs):
             orders = [t[torch.randperm(len(t), generator=generator)] for t in self.trained]
             for first in range(0, self.steps * BATCH, BATCH):
-                chosen = torch.stack([orders[fold][first : first + BATCH] for _, fold in RUNS])
+                chosen = torch.stack([order[first : first + BATCH] for order in orders * rates])
                 yield self.images[chosen], self.labels[chosen]
 
     def accuracies(self, model: nn.Module) -> list[list[float]]:
         """Return the accuracies on the held-out folds, a list for each learning rate."""
-        right = model(self.images.expand(len(RUNS), -1, -1)).argmax(2) == self.labels
-        right = right.view(len(RATES), FOLDS, -1) & self.held_out
+        runs = len(next(model.parameters()))
+        right = model(self.images.expand(runs, -1, -1)).argmax(2) == self.labels
+        right = right.view(-1, FOLDS, len(self.labels)) & self.held_out
         accuracies = right.sum(2).double() / self.held_out.sum(1)
         return accuracies.mul(1e5).round().div(1e5).tolist()
 
 
-def train(data: Data, epochs: int, seed: int, pipeline: str, method: str) -> list[list[float]]:
+def train(
+    data: Data, epochs: int, seed: int, pipeline: str, method: str, *, plain: bool = False
+) -> list[list[float]]:
     """Return the accuracies of a method's runs with a seed, a list for each learning rate."""
     steps = epochs * data.steps
-    layers = [Layer(place, seed) for place in range(LAYERS)]
+    rates = torch.tensor(PLAIN_RATES if plain else RATES).repeat_interleave(FOLDS)
+    layers = [Layer(place, seed, len(rates), plain=plain) for place in range(LAYERS)]
     delays = list(PIPELINES.get(pipeline, [0]))
     cuts = [round(LAYERS * stage / len(delays)) for stage in range(len(delays) + 1)]
-    rates = torch.tensor([rate for rate, _ in RUNS])
 
     def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
         # SGD is linear in the gradient: a run's rate can be a factor of its loss.
@@ -105,12 +112,12 @@ def train(data: Data, epochs: int, seed: int, pipeline: str, method: str) -> lis
         partial(SGD, lr=1.0, momentum=0.9),
         micro_batches=1,
         correction="ema" if "T2" in method else "exact" if "copies" in method else "off",
-        anneal_steps=round(ANNEAL * steps) if "T1" in method else None,
+        anneal_steps=round((1 if plain else ANNEAL) * steps) if "T1" in method else None,
         make_scheduler=partial(MultiStepLR, milestones=[round(DECAY * steps)]),
         warmup_steps=round(WARMUP * steps) if "T3" in method else 0,
         delays=delays,
     )
-    for batch in data.batches(seed, epochs):
+    for batch in data.batches(seed, epochs, len(rates) // FOLDS):
         replay.step([batch])
     with torch.no_grad():
         return data.accuracies(nn.Sequential(*layers))
@@ -129,16 +136,20 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--pipelines", nargs="+", default=PIPELINES, choices=PIPELINES)
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--plain", action="store_true", help="without normalization")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     report = {"machine": "2 x86-64 cores, 24 GiB, no GPU", "records": []}
     if options.json.exists():
         report = json.loads(options.json.read_text())
-    cases = [("any", "synchronous"), *product(options.pipelines, METHODS)]
+    cases = [("any", "synchronous"), *product(options.pipelines, options.methods)]
     for seed, (pipeline, method) in product(range(options.seeds), cases):
         case = {"epochs": options.epochs, "seed": seed, "pipeline": pipeline, "method": method}
-        if not any(case.items() <= record.items() for record in report["records"]):
-            results = {"rates": RATES, "accuracies": train(Data(), **case)}
+        case |= {"plain": options.plain}
+        if not any(case.items() <= {"plain": False, **r}.items() for r in report["records"]):
+            rates = PLAIN_RATES if options.plain else RATES
+            results = {"rates": rates, "accuracies": train(Data(), **case)}
             report["records"].append({**case, "date": str(date.today()), **results})
             options.json.write_text(json.dumps(report) + "\n")
     for record in report["records"]:
