@@ -402,8 +402,7 @@ class Watchdog:
 
     def _inquire(self, by: int | None = None) -> tuple[list[RankStatus], list[UnreachablePeer]]:
         """Return what the other ranks do; those after rank ``by`` need not ask themselves."""
-        others = [peer for peer in self._ranks if peer != self._me]
-        answers = self._ask(others, by)
+        answers = self._ask([peer for peer in self._ranks if peer != self._me], by)
         statuses = [RankStatus(**each) for each in answers if isinstance(each, dict)]
         unreachable = [
             replace(each, notice=self._notices.get(each.peer.rank))

@@ -232,8 +232,7 @@ def _gloo_threads() -> list[Path]:
 
 def _is_awake(thread: Path) -> bool:
     """Whether a thread runs or is ready to; a thread that waits for peers or work sleeps."""
-    state = _read(thread / "stat").rpartition(") ")[2]
-    return state[:1] == "R"
+    return _read(thread / "stat").rpartition(") ")[2].startswith("R")
 
 
 def _collectives_pending() -> bool:

@@ -96,8 +96,7 @@ def convert(source: str | Path, target: str | Path, to: str, options: Options | 
             model.save_pretrained(written)
         else:
             _write_megatron(written, model, options)
-        back = _read(to, written, Options())
-        found = back.state_dict()
+        found = _read(to, written, Options()).state_dict()
         for name, weight in model.state_dict().items():
             if name not in found or not torch.equal(weight, found[name]):
                 reason = "it was read back with a difference, so the conversion was dropped"

@@ -303,8 +303,7 @@ def _add_bubble(page: Page, run: RunFacts) -> None:
         "Share of the stages' time in which they did not compute: measured in every step; and the "
         "part of it that the unevenness of the stages explains; metrics.jsonl.",
     )
-    names = {"measured": "bubble", "by unevenness": "bubble_predicted"}
-    series = _series(run, names, 100)
+    series = _series(run, {"measured": "bubble", "by unevenness": "bubble_predicted"}, 100)
     if series[0].points:
         page.figure(lines(series, "bubble (% of time)", zero=True), label="bubble over the steps")
     else:
