@@ -97,8 +97,7 @@ class Balance(Feature):
 
 def count_labels(labels: Tensor, shifts: bool) -> Tensor:
     """Return the number of labels that count; () float32."""
-    counted = labels[..., 1:] if shifts else labels
-    return (counted != _IGNORED).sum().to(torch.float32)
+    return ((labels[..., 1:] if shifts else labels) != _IGNORED).sum().to(torch.float32)
 
 
 def _zero_without_tokens(loss: Tensor, count: Tensor) -> Tensor:

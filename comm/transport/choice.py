@@ -99,8 +99,11 @@ def _mpi_serves(device: torch.device) -> bool:
 
 def _same_ranks(group: Any) -> tuple[Any, bool]:
     """Return a communicator of the group's ranks, and whether to free it; collective."""
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = f"mpi4py finds no MPI library ({str(error).splitlines()[0]})"
+        raise CommError("transport", "mpi", reason, "Install one: pip install mpich") from error
     world = MPI.COMM_WORLD
     if not dist.is_initialized():
         return world, False
@@ -119,11 +122,8 @@ def _same_ranks(group: Any) -> tuple[Any, bool]:
 
 
 def _open_mpi(communicator: Any, staging: Staging, timeout_s: float) -> Transport:
-    try:
-        from wavemare.comm.transport.mpi_transport import MpiTransport
-    except (ImportError, RuntimeError) as error:
-        reason = f"mpi4py finds no MPI library ({str(error).splitlines()[0]})"
-        raise CommError("transport", "mpi", reason, "Install one: pip install mpich") from error
+    from wavemare.comm.transport.mpi_transport import MpiTransport
+
     return MpiTransport(communicator, timeout_s, takes_device=_cuda_aware(staging))
 
 

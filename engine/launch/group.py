@@ -110,6 +110,15 @@ def ensure_launched() -> None:
         )
 
 
+def leave_out_shared_memory() -> None:
+    """Keep DeepSpeed from compiling its all-reduce by shared memory, which gloo can do without."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cpu" and not compiled_ops_enabled():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def init_distributed(distributed_port: int | None = None) -> None:
     """Initialize ``deepspeed.comm`` once, under any launcher; nothing is compiled on a CPU.
 
@@ -121,7 +130,6 @@ def init_distributed(distributed_port: int | None = None) -> None:
     Raises:
         LaunchError: No launcher started this process, or the processes cannot find each other.
     """
-    import deepspeed
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
@@ -130,15 +138,12 @@ def init_distributed(distributed_port: int | None = None) -> None:
     if comm.is_initialized():
         return
     ensure_launched()
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu" and not compiled_ops_enabled():
-        # Shared-memory all-reduce is an optimization of DeepSpeed that gloo can do without.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    leave_out_shared_memory()
     given = launcher_rank(os.environ)
     if given is not None and not all(name in os.environ for name in TORCH_VARIABLES):
         port = None if distributed_port == _DEFAULT_PORT else distributed_port
         os.environ.update(torch_variables(os.environ, given, port))
-    backend = accelerator.communication_backend_name()
+    backend = get_accelerator().communication_backend_name()
     if may_restart() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         init_attempt(backend)
     comm.init_distributed(dist_backend=backend)

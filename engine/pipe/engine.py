@@ -167,8 +167,7 @@ class PlanInterpreter(deepspeed.PipelineEngine):
 
     def _start_timers(self, timer_names: Sequence[str]) -> None:
         # DeepSpeed's pipeline starts those of a backward pass, and so do its hooks of outputs.
-        idle = [name for name in timer_names if not self.timers(name).started_]
-        super()._start_timers(idle)
+        super()._start_timers([name for name in timer_names if not self.timers(name).started_])
 
     def steps_per_print(self) -> int:
         """Return after how many steps to print, never without a number: DeepSpeed divides by it."""

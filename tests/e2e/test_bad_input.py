@@ -6,8 +6,11 @@ What the messages say: tests/unit/bad_input.
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -72,3 +75,15 @@ def test_an_unknown_key(refused):
     """It is refused before any rank is started."""
     message = refused(config={"wavemare": {"pipeline": {"stagse": 2}}})
     assert "wavemare.pipeline.stagse" in message
+
+
+def test_a_trainer_on_cpus_that_is_not_told_so(command, tmp_path):
+    """It is told without a compiler, which DeepSpeed would look for."""
+    source = (ROOT / "recipes/examples/trainer.py").read_text()
+    file = tmp_path / "script.py"
+    file.write_text(source.replace("use_cpu=not torch.cuda.is_available(),", ""))
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "CXX": "/nowhere/c++"}
+    ended = command("torchrun", "--nproc-per-node", 2, file, environment=environment)
+    assert ended.code != 0
+    assert "num_processes = 1" in ended.output
+    assert "--use_cpu" in ended.output

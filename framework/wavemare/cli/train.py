@@ -107,8 +107,7 @@ def train(
     options = list(context.args)
     refuse_options(options)
     file = config if config is not None else default_config(chosen, options)
-    settings = load_config(file, key="--config")  # refused here, before any rank is started
-    check_early(settings)
+    check_early(load_config(file, key="--config"))  # refused here, before any rank is started
     options = ["--deepspeed_config", str(file), *options]
     given = launcher_rank(os.environ)
     if given is not None and given.by_mpi and not print_command:

@@ -129,8 +129,7 @@ def check_fits(
 
 def _place(store: TokenStore, where: int) -> str:
     document = int(np.searchsorted(store.offsets, where, side="right")) - 1
-    position = where - int(store.offsets[document])
-    return f"position {position} of document {document}"
+    return f"position {where - int(store.offsets[document])} of document {document}"
 
 
 def unigram_cross_entropy(

@@ -21,6 +21,7 @@ from transformers.trainer import Trainer as StockTrainer
 from wavemare.accelerate import Accelerator, check_joined
 from wavemare.api import initialize
 from wavemare.engine.config.resolve import SECTION
+from wavemare.engine.launch.group import leave_out_shared_memory
 from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 from wavemare.hf.config import TrainerConfig
@@ -36,6 +37,8 @@ from wavemare.lazy import Proxy
 from wavemare.models import save_pretrained
 from wavemare.models.adapters import is_adapted
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
+
+leave_out_shared_memory()  # TrainingArguments may initialize torch.distributed
 
 _REMEDY = "Leave that out, or train data-parallel without waves"
 _ZERO_WEIGHTS = 3

@@ -93,8 +93,9 @@ class Screen:
         for _ in range(2):
             table.add_column(overflow="fold")
         for name, value in figures.items():
-            shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-            table.add_row(Text(name), Text(shown))
+            parts = value.items() if isinstance(value, Mapping) else [("", value)]
+            shown = [f"{k} {v:.4f}" if isinstance(v, float) else str(v) for k, v in parts]
+            table.add_row(Text(name), Text(", ".join(shown).strip()))
         self._console.print(table)
 
 

@@ -2,6 +2,7 @@
 """What is found out about MPI, also where it is missing, broken or hangs."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -179,3 +180,12 @@ def test_a_group_made_without_a_name_of_its_backend_is_gloo_here(backend):
         assert open_transport().name == "gloo"
     finally:
         dist.destroy_process_group()
+
+
+def test_without_a_library_the_transport_says_what_to_install():
+    program = "from wavemare.comm.transport import open_transport; open_transport(choice='mpi')"
+    environment = os.environ | {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 1
+    assert result.stderr.rstrip().endswith("Install one: pip install mpich.")

@@ -126,7 +126,7 @@ def everything(screen):
         progress.step(1, tokens=1)
         progress.show(1.0, {})
     screen.note("a [bold]note[/bold] of 100 % of the steps")
-    screen.results({"loss": 1.25, "steps": 7})
+    screen.results({"loss": 1.25, "steps": 7, "memory": {"optimizer": 2.0, "correction": 0.5}})
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -137,7 +137,7 @@ def test_other_ranks_draw_nothing(draw, terminal):
 def test_rank_0_draws_all_and_takes_text_literally(draw):
     text = draw(everything)
     assert "a [bold]note[/bold] of 100 % of the steps" in text
-    for part in "title model layers [2] batch 32 results 1.2500 steps 7".split():
+    for part in "title model layers [2] batch 32 results 1.2500 steps 7 optimizer 2.0000,".split():
         assert part in text
     assert all(len(line) <= 80 for line in text.splitlines())
 

@@ -172,8 +172,7 @@ class EmulatedCluster:
 
 
 def _token_bucket(link_mbit: float) -> str:
-    bytes_per_second = link_mbit * 1e6 / 8
-    burst = max(_MIN_BURST_BYTES, round(bytes_per_second * _BURST_SECONDS))
+    burst = max(_MIN_BURST_BYTES, round(link_mbit * 1e6 / 8 * _BURST_SECONDS))
     return f"tbf rate {round(link_mbit * 1e6)}bit burst {burst} latency {_QUEUE}"
 
 

@@ -153,8 +153,7 @@ class _DeepSpeedSparse(_TorchSparse):
             device=torch.device("cpu"),
         )
         for name in ("sparse_allreduce", "sparse_all_gather", "all_gather_scalar"):
-            method = getattr(deepspeed.DeepSpeedEngine, name)
-            setattr(engine, name, MethodType(method, engine))
+            setattr(engine, name, MethodType(getattr(deepspeed.DeepSpeedEngine, name), engine))
         self._engine = engine
 
     def sum(self) -> Any:
