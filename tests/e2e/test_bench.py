@@ -203,20 +203,8 @@ def test_links_are_made_for_the_share(bench):
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_local_steps_are_measured_beside_their_peers(bench):
     options = ["--layers", 1, "--hidden", 64, "--heads", 2, "--vocabulary", 1024, "--sequence", 32]
-    options += [
-        "--mbit",
-        50,
-        "--every",
-        8,
-        "--dense-steps",
-        2,
-        "--quality",
-        16,
-        "--rounds",
-        1,
-        "--warmup",
-        1,
-    ]
+    options += ["--mbit", 50, "--every", 8, "--dense-steps", 2, "--rounds", 1]
+    options += ["--quality", 16, "--warmup", 1]
     result = bench("local-steps", *options)
     rows = by(result, "system")
     left_out = {row["system"] for row in result["skipped"]}  # where torchft is not installed

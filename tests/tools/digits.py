@@ -73,13 +73,13 @@ class Data:
             self.held_out[fold, chosen] = True
         self.steps = min(map(len, trained)) // BATCH  # of an epoch
 
-    def batches(self, seed: int, epochs: int, rates: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, seed: int, epochs: int, num_rates: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the training's batches, of all runs together."""
         generator = torch.Generator().manual_seed(seed)
         for _ in range(epochs):
             orders = [t[torch.randperm(len(t), generator=generator)] for t in self.trained]
             for first in range(0, self.steps * BATCH, BATCH):
-                chosen = torch.stack([order[first : first + BATCH] for order in orders * rates])
+                chosen = torch.stack([order[first : first + BATCH] for order in orders * num_rates])
                 yield self.images[chosen], self.labels[chosen]
 
     def accuracies(self, model: nn.Module) -> list[list[float]]:

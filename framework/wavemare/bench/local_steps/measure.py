@@ -221,7 +221,8 @@ def add_losses(
             loss, needed = dict(curve)[request.quality], steps_to(curve, goal)
             row |= {"eval_loss": loss, "loss_gap": loss / goal - 1, "steps_to_loss": needed}
             warmup = request.warmup * request.every if row["system"] in WARMED else 0
-            time_s = needed and warmup * dense_s + (needed - warmup) * row["median_s"]
+            first = min(warmup, needed or 0)
+            time_s = needed and first * dense_s + (needed - first) * row["median_s"]
             row |= {"time_to_loss_s": time_s, "curve": curve}
 
 
