@@ -125,6 +125,18 @@ class EngineMixin(CheckpointMixin):
         else:
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
 
+    def allreduce_and_copy(
+        self, small_bucket: Any, dp_group: Any, dp_world_size: float | None = None
+    ) -> None:
+        """Reduce gradients as DeepSpeed's method of that name, unless that would change no bit."""
+        if (
+            dist.get_world_size(dp_group) > 1
+            or dp_world_size not in (None, 1)
+            or self.gradient_predivide_factor() != 1.0
+            or small_bucket[0].dtype != self.communication_data_type
+        ):
+            super().allreduce_and_copy(small_bucket, dp_group, dp_world_size)
+
     def deepspeed_io(
         self,
         dataset: Any,
@@ -148,14 +160,19 @@ class EngineMixin(CheckpointMixin):
                 dataset, self.data_world_size, self.data_rank, shuffle=route == ROUTE_TRAIN
             )
         pin_memory &= self.device.type != "cpu"  # torch would warn on each rank
-        rest = pin_memory, data_sampler, collate_fn, num_local_io_workers
-        return super().deepspeed_io(dataset, batch_size, route, *rest)
+        return super().deepspeed_io(
+            dataset, batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers
+        )
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the size of micro-batches as DeepSpeed's method of that name."""
         if self.settings.balance.shares is not None:
-            key, reason = "train_micro_batch_size_per_gpu", "wavemare.balance.shares divides it"
-            raise ConfigError(key, micro_batch_size, reason, "Start again with other shares")
+            raise ConfigError(
+                "train_micro_batch_size_per_gpu",
+                micro_batch_size,
+                "wavemare.balance.shares divides it",
+                "Start again with other shares",
+            )
         super().set_train_micro_batch_size(micro_batch_size)
 
     def drain(self) -> None:
@@ -193,8 +210,7 @@ class EngineMixin(CheckpointMixin):
 
     def extra_state(self) -> dict[str, Any]:
         """Return what this rank's next step needs beside weights, optimizer and random state."""
-        states = {feature.key: feature.extra_state() for feature in self.features}
-        return {key: state for key, state in states.items() if state}
+        return {f.key: state for f in self.features if (state := f.extra_state())}
 
     def reset_state(self) -> None:
         """Discard what belongs to the weights before a load, such as unused gradients.
@@ -234,8 +250,8 @@ class EngineMixin(CheckpointMixin):
     @property
     def data_world_size(self) -> int:
         """How many processes train the same model on other data."""
-        ranks = self.dp_world_size or self.seq_dp_world_size  # ranks may share sequences
-        return self.num_replicas * int(ranks)
+        # Ranks may share sequences.
+        return self.num_replicas * int(self.dp_world_size or self.seq_dp_world_size)
 
     def train_batch_size(self) -> int:
         """Samples of an optimizer step of all replicas."""

@@ -38,7 +38,7 @@ FUNCTIONS = {
         _configure_distributed_model=a9a57b _get_ckpt_name=5bef33 _get_all_ckpt_names=d3a867
         _configure_optimizer=dd82a7 _copy_recovery_script=4bfd76
         _get_gradients_for_reduction=e27ed4 _save_checkpoint=7cec5b _save_moe_checkpoint=cf5acf
-        allreduce_bucket=aee7bd allreduce_gradients=463dde
+        allreduce_bucket=aee7bd allreduce_gradients=463dde allreduce_and_copy=c0e79d
         _take_model_step=c4c6e0 backward=b8c436 buffered_allreduce_fallback=c36145
         clip_fp32_gradients=c3ad53 deepspeed_io=9be5fb destroy=573c7f forward=d99afa
         load_checkpoint=5728d3 save_checkpoint=c92409 scale=bb48d2 set_train_batch_size=b15192
