@@ -142,20 +142,29 @@ def build_result(
     rows = []
     for name, rounds in samples.items():
         steps = _predicted(name, link, request.every)
-        row: dict[str, Any] = {"system": name, "ranks": request.ranks, "ranks_per_host": size}
-        row |= {"mbit": request.mbit, **ratio_row(seconds[name], seconds.get(BASELINE))}
-        row |= {"model": steps and link.dense / steps, "model_s": steps and steps * compute_s}
-        row["bytes"] = median(s.link_bytes or 0 for s in rounds)
-        rows.append(row)
+        rows.append(
+            {
+                "system": name,
+                "ranks": request.ranks,
+                "ranks_per_host": size,
+                "mbit": request.mbit,
+                **ratio_row(seconds[name], seconds.get(BASELINE)),
+                "model": steps and link.dense / steps,
+                "model_s": steps and steps * compute_s,
+                "bytes": median(s.link_bytes or 0 for s in rounds),
+            }
+        )
     obstacles = {name: request.obstacle(name) for name in request.systems}
     skipped = [{"system": name, "reason": why} for name, why in obstacles.items() if why]
-    result: dict[str, Any] = {
+    return {
         "baseline": BASELINE,
         "request": request.model_dump(),
         "parameters": parameters,
+        "compute_s": compute_s,
+        "r": link.messages(),
+        "rows": rows,
+        "skipped": skipped,
     }
-    result |= {"compute_s": compute_s, "r": link.messages()}
-    return result | {"rows": rows, "skipped": skipped}
 
 
 def _predicted(name: str, link: SlowLink, every: int) -> float | None:
@@ -238,8 +247,8 @@ def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: in
     """Build a system that first averages gradients for a warm-up; all ranks must call it."""
     model = build_gpt(request, seed=request.seed)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0)
-    if name == TORCHFT:
-        return System(model, optimizer, _Torchft(model, optimizer, request))
+    if name in TORCHFT:
+        return System(model, optimizer, _Torchft(model, optimizer, request, name))
     if name in ("ddp", "ddp-powersgd-4", "post-local-sgd"):
         # On gloo, PowerSGD's messages of several buckets start in another order on each rank.
         cap_mb = 10_000 if name == "ddp-powersgd-4" else None
@@ -287,7 +296,7 @@ def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: in
 class _Torchft(TorchSystem):
     """DiLoCo of torchft, with its own managers and a server on rank 0."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, request: LocalStepsRequest) -> None:
+    def __init__(self, model: Any, optimizer: Any, request: LocalStepsRequest, name: str) -> None:
         os.environ.setdefault("RUST_LOG", "error")
         from torchft import Manager, ProcessGroupGloo
         from torchft.coordination import LighthouseServer
@@ -306,9 +315,23 @@ class _Torchft(TorchSystem):
         options |= {"replica_id": f"replica{rank}", "init_sync": False}  # all have the same weights
         self._manager = Manager(pg=ProcessGroupGloo(timeout=_PATIENCE), **options)
         settings = OuterConfig()  # the same as ours
-        outer = torch.optim.SGD(model.parameters(), settings.lr, settings.momentum, nesterov=True)
+        fragments, delay = [model], 0
+        if name.endswith("-streaming"):
+            net = model.transformer
+            parts = [net.wte, *net.h, net.wpe, net.ln_f]
+            fragments = [nn.ModuleList(parts[n::FRAGMENTS]) for n in range(FRAGMENTS)]
+            delay = request.every // FRAGMENTS - 1  # the longest that it takes
         self._method = DiLoCo(
-            self._manager, [model], optimizer, outer, request.every, use_bucketization=True
+            self._manager,
+            fragments,
+            optimizer,
+            [
+                torch.optim.SGD(f.parameters(), settings.lr, settings.momentum, nesterov=True)
+                for f in fragments
+            ],
+            request.every,
+            use_bucketization=True,
+            fragment_sync_delay=delay,
         )
         self._method.__enter__()
 

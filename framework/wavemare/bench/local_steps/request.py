@@ -13,14 +13,14 @@ from wavemare.bench.request import Column, GptRequest, NonNegativeInt, Positive,
 from wavemare.errors import ConfigError
 
 BASELINE = "deepspeed-zero1"
-TORCHFT = "torchft-diloco"
+TORCHFT = ("torchft-diloco", "torchft-diloco-streaming")
 BOUND = "no-exchange-bound"
 """Replicas that never exchange: the computation of a step. It always runs."""
 FRAGMENTS = 4
 EACH_STEP = (BASELINE, "ddp", "ddp-powersgd-4", "wavemare-sparse-auto")
 """Systems that exchange in each step."""
 OURS = ("wavemare-local-steps", "wavemare-local-steps-streaming")
-SYSTEMS = (*EACH_STEP, "post-local-sgd", TORCHFT, *OURS)
+SYSTEMS = (*EACH_STEP, "post-local-sgd", *TORCHFT, *OURS)
 WARMED = ("ddp-powersgd-4", "post-local-sgd", *OURS)
 """Systems that can begin with synchronous steps."""
 
@@ -88,9 +88,9 @@ class LocalStepsRequest(GptRequest):
 
     def obstacle(self, name: str) -> str | None:
         """Return why a system is not measured, or None."""
-        if name == TORCHFT and self.ranks_per_host > 1:
+        if name in TORCHFT and self.ranks_per_host > 1:
             return "its replicas of several ranks need a torchrun of their own"
-        return "torchft is not installed" if name == TORCHFT and not find_spec("torchft") else None
+        return "torchft is not installed" if name in TORCHFT and not find_spec("torchft") else None
 
     def check(self) -> None:
         """Check values against each other."""
