@@ -129,6 +129,7 @@ class EngineMixin(CheckpointMixin):
         self, small_bucket: Any, dp_group: Any, dp_world_size: float | None = None
     ) -> None:
         """Reduce gradients as DeepSpeed's method of that name, unless that would change no bit."""
+        # DeepSpeed also flattens, reduces and copies back the gradients of a rank without others.
         if (
             dist.get_world_size(dp_group) > 1
             or dp_world_size not in (None, 1)

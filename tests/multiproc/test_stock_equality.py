@@ -28,5 +28,6 @@ def test_a_rank_without_others_reduces_nothing_and_keeps_the_bits(launch_once):
     for case, both in result.items():
         assert both["ours"]["weights"] == both["stock"]["weights"], case
         stock, ours = both["stock"]["all_reduces"], both["ours"]["all_reduces"]
-        # A rounded or a divided message is not what was sent.
-        assert (ours, stock > 0) == (0 if case == "0" else stock, True), case
+        assert stock > 0, case
+        # bf16 messages are rounded, and others divided: these reductions change bits.
+        assert ours == (0 if case == "0" else stock), case

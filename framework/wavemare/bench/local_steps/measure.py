@@ -320,7 +320,7 @@ class _Torchft(TorchSystem):
             net = model.transformer
             parts = [net.wte, *net.h, net.wpe, net.ln_f]
             fragments = [nn.ModuleList(parts[n::FRAGMENTS]) for n in range(FRAGMENTS)]
-            delay = request.every // FRAGMENTS - 1  # the longest that it takes
+            delay = request.every // FRAGMENTS - 1  # the longest that torchft accepts
         self._method = DiLoCo(
             self._manager,
             fragments,
