@@ -4,9 +4,9 @@
 ``make reference`` replaces the text between ``<!-- generated: KIND of NAME -->`` and
 ``<!-- end -->``; the rest of the pages is written by hand. ``keys of`` a section, or of
 ``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``ratios of`` a table
-of results/tables.toml; ``calls of``, ``duels of``, ``schedules of``, ``steps of`` result files that
-match NAME; ``families of`` a file of tests. A test compares the pages with what this file would
-write.
+of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``duels of``,
+``schedules of``, ``steps of`` result files that match NAME; ``families of`` a file of tests. A test
+compares the pages with what this file would write.
 """
 
 import inspect
@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from wavemare.bench.local_steps.request import BASELINE, WARMED
 from wavemare.engine.config.resolve import WavemareConfig
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -48,6 +49,7 @@ def page(text: str) -> str:
     """Return the page with its tables written anew."""
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
     kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
+    kinds["times"] = times
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -89,6 +91,32 @@ def ratios(name: str) -> str:
                 cells[column] = table["cell"].format_map(row)
     rows = [[label, *(cells.get(c, "") for c in heads)] for label, cells in found.items()]
     head = [table["head"], *heads.values()]
+    return _markdown([head, ["---"] + ["---:"] * len(heads), *rows])
+
+
+def times(name: str) -> str:
+    """Return how much sooner than ZeRO 1 systems reach its loss, over each link with two ranks.
+
+    Steps are those of the table of losses, seconds per step those of local-steps-2-*.json. A
+    synchronous first step takes as long as one of DDP.
+    """
+    table = tomllib.loads((RESULTS / "tables.toml").read_text())[name]
+    heads = {key: head for key, head in table["columns"].items() if key != BASELINE}
+    rows = []
+    for link in _results("local-steps-2-*.json"):
+        seconds = {row["system"]: row["median_s"] for row in link["rows"]}
+        for part in table["parts"]:
+            found: dict[str, float] = {}
+            for result in _results(part["files"]):
+                request = result["request"]
+                for row in result["rows"]:
+                    if (needed := row.get("steps_to_loss")) is not None:
+                        first = request["warmup"] * request["every"] * (row["system"] in WARMED)
+                        own = (needed - first) * seconds[row["system"]]
+                        found[row["system"]] = first * seconds["ddp"] + own
+            cells = [f"{found[BASELINE] / found[key]:.1f}" if key in found else "" for key in heads]
+            rows.append([f"{link['request']['mbit']:g} Mbit/s, {part['text']}", *cells])
+    head = ["ZeRO 1's time over", *heads.values()]
     return _markdown([head, ["---"] + ["---:"] * len(heads), *rows])
 
 

@@ -118,7 +118,8 @@ def test_every_block_is_run_or_listed():
 def place(tmp_path, text_folder):
     """A folder with what the commands take for granted."""
     (tmp_path / "texts").symlink_to(text_folder)
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    for name in ("recipes", "Makefile", "pyproject.toml", ".venv"):
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "docs" / "results" / "configs").symlink_to(ROOT / "docs" / "results" / "configs")
     (tmp_path / "train.py").write_text("import wavemare; wavemare.init_distributed()")
