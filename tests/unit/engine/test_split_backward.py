@@ -103,6 +103,17 @@ def check(name, dropout=0.0, dtype=torch.float32, checkpointing=None):
     assert len(fired["W"]) == DEFERRED[name]
 
 
+def test_weight_gradients_may_be_computed_inside_another_backward_pass():
+    split, whole = build("llama"), build("llama")
+    run(whole, "F0 B0")
+    splitter = SplitBackward(split)
+    with splitter.step():
+        run(split, "F0 I0", splitter)
+        with torch.no_grad():  # as autograd calls a function's backward pass
+            splitter.backward_weight("0")
+    assert_same_bits(split, whole)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
