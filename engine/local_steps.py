@@ -165,7 +165,10 @@ class LocalSteps(Feature):
 
     def _send(self, number: int, step: int) -> None:
         local = self._read(number)
-        change = self._common[number] - local
+        overlap = self._config.overlap
+        carries = overlap and self._config.mixing == "carry"
+        # Large new tensors cost as much as what is computed: reuse those that nobody needs again.
+        change = torch.sub(self._common[number], local, out=None if carries else local)
         norm = float(self._common[number].norm())
         self._figures["drift"] = float(change.norm()) / norm if norm else 0.0
         bits = self._config.bits
@@ -180,8 +183,6 @@ class LocalSteps(Feature):
         self._loss, self._losses = torch.zeros_like(loss), 0
         self._bytes = self._link.bytes_sent  # no other message is on its way
         message = self._link.send(self._header(number, bits), change, note=float(loss))
-        overlap = self._config.overlap
-        carries = overlap and self._config.mixing == "carry"
         self._flights.append(_Flight(message, step + overlap, local if carries else None))
 
     def _header(self, number: int, bits: int) -> Header:
@@ -211,12 +212,15 @@ class LocalSteps(Feature):
         self._adapter.publish_masters()
 
     def _outer_step(self, number: int, mean: Tensor) -> None:
-        """Step the common weights; each operation rounds once, so that all devices agree."""
+        """Step the common weights, and write over the mean.
+
+        Each operation rounds once, so that all devices agree.
+        """
         if self._momentum_rate:
             momentum = self._momentum[number].mul_(self._momentum_rate).add_(mean)
             mean = (momentum * self._momentum_rate).add_(mean)
         rate = 1.0 if self._config.mode == "average" else self._config.outer.lr
-        self._common[number] -= mean * rate
+        self._common[number] -= mean.mul_(rate)
 
     # --- masters ----------------------------------------------------------------------------------
 
@@ -317,7 +321,7 @@ def fragments_of(sizes: list[int], count: int) -> list[int]:
 def _finite(message: Message) -> Tensor:
     """Return the mean of a message that has come; all replicas have the same one."""
     mean = message.wait()
-    if not bool(mean.isfinite().all()):
+    if not math.isfinite(mean.norm()):
         reason = "the mean change of this fragment is not finite, on all replicas: one has diverged"
         remedy = "Resume from the last checkpoint, with a smaller learning rate"
         raise NumericsError(_KEY, message.header.fragment, reason, remedy)
