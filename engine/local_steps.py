@@ -212,7 +212,7 @@ class LocalSteps(Feature):
         self._adapter.publish_masters()
 
     def _outer_step(self, number: int, mean: Tensor) -> None:
-        """Step the common weights, and write over the mean.
+        """Step the common weights; the mean may be written over.
 
         Each operation rounds once, so that all devices agree.
         """

@@ -121,7 +121,7 @@ class SplitBackward:
         finally:
             self._micro_batch = None
 
-    @torch.enable_grad()  # it may be called in a backward pass
+    @torch.enable_grad()  # off inside Function.backward, where it may be called
     def backward_weight(self, micro_batch: Hashable) -> None:
         """Compute and accumulate the deferred gradients of a micro-batch: W.
 
