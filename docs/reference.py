@@ -95,15 +95,15 @@ def ratios(name: str) -> str:
 
 
 def times(name: str) -> str:
-    """Return how much sooner than ZeRO 1 systems reach its loss, over each link with two ranks.
+    """Return how much sooner than ZeRO 1 systems reach its loss, over each link.
 
-    Steps are those of the table of losses, seconds per step those of local-steps-2-*.json. A
-    synchronous first step takes as long as one of DDP.
+    Steps are those of the table of losses, seconds per step those of the links with one rank per
+    host. A synchronous first step takes as long as one of DDP.
     """
     table = tomllib.loads((RESULTS / "tables.toml").read_text())[name]
     heads = {key: head for key, head in table["columns"].items() if key != BASELINE}
     rows = []
-    for link in _results("local-steps-2-*.json"):
+    for link in _results("local-steps-[24]-*.json"):
         seconds = {row["system"]: row["median_s"] for row in link["rows"]}
         for part in table["parts"]:
             found: dict[str, float] = {}
@@ -115,7 +115,9 @@ def times(name: str) -> str:
                         own = (needed - first) * seconds[row["system"]]
                         found[row["system"]] = first * seconds["ddp"] + own
             cells = [f"{found[BASELINE] / found[key]:.1f}" if key in found else "" for key in heads]
-            rows.append([f"{link['request']['mbit']:g} Mbit/s, {part['text']}", *cells])
+            shape = link["request"]
+            text = f"{shape['ranks']} ranks, {shape['mbit']:g} Mbit/s, {part['text']}"
+            rows.append([text, *cells])
     head = ["ZeRO 1's time over", *heads.values()]
     return _markdown([head, ["---"] + ["---:"] * len(heads), *rows])
 
