@@ -212,7 +212,7 @@ class LocalSteps(Feature):
         self._adapter.publish_masters()
 
     def _outer_step(self, number: int, mean: Tensor) -> None:
-        """Step the common weights; the mean may be written over.
+        """Step the common weights; this overwrites the mean.
 
         Each operation rounds once, so that all devices agree.
         """
