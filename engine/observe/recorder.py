@@ -7,9 +7,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from wavemare.engine.observe.progress import PROGRESS, Progress
 from wavemare.files import atomic_write_text
@@ -59,8 +59,7 @@ class Recorder:
         return result
 
 
-@dataclass(frozen=True)
-class StageReport:
+class StageReport(NamedTuple):
     """One optimizer step of one stage.
 
     Args:
@@ -77,7 +76,7 @@ class StageReport:
     update_gap: float = math.nan
 
 
-_FIELDS = len(astuple(StageReport()))
+_FIELDS = len(StageReport._fields)
 
 
 class Telemetry:
@@ -95,7 +94,7 @@ class Telemetry:
 
     def pack(self) -> list[float]:
         """Return all reports known here, as numbers."""
-        return [number for report in self.reports for number in astuple(report)]
+        return list(chain.from_iterable(self.reports))
 
     def unpack(self, numbers: Sequence[float]) -> None:
         """Take the reports of the later stages."""
