@@ -39,14 +39,11 @@ class Recorder:
 
     def add(self, action: Action | Pair, start: float, end: float) -> None:
         """Add an action's time; a pair counts as computing, and is not kept."""
-        if isinstance(action, Pair):
-            self._busy += end - start
-            return
-        if action.kind in COMPUTE or action.kind is Kind.STEP:
+        if isinstance(action, Pair) or action.kind in COMPUTE or action.kind is Kind.STEP:
             self._busy += end - start
         elif action.kind in _WAITS:
             self._waiting += end - start
-        if self.keeping:
+        if self.keeping and not isinstance(action, Pair):
             self.events.append(Event(action, start, end))
 
     def shares(self) -> tuple[float, float]:
@@ -98,9 +95,11 @@ class Telemetry:
 
     def unpack(self, numbers: Sequence[float]) -> None:
         """Take the reports of the later stages."""
-        for stage in range(self._stage + 1, len(self.reports)):
-            place = stage * _FIELDS
-            self.reports[stage] = StageReport(*numbers[place : place + _FIELDS])
+        later = self._stage + 1
+        self.reports[later:] = [
+            StageReport(*numbers[place : place + _FIELDS])
+            for place in range(later * _FIELDS, len(numbers), _FIELDS)
+        ]
 
     def note_staleness(self, staleness: int) -> None:
         """Note the staleness of a micro-batch at its backward pass."""

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from wavemare.errors import ModelError, PlanError
 
+_PRODUCT = "local_product"  # the method of a layer of tensor parallelism, without its collectives
 _Product = tuple[Tensor, Tensor, tuple[int, int]]
 """A layer's input and its output's gradient, (rows, features), and autograd's versions of both."""
 
@@ -35,10 +36,11 @@ _Product = tuple[Tensor, Tensor, tuple[int, int]]
 class SplitBackward:
     """Runs the backward passes of a pipeline chunk in two parts.
 
-    Weight gradients are deferred for ``torch.nn.Linear`` and transformers' ``Conv1D``, not for
-    their subclasses. A layer computes its weight gradient in I if its weight is frozen, is no
-    plain parameter, or belongs to several layers of the chunk. So it does in a forward pass under
-    autocast, or with an input that needs no gradient, is not contiguous or has one dimension.
+    Weight gradients are deferred for the linear layers of torch (``nn.Linear``), transformers
+    (``Conv1D``) and tensor parallelism, not for other subclasses. A layer computes its weight
+    gradient in I if its weight is frozen, is no plain parameter, or belongs to several layers of
+    the chunk. So it does in a forward pass under autocast, or with an input that needs no gradient,
+    is not contiguous or has one dimension.
 
     A layer that runs several times per micro-batch adds up its products, as autograd does. A weight
     that another layer reads directly, not through its own layer's ``forward``, gets the right
@@ -105,11 +107,11 @@ class SplitBackward:
 
     def _exchange(self) -> None:
         for layer in self._split:
-            layer.module.forward = layer
+            setattr(layer.module, layer.method, layer)
 
     def _restore(self) -> None:
         for layer in self._split:
-            del layer.module.forward
+            delattr(layer.module, layer.method)
 
     @contextmanager
     def input_pass(self, micro_batch: Hashable) -> Iterator[None]:
@@ -168,25 +170,26 @@ class SplitBackward:
 
 
 class _Layer:
-    """Takes the place of a layer's ``forward``, and computes its deferred weight gradient.
+    """Takes the place of a layer's method, and computes its deferred weight gradient.
 
     The weight is (outputs, inputs), or (inputs, outputs) in a ``Conv1D``.
     """
 
-    def __init__(self, name: str, module: nn.Module, splitter: SplitBackward) -> None:
+    def __init__(self, name: str, module: nn.Module, method: str, splitter: SplitBackward) -> None:
         self.name = name
         self.module: Any = module
-        self.whole: Callable[..., Tensor] = module.forward
+        self.method = method
+        self.whole: Callable[..., Tensor] = getattr(module, method)
         self.put = splitter.put
-        self.transposed = not isinstance(module, nn.Linear)
+        self.transposed = getattr(module, "transposed", not isinstance(module, nn.Linear))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if len(args) != 1 or kwargs or not _splits(args[0]):
+        if len(args) != 1 + (self.method == _PRODUCT) or kwargs or not _splits(args[0]):
             return self.whole(*args, **kwargs)
-        (inputs,) = args
+        inputs, bias = (*args, self.module.bias)[:2]
         # Rows, so that a later change in place of the output meets no view made by the Function.
         rows = inputs.view(-1, inputs.shape[-1])
-        outputs: Tensor = _SplitLinear.apply(rows, self.module.bias, self)
+        outputs: Tensor = _SplitLinear.apply(rows, bias, self)
         return outputs.view(*inputs.shape[:-1], outputs.shape[-1])
 
     def weight_grad(self, products: list[_Product]) -> Tensor:
@@ -217,9 +220,7 @@ class _SplitLinear(torch.autograd.Function):
         weight = layer.module.weight
         ctx.save_for_backward(rows, weight)
         ctx.layer = layer
-        if layer.transposed:
-            return torch.addmm(bias, rows, weight)
-        return nn.functional.linear(rows, weight, bias)
+        return nn.functional.linear(rows, weight.t() if layer.transposed else weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -269,12 +270,14 @@ def _layers(module: nn.Module, splitter: SplitBackward) -> Iterator[_Layer]:
     )
     for name, part in module.named_modules():
         # A forward function of the instance's own is another library's.
-        if type(part) not in {nn.Linear, conv1d} or "forward" in vars(part):
+        method = _PRODUCT if hasattr(part, _PRODUCT) else "forward"
+        known = method == _PRODUCT or type(part) in {nn.Linear, conv1d}
+        if not known or method in vars(part):
             continue
         weight = part.weight
         plain = type(weight) is nn.Parameter and weight.is_contiguous()
         if plain and weight.requires_grad and owners[id(weight)] == 1:
-            yield _Layer(name, part, splitter)
+            yield _Layer(name, part, method, splitter)
 
 
 def _splits(inputs: object) -> bool:

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.errors import ModelError, PlanError
+from wavemare.parallel.tensor.layers import ParallelLinear
 
 VOCABULARY, LENGTH = 61, 16
 SIZES = {
@@ -152,6 +153,20 @@ class Calls(nn.Module):
         return self.call(self.layer, x)
 
 
+class Part(ParallelLinear):
+    """The layers of tensor parallelism without their collectives."""
+
+    def __init__(self, *shape, adds_bias_last):
+        parameters = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(3))
+        super().__init__(*parameters, None, transposed=shape == (4, 3))
+        self.adds_bias_last = adds_bias_last
+
+    def forward(self, x):
+        if self.adds_bias_last:
+            return self.local_product(x, None) + self.bias
+        return self.local_product(x, self.bias)
+
+
 def autocast(layer, x):
     with torch.autocast("cpu", torch.bfloat16):
         return layer(x)
@@ -180,6 +195,10 @@ SPLITS = {
     "no bias": lambda: nn.Linear(4, 3, bias=False),
     "frozen bias": lambda: linear(lambda layer: layer.bias.requires_grad_(False)),
     "conv1d": lambda: Conv1D(3, 4),
+    "columns": lambda: Part(3, 4, adds_bias_last=False),
+    "columns, transposed": lambda: Part(4, 3, adds_bias_last=False),
+    "rows": lambda: Part(3, 4, adds_bias_last=True),
+    "rows, transposed": lambda: Part(4, 3, adds_bias_last=True),
     "called three times": lambda: Calls(lambda layer, x: layer(layer(layer(x).relu_()))),
 }
 

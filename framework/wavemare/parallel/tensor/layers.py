@@ -131,7 +131,31 @@ class InputCopies:
         self._last.pop(threading.get_ident(), None)
 
 
-class ColumnParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
+    """A linear layer of which each rank holds a part of the weight.
+
+    Args:
+        weight: The rank's part, (outputs, inputs).
+        bias: (outputs,).
+        group: The ranks.
+        transposed: The weight is (inputs, outputs), as in GPT-2's ``Conv1D``.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, group: Any, *, transposed: bool
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.group = group
+        self.transposed = transposed
+
+    def local_product(self, value: Tensor, bias: Tensor | None) -> Tensor:
+        """Map (..., inputs) to (..., outputs) by the rank's part of the weight."""
+        return F.linear(value, self.weight.t() if self.transposed else self.weight, bias)
+
+
+class ColumnParallelLinear(ParallelLinear):
     """A linear layer of which each rank computes some of the outputs.
 
     Args:
@@ -153,11 +177,7 @@ class ColumnParallelLinear(nn.Module):
         copies: InputCopies | None = None,
         gathers: bool = False,
     ) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.group = group
-        self.transposed = transposed
+        super().__init__(weight, bias, group, transposed=transposed)
         self.gathers = gathers
         self._copies = copies
 
@@ -165,11 +185,11 @@ class ColumnParallelLinear(nn.Module):
         """Map (..., inputs), equal on all ranks, to this rank's (..., outputs / ranks)."""
         copies = self._copies
         value = copy_to_group(value, self.group) if copies is None else copies.copy(value)
-        part = F.linear(value, self.weight.t() if self.transposed else self.weight, self.bias)
+        part = self.local_product(value, self.bias)
         return gather_from_group(part, self.group) if self.gathers else part
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ParallelLinear):
     """A linear layer of which each rank reads some of the inputs; the ranks' results are summed.
 
     Args:
@@ -191,11 +211,7 @@ class RowParallelLinear(nn.Module):
         random: SplitRandom,
         splits: bool = False,
     ) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.group = group
-        self.transposed = transposed
+        super().__init__(weight, bias, group, transposed=transposed)
         self.splits = splits
         self._random = random
 
@@ -204,8 +220,7 @@ class RowParallelLinear(nn.Module):
         self._random.leave()
         if self.splits:
             value = part_for_rank(value, self.group)
-        part = F.linear(value, self.weight.t() if self.transposed else self.weight)
-        total = reduce_from_group(part, self.group)
+        total = reduce_from_group(self.local_product(value, None), self.group)
         return total if self.bias is None else total + self.bias
 
 
