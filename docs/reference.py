@@ -31,6 +31,7 @@ PAGES = (
     Path(__file__).with_name("performance.md"),
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
+    RESULTS / "whale.md",
     RESULTS / "slow-links.md",
 )
 SECTIONS = {name: field.annotation for name, field in WavemareConfig.model_fields.items()}
