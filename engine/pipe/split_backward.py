@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from wavemare.errors import ModelError, PlanError
 
-_PRODUCT = "local_product"  # the method of a layer of tensor parallelism, without its collectives
+_LOCAL_PRODUCT = "local_product"  # of a layer of tensor parallelism: all but its collectives
 _Product = tuple[Tensor, Tensor, tuple[int, int]]
 """A layer's input and its output's gradient, (rows, features), and autograd's versions of both."""
 
@@ -184,8 +184,9 @@ class _Layer:
         self.transposed = getattr(module, "transposed", not isinstance(module, nn.Linear))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if len(args) != 1 + (self.method == _PRODUCT) or kwargs or not _splits(args[0]):
+        if len(args) != 1 + (self.method == _LOCAL_PRODUCT) or kwargs or not _splits(args[0]):
             return self.whole(*args, **kwargs)
+        # A local product is called with a bias: None if it is added after the collective.
         inputs, bias = (*args, self.module.bias)[:2]
         # Rows, so that a later change in place of the output meets no view made by the Function.
         rows = inputs.view(-1, inputs.shape[-1])
@@ -270,8 +271,8 @@ def _layers(module: nn.Module, splitter: SplitBackward) -> Iterator[_Layer]:
     )
     for name, part in module.named_modules():
         # A forward function of the instance's own is another library's.
-        method = _PRODUCT if hasattr(part, _PRODUCT) else "forward"
-        known = method == _PRODUCT or type(part) in {nn.Linear, conv1d}
+        method = _LOCAL_PRODUCT if hasattr(part, _LOCAL_PRODUCT) else "forward"
+        known = method == _LOCAL_PRODUCT or type(part) in {nn.Linear, conv1d}
         if not known or method in vars(part):
             continue
         weight = part.weight
