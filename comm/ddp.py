@@ -94,6 +94,8 @@ class _Hook:
         # A compressor's residuals are non-zero in other rows, too.
         trained = {name: p for name, p in named.items() if p.requires_grad}
         self._rows = GradientRows(model.module, trained) if compressor is None else None
+        if self._rows is not None:
+            comm.at_close.append(self._rows.close)
         self._comm = comm
         self._compressor = compressor
         self._compares_weights = compressor is not None and compressor.inner.config.compares_weights

@@ -297,7 +297,7 @@ class Reduction:
             dense_blocks = self._dense_blocks(call, bucket, bits, halves=halves)
         if agreement is not None:
             # The mask is taken while these messages travel.
-            agreement.begin(Reported(took_ns, dense_blocks, stray, int(bucket.blocks is None)))
+            agreement.begin(Reported(took_ns, dense_blocks, stray, int(bits is None)))
         if bits is None and dense_blocks < 0:
             try:
                 bits = call.mask()
@@ -345,6 +345,7 @@ class Reduction:
         ``bits`` are the bucket's mask, if it is known; otherwise a sample is taken.
         """
         blocks = number = call.num_blocks
+        searched = bits is None
         if bits is None:
             number = min(blocks, _SAMPLE)
             with call.phase("sample"):
@@ -363,7 +364,7 @@ class Reduction:
             alike,
             block_bytes,
             halves=halves,
-            searched=bucket.blocks is None,
+            searched=searched,
             tentative=True,
         )
         return count if plan.executor in DENSE else -1

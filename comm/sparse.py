@@ -144,6 +144,8 @@ class SparseComm:
             f"wavemare-collectives-{self.rank}", in_turn=self.transport.on_stream
         )
         self._num_calls = 0
+        self.at_close: list[Callable[[], None]] = []
+        """Called by `close`."""
         self.totals = Totals()
 
     def plan(
@@ -296,6 +298,8 @@ class SparseComm:
 
     def close(self) -> None:
         """Finish all collectives, then close the thread and the transport."""
+        for call in self.at_close:
+            call()
         self._queue.close()
         if self._hierarchy:
             self._hierarchy.close()

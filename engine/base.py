@@ -179,16 +179,12 @@ class EngineMixin(CheckpointMixin):
     def drain(self) -> None:
         """Bring all weights to one version: empty a pipeline that never does so by itself."""
 
-    def complete_pending(self) -> None:
-        """Complete pending work between two steps, so that the engine can be saved."""
-
     def synchronize(self) -> None:
         """Bring the weights of all ranks to the same bits; all ranks must call it.
 
-        Replicas with local steps have their mean then. Without them nothing but pending work is
-        completed.
+        Replicas with local steps have their mean then. Without them it is `drain`.
         """
-        self.complete_pending()
+        self.drain()
         for feature in self.features:
             feature.synchronize()
 

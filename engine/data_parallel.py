@@ -158,7 +158,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             The mean loss over micro-batches and data ranks, or that and the logits.
         """
         for name, value in pipelines.items():
-            if _OF_PIPELINES.get(name) != value:
+            if (name, value) not in _OF_PIPELINES.items():
                 reason = "an engine without pipeline stages returns the mean loss on all ranks"
                 raise ConfigError(f"eval_batch({name})", value, reason, "Leave it out")
         training = self.module.training
@@ -181,7 +181,6 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches per step; all ranks must call it."""
-        self.complete_pending()
         own, rest = divmod(train_batch_size, self.num_replicas)
         if rest:
             reason = f"it is not a multiple of the {self.num_replicas} replicas"

@@ -89,6 +89,9 @@ def main(make: Any = None) -> None:
         tokenizer=arguments.tokenizer,
         vocab_size=arguments.vocab_size,
     )
+    if text.split is not None:
+        reason = "a simulation reads no data in Megatron's order"
+        raise ConfigError("--data", arguments.data, reason, "Give one text")
     transformers.set_seed(arguments.seed)
     if name == "gpt":
         model = gpt.make_model(arguments, shape, text.tokenizer)
@@ -141,6 +144,7 @@ def refuse_idle(arguments: Any) -> None:
         ("resume", False, "a simulation saves nothing to resume from"),
         ("balance", "none", "a simulation is one process"),
         ("split", None, "a simulation reads no data in Megatron's order"),
+        ("eval_iters", None, "a simulation counts samples: --eval_samples"),
     ):
         value = getattr(arguments, name)
         if value != idle:

@@ -107,7 +107,7 @@ class CheckpointMixin(DeepSpeedEngine):
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        self.complete_pending()
+        self.drain()
         self.finish_saving()
         agree(Path(save_dir), lambda: _check_client_state(self, client_state))
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")

@@ -267,7 +267,7 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
             f'Set {key}.schedule to "{user}", or remove the key',
         )
     yield (
-        math.isnan(pipeline.memory_share) and pipeline.memory_bytes is None,
+        math.isnan(pipeline.memory_share) and not pipeline.memory_bytes,
         f"{key}.memory_limit",
         pipeline.memory_limit,
         "it is neither a share of 1F1B's activations nor bytes",

@@ -84,6 +84,8 @@ class LauncherRank:
 def launcher_rank(environment: Mapping[str, str]) -> LauncherRank | None:
     """Return the rank that ``mpirun`` or ``srun`` gave to a process; None if neither started it."""
     for launcher, names in _LAUNCHERS.items():
+        if launcher == "MPICH" and "PMI2_SUN_PATH" in environment:
+            continue  # srun --mpi=pmi2 sets MPICH's variables, too
         rank, size, local_rank, local_size = (_number(environment.get(name)) for name in names)
         if rank is not None and size is not None:
             return LauncherRank(launcher, rank, size, local_rank, local_size)

@@ -77,6 +77,8 @@ class Progress:
         try:
             yield
             self.finished = what
+        except StopIteration:  # the data has ended
+            raise
         except BaseException:
             self.broken = self.broken or self.place
             raise

@@ -101,6 +101,10 @@ class Telemetry:
             for place in range(later * _FIELDS, len(numbers), _FIELDS)
         ]
 
+    def begin_step(self) -> None:
+        """Forget the micro-batches of the step before, which may have failed."""
+        self._staleness.clear()
+
     def note_staleness(self, staleness: int) -> None:
         """Note the staleness of a micro-batch at its backward pass."""
         self._staleness.append(staleness)
@@ -119,7 +123,6 @@ class Telemetry:
             update_gap: See `StageReport`.
         """
         self.reports[self._stage] = StageReport(*shares, self.mean_staleness, update_gap)
-        self._staleness = []
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of all stages, by name; on the first stage they are complete.

@@ -69,19 +69,15 @@ class PlanInterpreter(deepspeed.PipelineEngine):
 
     recorder: Recorder
     _shapes: tuple[tuple[int, ...], ...] | None = None
-    _steps: Sequence[object] = ()
-    """The present schedule's actions."""
-    _position = 0
-    """The index of the one that runs."""
 
     def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs: list[Any] = []
         steps = [each for step in pipe_schedule.steps() for each in step]
         handlers = self._handlers()
-        PROGRESS.actions = self._steps = steps
+        PROGRESS.actions = steps
         for position, each in enumerate(steps):
-            PROGRESS.position = self._position = position
+            PROGRESS.position = position
             PROGRESS.at(each, self._peer(each))
             if isinstance(each, schedule.PipeInstruction):
                 self._INSTRUCTION_MAP[type(each)](self, **each.kwargs)

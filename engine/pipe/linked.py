@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.schedule import PipeSchedule
 from torch import Tensor
 
 from wavemare.engine.context import StageContext
+from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.engine import Handlers, PipelineEngine, StepSchedule
 from wavemare.engine.pipe.micro_batch import MicroBatch, as_tuple
 from wavemare.engine.pipe.p2p import PeerLink
@@ -161,7 +162,7 @@ class LinkedEngine(PipelineEngine):
         else:
             with self._forward_context(number):
                 self._forward(micro_batch)
-            if self._stage_watch is not None:
+            if self._stage_watch is not None and torch.is_grad_enabled():
                 outputs = micro_batch.loss if self.is_last_stage() else micro_batch.outputs
                 self._stage_watch.end_forward(
                     number, micro_batch.inputs, outputs, micro_batch.labels
@@ -306,7 +307,7 @@ class FlushingEngine(LinkedEngine):
             self._link.flush()  # nothing is pending between two steps
         except BaseException:
             self.timers(TRAIN_BATCH_TIMER).reset()  # else it could not be started again
-            self._is_under_way |= _is_half_way(self._steps[: self._position + 1])
+            self._is_under_way |= _is_half_way(PROGRESS.actions[: PROGRESS.position + 1])
             raise
 
     def _do_load(self, action: Action) -> None:
@@ -317,7 +318,7 @@ class FlushingEngine(LinkedEngine):
             self._micro_batches[action.place].labels = batch[1]
 
     def _forward_context(self, number: int) -> AbstractContextManager[None]:
-        if self._stage_watch is not None:
+        if self._stage_watch is not None and torch.is_grad_enabled():
             self._stage_watch.begin(number)
         return nullcontext()
 

@@ -143,6 +143,7 @@ class PipeMareEngine(LinkedEngine):
         self._first, self._loss_sum, self._next = first, 0.0, first + size
         self._since_empty = 0 if left == 1 else self._since_empty + 1
         self._norms.exact = None
+        self._telemetry.begin_step()
         self._in_flight = [
             Action(Kind.RECV_ACTIVATION, self.stage_id, self._next + number)
             for number in self._plan.unreceived(self.stage_id, left)
@@ -176,7 +177,6 @@ class PipeMareEngine(LinkedEngine):
         Between two optimizer steps only forward passes of later micro-batches are in flight. They
         are dropped, and done again with the next step.
         """
-        super().drain()
         self._empty(None)
 
     def _empty(self, end: int | None) -> None:
@@ -355,11 +355,6 @@ class PipeMareEngine(LinkedEngine):
         super().set_dataloader(loader)
         if hasattr(self, "_feed"):  # DeepSpeed's constructor calls this, too
             self._feed.use(self.data_iterator)
-
-    def complete_pending(self) -> None:
-        """Bring all stages to one version of the weights, which can be saved."""
-        super().complete_pending()
-        self.drain()
 
     def reset_state(self) -> None:
         """Discard what belonged to replaced weights, and what was read ahead."""

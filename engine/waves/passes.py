@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from wavemare.engine.observe.progress import PROGRESS
 from wavemare.pipeline.plan.plan import Action, Kind
 
 _SUMS = {Kind.FORWARD: Kind.SUM_OUTPUT, Kind.BACKWARD: Kind.SUM_GRADIENT}
@@ -104,6 +105,7 @@ class PassRunner:
             raise
         after = self.random_states()
         result_of_first = began.result()
+        PROGRESS.thread = threading.get_ident()
         self.set_random_states(after)
         return result_of_first, result
 
@@ -196,6 +198,7 @@ class _Turns:
         self._runner.set_random_states(states)
 
     def _begin(self) -> None:
+        PROGRESS.thread = threading.get_ident()  # whose waits the watchdog looks at
         if self._runner.recorder is not None:
             self._began_s = self._runner.recorder.now()
 

@@ -89,11 +89,9 @@ Seconds = float | tuple[float, ...]
 """The same for all stages, or one for each."""
 
 _COST_OF = {
-    Kind.LOAD: "load_s",
     Kind.FORWARD: "forward_s",
     Kind.BACKWARD: "backward_s",
     Kind.BACKWARD_WEIGHT: "weight_s",
-    Kind.REDUCE: "reduce_s",
     Kind.STEP: "step_s",
     Kind.SUM_OUTPUT: "sum_output_s",
     Kind.SUM_GRADIENT: "sum_gradient_s",
@@ -113,8 +111,6 @@ class Costs:
         step_s: An optimizer step.
         send_s: From a message's start to its arrival, by the sending stage. Messages that are
             under way at the same time do not slow each other down.
-        reduce_s: The reduction of a stage's gradients.
-        load_s: Reading a micro-batch, on the first and on the last stage.
         sum_output_s: The sum over ranks of a segment's output, which runs beside later passes; 0
             where there is none. Like the next one for plans on one rank only.
         sum_gradient_s: The same of the gradient of its input.
@@ -127,8 +123,6 @@ class Costs:
     backward_s: Seconds
     step_s: Seconds = 0.0
     send_s: Seconds = 0.0
-    reduce_s: Seconds = 0.0
-    load_s: Seconds = 0.0
     sum_output_s: Seconds = 0.0
     sum_gradient_s: Seconds = 0.0
     weight_s: Seconds = 0.0
@@ -174,8 +168,8 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
 
     Each rank does its actions in their order. With `Plan.send_slots` a send takes its rank no time
     unless all slots are in use; without, sender and receiver wait for each other and both for
-    the message. Corrections of the weights take no time. Sums over ranks are events of the one
-    rank that they belong to, beside those of its passes (see `_overlap`).
+    the message. Loading, reductions and corrections take no time. Sums over ranks are events of the
+    one rank that they belong to, beside those of its passes (see `_overlap`).
 
     Args:
         plan: What the ranks do; checked or not.

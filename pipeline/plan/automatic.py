@@ -98,7 +98,7 @@ def search(
         PlanError: No schedule keeps to the limit.
     """
     chunks = max(Counter(homes).values())
-    costs = replace(costs, step_s=0.0, reduce_s=0.0, load_s=0.0)
+    costs = replace(costs, step_s=0.0)
     best, best_s = None, math.inf
     for plan in known:
         memory = Memory.in_micro_batches(plan)

@@ -71,15 +71,13 @@ def balanced_cuts(
     return _search(cuts, partial(_cost, totals, homes, limit))
 
 
-def explicit_cuts(
-    bounds: Sequence[int], num_layers: int, num_stages: int | None = None
-) -> tuple[int, ...]:
+def explicit_cuts(bounds: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Check cuts that a user wrote.
 
     Args:
         bounds: The first layer of each stage, or the same with the number of layers appended.
         num_layers: Length of the chain.
-        num_stages: Number of stages wanted; taken from ``bounds`` if omitted.
+        num_stages: Number of stages wanted.
 
     Returns:
         ``num_stages + 1`` bounds, from 0 to ``num_layers``.
@@ -92,7 +90,7 @@ def explicit_cuts(
 
     def refuse(reason: str) -> ConfigError:
         remedy = (
-            f"Give the first layer of each of the {num_stages or 'N'} stages, increasing from 0 "
+            f"Give the first layer of each of the {num_stages} stages, increasing from 0 "
             f"and below {num_layers}"
         )
         return ConfigError(PARTITION_KEY, given, reason, remedy)
@@ -104,7 +102,7 @@ def explicit_cuts(
         raise refuse("the first stage does not start at layer 0")
     if any(right <= left for left, right in pairwise(complete)):
         raise refuse("the bounds do not increase strictly, so a stage would be empty")
-    if num_stages is not None and len(complete) != num_stages + 1:
+    if len(complete) != num_stages + 1:
         raise refuse(f"this makes {len(complete) - 1} stages instead of {num_stages}")
     return tuple(complete)
 

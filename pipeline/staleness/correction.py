@@ -149,17 +149,19 @@ class Correction:
         return {"mode": self.mode, **({self._state_key: self._state} if self._state_key else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state.
+        """Load a `state_dict` of this mode.
 
         Raises:
-            CheckpointError: Another mode or a stage of other parameters saved it.
+            CheckpointError: A stage of other parameters saved it.
         """
-        if state.get("mode") != self.mode:
-            reason = f"the state is not of this correction, {self.mode!r}"
-            remedy = f"Set the correction to {state.get('mode')!r}"
-            raise CheckpointError("correction", state.get("mode"), reason, remedy)
-        if self._state_key is not None:
-            self._load(state[self._state_key])
+        loaded = state[self._state_key] if self._state_key else []
+        shapes, own = ([tuple(tensor.shape) for tensor in each] for each in (loaded, self._state))
+        if shapes != own:
+            reason = f"the state is of other parameters than the stage's {len(own)}"
+            remedy = "Resume with the stages that the checkpoint was saved with"
+            raise CheckpointError("correction", f"{len(loaded)} tensors", reason, remedy)
+        for held, value in zip(self._state, loaded, strict=True):
+            held.copy_(value)
 
     def update_gap(self) -> float:
         """Return ``||w_newest - w_oldest|| / ||w_newest||`` for the oldest version in use.
@@ -185,11 +187,6 @@ class Correction:
     def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor] | None:
         return None
 
-    def _load(self, loaded: Any) -> None:
-        self._check_shapes(loaded)
-        for held, value in zip(self._state, loaded, strict=True):
-            held.copy_(value)
-
     def _weights(self) -> list[Tensor]:
         return [parameter.data for parameter in self._parameters]
 
@@ -197,13 +194,6 @@ class Correction:
         if self._newest is not None:
             reason = "corrected weights are in place"
             raise PlanError("correction", what, reason, "Restore the newest weights first")
-
-    def _check_shapes(self, loaded: Sequence[Tensor]) -> None:
-        got = [tuple(tensor.shape) for tensor in loaded]
-        if got != [tuple(parameter.shape) for parameter in self._parameters]:
-            reason = f"the state is of other parameters than the stage's {len(self._parameters)}"
-            remedy = "Resume with the stages that the checkpoint was saved with"
-            raise CheckpointError("correction", f"{len(got)} tensors", reason, remedy)
 
 
 class WeightStashing(Correction):
@@ -218,7 +208,6 @@ class WeightStashing(Correction):
     """
 
     mode = "exact"
-    _state_key = "versions"
     _corrects_backward = True
 
     def __init__(self, parameters: Iterable[Tensor], depth: int) -> None:
@@ -230,21 +219,6 @@ class WeightStashing(Correction):
     def discard_versions(self) -> None:
         """Drop all older versions."""
         self._held = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the kept versions, the newest first."""
-        self._check_newest("save")
-        versions = [self._ring[self._slot(age)] for age in range(1, self._held + 1)]
-        return {"mode": self.mode, "versions": versions}
-
-    def _load(self, loaded: Any) -> None:
-        self._check_newest("load")
-        versions = loaded[: len(self._ring)]
-        for version in versions:
-            self._check_shapes(version)
-        self._held = 0
-        for version in reversed(versions):
-            self._before_step(version)
 
     def _differences(self, weights: list[Tensor]) -> list[Tensor]:
         if not self._held:

@@ -154,7 +154,6 @@ def _halved(costs: Costs, split_loss: float) -> Costs:
         costs,
         forward_s=part(costs.forward_s, (1 + split_loss) / 2),
         backward_s=part(costs.backward_s, (1 + split_loss) / 2),
-        load_s=part(costs.load_s, 0.5),
         sum_output_s=part(costs.sum_output_s, 0.5),
         sum_gradient_s=part(costs.sum_gradient_s, 0.5),
     )

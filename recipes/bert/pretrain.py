@@ -85,6 +85,7 @@ def finish(
     evaluate: Evaluate,
 ) -> Path:
     """Evaluate the trained model and export it; return its folder."""
+    evaluation.engine.synchronize()  # what is evaluated is what is exported
     found = evaluate(evaluation, setup.final_samples)
     recording.run.log(setup.arguments.max_steps, **found)
     parameters = count_parameters(setup, model)

@@ -13,8 +13,9 @@ mean over all trained tokens of a step.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -99,14 +100,16 @@ def main() -> None:
     marked = mark_trained(train_rows[0], tokenizer)
     recording.screen.note(f"\nThe first row, with what is trained in »«:\n{marked}\n")
 
-    best = train(setup, recording, model, samples, validation)
+    exported = setup.folder / "model"
+    export = partial(
+        wavemare.save_pretrained, folder=exported, tokenizer=tokenizer, merge=args.merge
+    )
+    best = train(setup, recording, model, samples, validation, export)
     if best is not None:
-        engine, figures = best
-        exported = setup.folder / "model"
-        wavemare.save_pretrained(engine, exported, tokenizer=tokenizer, merge=args.merge)
         if setup.rank == 0:
             asked = question(held[0], tokenizer)
             recording.screen.note(f"\n{continue_text(exported, asked, args.seed)}\n")
+        figures = {"eval_loss": best["eval_loss"], "best step": best["step"]}
         recording.finish({**figures, "parameters": count_parameters(setup, model)})
     leave()
 
@@ -197,12 +200,17 @@ def check_packing(model: Any) -> None:
 
 
 def train(
-    setup: Setup, recording: Recording, model: Any, samples: Any, validation: Any
-) -> tuple[Any, Mapping[str, float]] | None:
-    """Train, with evaluations and checkpoints on the way, and go back to the best one.
+    setup: Setup,
+    recording: Recording,
+    model: Any,
+    samples: Any,
+    validation: Any,
+    export: Callable[[Any], None],
+) -> Mapping[str, float] | None:
+    """Train, with evaluations and checkpoints on the way; export the engine at the best one.
 
     Returns:
-        The engine, and the results; None if SIGTERM has ended the training early.
+        The best loss and its step; None if SIGTERM has ended the training early.
     """
     from wavemare.engine import Interruption
     from wavemare.hf.steps import TokenMean
@@ -222,8 +230,8 @@ def train(
     best: dict[str, Any] = {}
     if setup.resume:
         recording.seconds = load_run(engine, checkpoints, loader, args.max_steps)
-        if (checkpoints / "best.json").is_file():
-            best = json.loads((checkpoints / "best.json").read_text())
+        if (setup.folder / "best.json").is_file():
+            best = json.loads((setup.folder / "best.json").read_text())
         recording.screen.note(f"resumed after step {engine.global_steps}")
 
     recording.engine = engine
@@ -242,33 +250,31 @@ def train(
             better = False
             if (step % args.eval_interval == 0 or last) and not stop:
                 with recording.paused():
+                    engine.synchronize()  # what is evaluated is what is exported
                     loss = batches.loss(evaluation.batches(setup.eval_samples))
                 recording.run.log(step, eval_loss=loss)
-                better = loss < best.get("eval_loss", float("inf"))
-            if step % args.save_interval == 0 or last or better:
+                better = "step" not in best or loss < best["eval_loss"]
+            if step % args.save_interval == 0 or last:
                 with recording.saving(step, f"step-{step:06d}") as tag:
                     state = {"loader": loader.state_dict(), "seconds": recording.training_seconds}
                     engine.save_checkpoint(str(checkpoints), tag, client_state=state)
-                if better:
-                    best = {"eval_loss": loss, "tag": tag}
-            if better and setup.rank == 0:
-                atomic_write_text(checkpoints / "best.json", json.dumps(best))
+            if better:
+                best = {"eval_loss": loss, "step": step}
+                with recording.paused():
+                    export(engine)
+                if setup.rank == 0:
+                    atomic_write_text(setup.folder / "best.json", json.dumps(best))
             if stop:  # by SIGTERM
                 recording.stopped(step)
                 break
         engine.finish_saving()
-    if stop:
-        return None
-    if best["tag"] != f"step-{args.max_steps:06d}":
-        engine.load_checkpoint(str(checkpoints), best["tag"])
-    loss = batches.loss(evaluation.batches(setup.final_samples))
-    return engine, {"eval_loss": loss, "best step": int(best["tag"].removeprefix("step-"))}
+    return None if stop else best
 
 
 def question(row: Mapping[str, Any], tokenizer: Any) -> str:
     """Return what the assistant is asked by a row: all before its last answer."""
     if "messages" not in row:
-        return str(row.get("prompt") or row["text"][:40])
+        return str(row.get("prompt") or row.get("text", row.get("completion"))[:40])
     turns: Sequence[Any] = row["messages"]
     while len(turns) > 1 and turns[-1]["role"] != "user":
         turns = turns[:-1]

@@ -90,6 +90,7 @@ MISTAKES = {
     "twice": (["gpt", "--set", "optimizer.type=SGD", "--set", "a=1"], "more than once"),
     "schedule": (["gpt", "--set", "wavemare.pipeline.schedule=pipemore"], "pipemare"),
     "misspelt": (["gpt", "--delay", "x"], "delays"),
+    "batches": (["gpt", "--eval-iters", "2"], "--eval_samples"),
 }
 
 
@@ -129,6 +130,7 @@ def test_systems_are_compared_and_no_run_is_repeated(command, small_options, tmp
     def changed():
         return {run: run.stat().st_mtime for run in (tmp_path / "runs").iterdir()}
 
+    assert "each system has its own" in command(*bench, "--seed", 3).output
     before = changed()
     assert "auto" in command(*bench).check().output
     assert changed() == before

@@ -38,6 +38,7 @@ def test_all_placements_train_to_the_same_bits_also_when_clipped(launch_once, ca
     for schedule, homes in HOMES.items():
         found, other = first[schedule], second[schedule]
         assert found["homes"] == other["homes"] == homes
+        assert found["kept"] == other["kept"] == 0, schedule
         for name in EQUAL:
             assert found[name] == expected[name], (schedule, name)
         assert (found if homes[-1] == 0 else other)["logits"] == logits != 0.0

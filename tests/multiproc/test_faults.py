@@ -24,6 +24,7 @@ def told(finished, words):
     [
         ("stop", "data", [124, -9], "does not answer", 1),
         pytest.param("stop", "1f1b", [124, -9], "does not answer", 1, marks=nightly),
+        pytest.param("stop", "waves", [124, -9], "does not answer", 1, marks=nightly),
         ("receive", "pipemare", [124, 124], "(recv) for", 2),
         pytest.param("receive", "data", [124, 124], "the data loader (recv) for", 2, marks=nightly),
         ("kill", "pipemare", [1, -9], "ended without a word", 1),

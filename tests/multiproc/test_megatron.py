@@ -23,6 +23,7 @@ def test_megatrons_forward_step(launch_once):
         assert "carries only input_ids" in packed
         assert "a mask for each pair of tokens" in masked
         assert result["restored"]
+        assert result["documents"][0] == pytest.approx(result["documents"][1], rel=1e-6)
         assert "first on rank 1 (stage 1), micro-batch 1" in result["spoilt"]
         assert "PipeMareEngine" in result["asynchronous"]
         assert "1f1b" in result["asynchronous"]

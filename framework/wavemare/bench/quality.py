@@ -8,6 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,7 @@ def simulate_all(
         systems: Names of `SYSTEMS`.
         seeds: Of weights and data order.
         shape: Of the simulations.
-        options: More options of ``wavemare simulate``; the same ones for all runs in the folder.
+        options: More options of ``wavemare simulate``.
         folder: Of the runs; synchronous ones serve all numbers of stages and micro-batches.
         note: Shows a line for each run.
 
@@ -128,12 +129,13 @@ def simulate_all(
         LaunchError: A simulation failed.
     """
     found = []
+    mark = zlib.crc32(repr(list(map(str, options))).encode())
     for seed in seeds:
         for name in systems:
             own = SYSTEMS[name]
             size = (1, 1) if own.flushes else (shape.stages, shape.micro_batches)
             place = "synchronous" if own.flushes else f"{shape.stages}x{shape.micro_batches}"
-            run = folder / f"{shape.recipe}-{shape.steps}-{place}-{name}-{seed}"
+            run = folder / f"{shape.recipe}-{shape.steps}-{place}-{name}-{seed}-{mark:08x}"
             if not (run / "summary.json").is_file():
                 _run([*_command(own, shape, size, seed, run), *options], run)
             found.append({"system": name, "seed": seed, **_read(run)})

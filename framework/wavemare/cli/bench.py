@@ -47,8 +47,8 @@ def _command(kind: type[Request]) -> Callable[..., None]:
         result = request.run()
         from wavemare.bench.result import draw, print_result
 
-        print_result(request, result)
         save(json_file, result)
+        print_result(request, result)
         if plot is not None:
             draw(request, result, plot)
 

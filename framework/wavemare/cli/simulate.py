@@ -91,8 +91,13 @@ def _compare(
     check_writable("--runs", runs, is_folder=True)
     parser = argparse.ArgumentParser("wavemare simulate", allow_abbrev=False, add_help=False)
     for option, default in (("--stages", 8), ("--micro_batches", 8), ("--max_steps", 800)):
-        parser.add_argument(option, type=int, default=default)
+        parser.add_argument(option, option.replace("_", "-"), type=int, default=default)
+    for option in ("--set", "--seed", "--output", "--delays"):
+        parser.add_argument(option, nargs="*")
     sizes, rest = parser.parse_known_args(options)
+    for option in ("set", "seed", "output", "delays"):
+        if (value := getattr(sizes, option)) is not None:
+            raise ConfigError(f"--{option}", value, "each system has its own", "Leave it out")
     shape = Shape(recipe, sizes.stages, sizes.micro_batches, sizes.max_steps)
     found = simulate_all(names, range(seeds), shape, options=rest, folder=runs, note=typer.echo)
     parameters = {"stages": shape.stages, "micro_batches": shape.micro_batches}

@@ -198,6 +198,7 @@ class StepLoss:
 def whole_logits(loss: Any, logits: Any) -> Any:
     """Return the last stage's logits over the whole vocabulary, from tensor-parallel ranks."""
     inner = loss.inner if isinstance(loss, StepLoss) else loss
+    logits = logits[0] if isinstance(logits, tuple) else logits  # beside the sums of routers
     return inner.gather(logits) if isinstance(inner, SplitLoss) else logits
 
 

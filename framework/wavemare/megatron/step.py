@@ -88,8 +88,9 @@ def _loss(returned: Any) -> tuple[Tensor, Any]:
     return loss, report
 
 
-def _per_token(logits: Tensor, labels: Tensor) -> Tensor:
+def _per_token(logits: Any, labels: Tensor) -> Tensor:
     """Return the cross-entropy of each token; Megatron's labels are shifted already."""
+    logits = logits[0] if isinstance(logits, tuple) else logits  # beside the sums of routers
     flat = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
     return flat.view(labels.shape)
 
@@ -119,7 +120,10 @@ class _Dressed(Proxy):
         mask = None
         if attention_mask is not None and not _is_causal(attention_mask):
             batch, length = input_ids.shape
-            mask = ~attention_mask.bool().expand(batch, 1, length, length)
+            forbidden = attention_mask.bool().expand(batch, 1, length, length)
+            dtype = next(self._inner.parameters()).dtype  # added to the scores
+            mask = torch.zeros_like(forbidden, dtype=dtype)
+            mask.masked_fill_(forbidden, torch.finfo(dtype).min)
         logits = self._inner(
             input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False
         ).logits
@@ -198,7 +202,7 @@ def _pipeline_step(engine: Any, forward_step: ForwardStep, data_iterator: Any) -
         waiting.append(loss_func)
         batches.append(module.split_batch(model.batch))
 
-    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    def loss_of(logits: Any, labels: Tensor) -> Tensor:
         loss, report = _loss(waiting.popleft()(_per_token(logits, labels)))
         result.reports.append(report)
         return loss

@@ -78,7 +78,8 @@ class Run:
                 atomic_write_text(self.metrics_file, "".join(kept))
             return None
         saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
-        if not self.metrics_file.exists() and not saved:
+        told = any((self.folder / name).exists() for name in ("events", "watchdog"))
+        if not (self.metrics_file.exists() or saved or told):
             return None
         self.close()
         numbered = (self.folder.with_name(f"{self.folder.name}.{n}") for n in count(1))

@@ -144,7 +144,7 @@ def plan_stages(
     lines = [Line(0.0, float(row.max()) / micro) for row in own]
     shares = shares_for(lines, micro * replicas)
     scaled = own * (np.array(shares) / micro)[:, None]
-    rank_s = tuple(pipeline_s(list(map(float, row)), steps) for row in scaled)
+    rank_s = tuple(pipeline_s(list(map(float, row)), steps, schedule) for row in scaled)
     return Layout(
         stages=stages,
         data_parallel=replicas,

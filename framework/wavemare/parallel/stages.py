@@ -82,8 +82,13 @@ class Cut(NamedTuple):
         return max(self.stage_s)
 
 
-def pipeline_s(stage_s: Sequence[float], micro_steps: int) -> float:
-    """Return one step of 1F1B: the first micro-batch passes all stages, the others the slowest."""
+def pipeline_s(stage_s: Sequence[float], micro_steps: int, schedule: str = "1f1b") -> float:
+    """Return the time of a step: the first micro-batch passes all stages, the others the slowest.
+
+    An asynchronous pipeline never drains, so that all its micro-batches are others.
+    """
+    if schedule == "pipemare":
+        return micro_steps * max(stage_s)
     return sum(stage_s) + (micro_steps - 1) * max(stage_s)
 
 

@@ -236,10 +236,12 @@ def continue_text(folder: Path, prompt: str, seed: int, tokens: int = 48) -> str
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(seed)
-    inputs = tokenizer(prompt, return_tensors="pt")
+    room = max_positions(model.config)
+    most = min(room, 2**20) - 1  # tokenizers count in 32 bits
+    inputs = tokenizer(prompt, return_tensors="pt", truncation=True, max_length=most)
     output = model.generate(
         **inputs,
-        max_new_tokens=min(tokens, max_positions(model.config) - inputs["input_ids"].shape[1]),
+        max_new_tokens=min(tokens, room - inputs["input_ids"].shape[1]),
         do_sample=True,
         top_k=40,
         temperature=0.8,

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,11 @@ def prefer_bf16(setup: Setup) -> None:
     """Compute in bf16 on GPUs, unless the configuration says otherwise."""
     import torch
 
-    if torch.cuda.is_available() and not setup.balance.config.keys() & {"bf16", "fp16"}:
-        setup.balance.config["bf16"] = {"enabled": True}
+    config, bf16 = setup.balance.config, {"bf16": {"enabled": True}}
+    if torch.cuda.is_available() and not config.keys() & {"bf16", "fp16"}:
+        with suppress(ConfigError):  # some features refuse it
+            check_config({**config, **bf16}, world_size=setup.world_size)
+            config |= bf16
 
 
 def seed_dropout(engine: Any, seed: int) -> None:

@@ -128,7 +128,8 @@ class TrainingText:
     def beginning(self, positions: int, tokens: int = 8) -> str:
         """Return the first words of the validation text, with room after them in the model."""
         special = {*self.tokenizer.all_special_ids}
-        first = self.validation[0].tokens[:1024].tolist()
+        some = next(store for store in self.validation if store.num_tokens)
+        first = some.tokens[:1024].tolist()
         ids = [token for token in first if token not in special]
         return self.tokenizer.decode(ids[: min(tokens, positions - 1)]).rstrip("\ufffd")
 

@@ -6,6 +6,7 @@ ranks of the first case with files of plans, too, and with a limit.
 """
 
 import contextlib
+import gc
 import sys
 from functools import partial
 from itertools import islice
@@ -60,6 +61,13 @@ def bits(state):
     }
 
 
+def tensors_after(engine, number):
+    """Return how many activations are alive after an evaluation."""
+    engine.eval_batch(batches(9), num_micro_batches=number)
+    gc.collect()
+    return sum(type(each) is torch.Tensor and each.ndim == 3 for each in gc.get_objects())
+
+
 def train(engine):
     torch.manual_seed(0)
     data = batches(engine.data_rank)
@@ -72,6 +80,7 @@ def train(engine):
         "losses": losses,
         "norms": norms,
         "evaluation": float(evaluation),
+        "kept": tensors_after(engine, 9) - tensors_after(engine, 5),
         "logits": 0.0 if logits is None else float(logits.double().sum()),
         "more": [float(engine.train_batch(data)) for _ in range(2)],
         "weights": weights(engine),

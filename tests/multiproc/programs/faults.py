@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import fcntl
+import itertools
 import os
 import signal
 import sys
@@ -76,7 +77,7 @@ def batches(engine, rank):
     for number in range((1000 if options.fault == "cut" else STEPS) * MICRO_STEPS):
         if options.fault == "cut":
             time.sleep(0.05)
-        if rank == options.rank and number >= AT * MICRO_STEPS:
+        if rank == options.rank and options.engine != "waves" and number >= AT * MICRO_STEPS:
             if options.fault == "batches":
                 tell_when()
                 return
@@ -93,7 +94,9 @@ def main():
         "watchdog": {"timeout_s": options.timeout, "folder": str(options.folder / "watchdog")}
     }
     changes = {}
-    if options.engine != "data":
+    if options.engine == "waves":  # of a tensor-parallel model
+        section |= {"tensor_parallel": {"size": 2}, "wavelet": {"mode": "sync"}}
+    elif options.engine != "data":
         section["pipeline"] = {"stages": 2, "schedule": options.engine}
     elif options.fault == "lock":
         # DeepSpeed compiles its Adam for CPUs when the engine is built.
@@ -102,7 +105,7 @@ def main():
         changes["zero_force_ds_cpu_optimizer"] = True
     config = configuration(1, wavemare=section) | changes
     model = build_gpt2()
-    if options.engine != "data":
+    if "pipeline" in section:
         model.config.tie_word_embeddings = False
     initialize = wavemare.initialize  # here it is imported, with all that it needs
     if options.fault == "lock":
@@ -110,6 +113,12 @@ def main():
         threading.Timer(5 * options.timeout, os._exit, (3,)).start()  # DeepSpeed waits for ever
     engine, *_ = initialize(model=model, config=config)
     rank = torch.distributed.get_rank()
+    if options.engine == "waves" and rank == options.rank:
+        # In a backward pass beside a forward pass: each has a thread of its own.
+        passes = itertools.count()
+        engine.module.transformer.h[0].ln_2.weight.register_hook(
+            lambda _: fail() if next(passes) == AT * MICRO_STEPS else None
+        )
     if options.fault == "loader":
         for group in list(torch.distributed.distributed_c10d._world.pg_names):
             limit = timedelta(seconds=options.timeout / 2)

@@ -51,6 +51,8 @@ def build(schedule=None, **config):
     if schedule is None:
         return wavemare.initialize(model=Model(), config=config)[0]
     config["wavemare"]["pipeline"] = {"stages": 2, "schedule": schedule}
+    if schedule == "pipemare":
+        config["wavemare"]["pipeline"]["pipemare"] = {"error_feedback": True}
     layers = [Linear(8, 8) for _ in range(2)]
     options = {"num_stages": 2, "loss_fn": mse_loss, "partition_method": "uniform"}
     return wavemare.initialize(model=PipelineModule(layers, **options), config=config)[0]

@@ -90,10 +90,26 @@ def trained(shard, **changes):
     return engine, [float(r.loss) for r in results], [r.reports for r in results]
 
 
+def of_second_documents(shift):
+    """Return the loss of documents that begin half-way, after others with other tokens."""
+
+    def step(data_iterator, model):
+        data, half = next(data_iterator), LENGTH // 2
+        data["tokens"][:, :half] = (data["tokens"][:, :half] + shift) % VOCABULARY
+        data["loss_mask"][:, :half] = 0.0
+        data["attention_mask"][..., half:, :half] = True
+        return forward_step(iter([data]), model)
+
+    model = build_gpt2(**QUIET, attn_implementation="eager")
+    engine, *_ = wavemare.initialize(model=model, config=configuration(0))
+    return float(megatron_train_step(engine, step, megatron_batches(rank, 2)).loss)
+
+
 init_distributed()
 rank = torch.distributed.get_rank()
 result = {"twin_1": twin(1), "twin_2": twin(2)}
 _, result["data"], result["data_reports"] = trained((rank, 2))
+result["documents"] = [of_second_documents(shift) for shift in (0, 7)]
 stages = {"wavemare": {"pipeline": {"stages": 2, "inputs": ["input_ids"]}}}
 engine, result["pipeline"], result["pipeline_reports"] = trained((0, 1), **stages)
 

@@ -49,6 +49,7 @@ MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
         (MPICH, LauncherRank("MPICH", 3, 4, 1, 2)),
         (SLURM, LauncherRank("Slurm", 3, 4, 1, None)),
         ({**MPICH, **SLURM, "SLURM_PROCID": "0"}, LauncherRank("MPICH", 3, 4, 1, 2)),
+        ({**MPICH, **SLURM, "PMI2_SUN_PATH": "/s"}, LauncherRank("Slurm", 3, 4, 1, None)),
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, LauncherRank("MPICH", 0, 1, None, None)),
         ({"PMI_RANK": "0"}, None),
         ({"RANK": "0", "WORLD_SIZE": "2"}, None),

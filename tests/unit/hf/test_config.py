@@ -196,5 +196,7 @@ def test_the_mean_over_micro_batches_is_that_over_labels():
         return total / num_items_in_batch
 
     own = StepLoss(mean, function=summed)
-    losses = [own(logits[n % 3], weighted[n]) for n in range(4)]
-    assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-6)
+    for sums in ((), (torch.ones(2),)):  # a mixture of experts brings its routers' sums
+        outputs = [(one, *sums) if sums else one for one in logits]
+        losses = [own(outputs[n % 3], weighted[n]) for n in range(4)]
+        assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-6)

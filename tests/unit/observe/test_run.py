@@ -114,6 +114,8 @@ def test_a_run_begins_anew_or_goes_on(tmp_path):
     assert run.begin(done=0) == tmp_path / "run.2"
     older = read_metrics(tmp_path / "run.2" / "metrics.jsonl")
     assert [line["step"] for line in older] == [0, 1]
+    (tmp_path / "run" / "watchdog").mkdir()  # it hung in its first step
+    assert run.begin(done=0) == tmp_path / "run.3"
 
 
 def test_the_folder_of_a_living_run_is_refused(tmp_path):

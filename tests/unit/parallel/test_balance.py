@@ -23,3 +23,7 @@ def test_what_is_three_times_as_slow_gets_a_third(slow, cuts, shares):
     table[slow] *= 3
     plan = plan_stages(table, BATCH, stages=2)
     assert (plan.cuts, plan.shares) == (cuts, shares)
+    slowest = max(plan.predicted.stage_s)  # 1F1B passes both stages, PipeMare never drains
+    whole = plan_stages(table, BATCH, stages=2, schedule="pipemare").predicted.step_s
+    assert whole == pytest.approx(4 * slowest)
+    assert plan.predicted.step_s > whole

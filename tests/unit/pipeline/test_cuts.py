@@ -88,7 +88,7 @@ def test_more_stages_than_layers_are_refused():
 
 
 def test_explicit_cuts_are_stage_starts_or_bounds():
-    assert explicit_cuts([0, 2, 3], 5) == (0, 2, 3, 5)
+    assert explicit_cuts([0, 2, 3], 5, 3) == (0, 2, 3, 5)
     assert explicit_cuts([0, 2, 3, 5], 5, 3) == (0, 2, 3, 5)
     assert explicit_cuts([0], 5, 1) == (0, 5)
 

@@ -142,9 +142,9 @@ def test_the_walk_is_that_of_a_slow_clock(size, micro_batches, make, data):
 
 
 def test_optimizer_steps_wait_for_all_sums():
-    costs = Costs(1.0, 1.0, step_s=0.5, reduce_s=0.25, sum_gradient_s=(7.0, 0.0))
+    costs = Costs(1.0, 1.0, step_s=0.5, sum_gradient_s=(7.0, 0.0))
     timeline = simulate(tick_tock(2, 1, 2), costs)
-    assert timeline.makespan_s == 2 * (4 + 7 + 2 * 0.25 + 2 * 0.5)
+    assert timeline.makespan_s == 2 * (4 + 7 + 2 * 0.5)
 
 
 def test_sums_are_for_one_rank():
@@ -160,8 +160,8 @@ def test_sums_are_for_one_rank():
 
 
 def test_domino_takes_twice_as_many_micro_batches_of_half_the_costs_in_phase():
-    whole = Costs((4.0, 1.0), (8.0, 2.0), 0.5, 0.0, 0.25, 0.5, (2.0, 0.0), (1.0, 3.0))
-    half = Costs((2.2, 0.55), (4.4, 1.1), 0.5, 0.0, 0.25, 0.25, (1.0, 0.0), (0.5, 1.5))
+    whole = Costs((4.0, 1.0), (8.0, 2.0), 0.5, 0.0, (2.0, 0.0), (1.0, 3.0))
+    half = Costs((2.2, 0.55), (4.4, 1.1), 0.5, 0.0, (1.0, 0.0), (0.5, 1.5))
     found, expected = predict(whole, 2, 3, split_loss=0.1).domino, predict(half, 2, 6).in_phase
     assert found == pytest.approx(expected)
     single = predict(Costs(4.0, 8.0), 2, 3, split_loss=0.5).domino

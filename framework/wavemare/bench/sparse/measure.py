@@ -264,7 +264,7 @@ def measure(request: SparseRequest) -> dict[str, Any]:
         names = [name for name in request.chosen if request.obstacle(name, case) is None]
         own = {name: systems[name] for name in names}
         measured[case] = _measure_case(request, case, own, network)
-        if request.duels:
+        if request.duels and any(not name.startswith(DUELIST) for name in names):
             duels.append(_duel(request, case, measured[case], systems, network))
     for system in systems.values():
         system.close()
@@ -333,6 +333,8 @@ def _measure_case(
     dist.all_reduce(magnitude, group=network.group)
     working = torch.empty_like(gradient)
     samples: dict[str, list[Sample]] = {name: [] for name in systems}
+    for system in systems.values():
+        system.reset()
     checked = set()
     for timed, name in interleaved(request, list(systems), lambda line: None):
         system = systems[name]
@@ -433,8 +435,8 @@ def _row(
 
 def _model(request: SparseRequest, case: Case, row: Mapping[str, Any]) -> float | None:
     """Return the theoretical seconds: bytes over the link's rate, and measured kernels."""
-    if request.mbit is None:
-        return None
+    if request.mbit is None or request.ranks_per_host > 1:
+        return None  # hosts would share a link
     blocks = request.numel // request.block
     table = np.zeros((request.ranks, blocks), dtype=bool)
     for rank in range(request.ranks):

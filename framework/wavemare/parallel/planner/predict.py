@@ -226,16 +226,9 @@ class TimeModel:
         moved = (self._weights + samples * self._results) / (device.memory_gb_s * 1e9)
         forward = np.maximum(self._flops * samples / device.rate, moved)
         seconds = self._passes * forward + device.overhead_s * self._blocks
-        seconds += self._sums * self._sum_s(kind, samples)
+        size = self._costs.boundary_bytes * samples
+        seconds += self._sums * ring_s(self._cluster.within, size, self._parts)
         return np.concatenate([[0.0], np.cumsum(seconds)])
-
-    def _sum_s(self, kind: int, samples: int) -> float:
-        if self._parts == 1:
-            return 0.0
-        name = self._cluster.types[kind]
-        nodes = {device.node for device in self._cluster.devices if device.type == name}
-        link = max((self._cluster.link(n, n) for n in nodes), key=lambda link: 1 / link.bytes_s)
-        return ring_s(link, self._costs.boundary_bytes * samples, self._parts)
 
 
 def reduction_s(link: Link, size: float, variant: Variant, micro_steps: int, layers: int) -> float:
@@ -322,26 +315,16 @@ class Scene:
         """Return the bytes that a plan may need of the smallest device of a type."""
         return self.cluster.kinds[kind].memory_bytes * (1 - self.settings.margin)
 
-    def link_of_type(self, kind: int) -> Link:
-        """Return the link over which a stage on a device of a type is reached, at worst."""
-        cluster = self.cluster
-        own = {device.node for device in cluster.devices if device.type == cluster.types[kind]}
-        everywhere = {device.node for device in cluster.devices}
-        links = [cluster.link(a, b) for a in own for b in everywhere]
+    @property
+    def worst_link(self) -> Link:
+        """The link over which a stage is reached, at worst."""
+        nodes = [device.node for device in self.cluster.devices]
+        links = [self.cluster.link(nodes[0], node) for node in nodes]
         return max(links, key=lambda link: link.seconds(self.costs.boundary_bytes))
 
     def times(self, variant: Variant) -> TimeModel:
         """Return the time model of a variant."""
         return self._times(variant.tensor_parallel, recompute=variant.recompute)
-
-    def replica_s(self, variant: Variant, stage_s: list[float], micro_steps: int) -> float:
-        """Return the time of one replica's step, before gradients are reduced.
-
-        A pipeline that never drains takes the slowest stage's time for each micro-batch.
-        """
-        if variant.schedule == "pipemare":
-            return micro_steps * max(stage_s)
-        return pipeline_s(stage_s, micro_steps)
 
     def stage_times(self, layout: Candidate, replica: int) -> list[float]:
         """Return the time of each stage of a replica for a micro-batch, with its messages."""
@@ -379,7 +362,7 @@ class Scene:
             return None
         variant, replicas = layout.variant, range(layout.variant.data_parallel)
         table = [self.stage_times(layout, replica) for replica in replicas]
-        rank_s = tuple(self.replica_s(variant, row, layout.micro_steps) for row in table)
+        rank_s = tuple(pipeline_s(row, layout.micro_steps, variant.schedule) for row in table)
         step_s = max(rank_s) + max(self._end_s(layout, stage) for stage in range(variant.stages))
         tokens = self.settings.global_batch * self.costs.sequence
         return Prediction(

@@ -17,6 +17,7 @@ from wavemare.parallel.stages import (
     balanced_shares,
     best_order,
     divisors,
+    pipeline_s,
 )
 
 Grid = tuple[tuple[Unit, ...], ...]
@@ -104,7 +105,7 @@ def _shares(
     def finish(replica: int, share: int) -> float:
         stages = pairwise(bounds)
         stage_s = [times.span_s(kinds[replica], share, first, end) for first, end in stages]
-        return scene.replica_s(variant, stage_s, micro_steps)
+        return pipeline_s(stage_s, micro_steps, variant.schedule)
 
     return balanced_shares(samples, finish, [caps[kind] for kind in kinds], least=1)
 
@@ -190,7 +191,7 @@ def _cut(
     key = (variant, micro_steps, samples, tuple(kinds), tuple(counts))
     if key not in scene.cuts:
         times, memory = scene.times(variant), scene.memory(variant)
-        messages = [times.message_s(scene.link_of_type(kind), samples) for kind in kinds]
+        messages = [times.message_s(scene.worst_link, samples)] * len(kinds)
         usable = np.asarray([scene.usable_of_type(kind) for kind in kinds])
         problem = StageProblem(
             seconds=np.stack([times.seconds(kind, samples) for kind in kinds]),

@@ -9,6 +9,7 @@ their own rows, which all ranks can number, and the sums.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,7 @@ def zen(table: Tensor, blocks: Tensor, transport: Transport) -> None:
     """Sum a bucket whose rows are the blocks: sends (N-1)/N (d + u) of it."""
     split = [blocks[places] for places in hash_partition(blocks.numpy(), transport.size)]
     received = push(transport, [(ids, table[ids]) for ids in split])
-    owner = owners(np.arange(len(table)), transport.size)
-    owned = [torch.from_numpy(np.flatnonzero(owner == rank)) for rank in range(transport.size)]
+    owned = _owned(len(table), transport.size)
     own = owned[transport.rank]
     found, sums = add([(torch.searchsorted(own, i), r) for i, r in received], 0, len(own))
     present = np.zeros(len(own), np.bool_)
@@ -49,6 +49,13 @@ def zen(table: Tensor, blocks: Tensor, transport: Transport) -> None:
     transport.all_gather_parts(parts)
     for each, part in zip(union, parts, strict=True):
         table[each] = part
+
+
+@cache
+def _owned(rows: int, ranks: int) -> list[Tensor]:
+    """Return each rank's own rows, which depend on no gradient."""
+    owner = owners(np.arange(rows), ranks)
+    return [torch.from_numpy(np.flatnonzero(owner == rank)) for rank in range(ranks)]
 
 
 def owners(ids: Index, ranks: int) -> Index:
