@@ -80,7 +80,7 @@ def train(engine):
         "losses": losses,
         "norms": norms,
         "evaluation": float(evaluation),
-        "kept": tensors_after(engine, 9) - tensors_after(engine, 5),
+        "kept": -tensors_after(engine, 5) + tensors_after(engine, 9),
         "logits": 0.0 if logits is None else float(logits.double().sum()),
         "more": [float(engine.train_batch(data)) for _ in range(2)],
         "weights": weights(engine),

@@ -72,9 +72,10 @@ def stopped(engine, data):
 
 
 def after_a_bad_step(folder, **settings):
-    engine, data = build(**settings), batches(bad=4)
+    engine, data = build(**settings), batches(bad=6)
     train(engine, data, 2)
     engine.save_checkpoint(folder)
+    train(engine, data, 1)
     assert stopped(engine, data)
     torch.distributed.barrier()
     return loaded(engine, folder, **settings)
