@@ -132,8 +132,9 @@ class SparseCollectiveConfig(Section):
 
     known_rows: Literal["on", "off", "check"] = "on"
     """Whether the rows of an embedding's gradient are taken from the backward pass instead of
-    searched for. ``check`` searches as well and refuses a difference; ``on`` does so in some steps.
-    A difference in a bucket's first eight calls is no error: then it is searched from there on."""
+    searched for. ``check`` searches as well and refuses a difference. ``on`` does so in some
+    calls; after a difference in its first eight a bucket is searched from then on, without an
+    error."""
 
     compressor: CompressorConfig | None = None
     """Which blocks each rank does not send but adds to its next gradient; if omitted, none."""

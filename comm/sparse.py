@@ -144,8 +144,7 @@ class SparseComm:
             f"wavemare-collectives-{self.rank}", in_turn=self.transport.on_stream
         )
         self._num_calls = 0
-        self.at_close: list[Callable[[], None]] = []
-        """Called by `close`."""
+        self.at_close: list[Callable[[], None]] = []  # called by `close`
         self.totals = Totals()
 
     def plan(

@@ -92,10 +92,11 @@ def _compare(
     parser = argparse.ArgumentParser("wavemare simulate", allow_abbrev=False, add_help=False)
     for option, default in (("--stages", 8), ("--micro_batches", 8), ("--max_steps", 800)):
         parser.add_argument(option, option.replace("_", "-"), type=int, default=default)
-    for option in ("--set", "--seed", "--output", "--delays"):
-        parser.add_argument(option, nargs="*")
+    of_systems = ("set", "seed", "output", "delays")
+    for option in of_systems:
+        parser.add_argument(f"--{option}", nargs="*")
     sizes, rest = parser.parse_known_args(options)
-    for option in ("set", "seed", "output", "delays"):
+    for option in of_systems:
         if (value := getattr(sizes, option)) is not None:
             raise ConfigError(f"--{option}", value, "each system has its own", "Leave it out")
     shape = Shape(recipe, sizes.stages, sizes.micro_batches, sizes.max_steps)

@@ -76,11 +76,12 @@ def train(engine):
         losses.append(float(engine.train_batch(data)))
         norms.append(float(engine.get_global_grad_norm() or 0.0))
     evaluation, logits = engine.eval_batch(batches(9), return_logits=True, num_micro_batches=3)
+    kept = [tensors_after(engine, number) for number in (5, 9)]
     found = {
         "losses": losses,
         "norms": norms,
         "evaluation": float(evaluation),
-        "kept": -tensors_after(engine, 5) + tensors_after(engine, 9),
+        "kept": kept[1] - kept[0],
         "logits": 0.0 if logits is None else float(logits.double().sum()),
         "more": [float(engine.train_batch(data)) for _ in range(2)],
         "weights": weights(engine),

@@ -56,7 +56,7 @@ def test_a_fast_link_is_advised_against():
     assert plan("--mbit", "20000").endswith(
         "use ordinary data parallelism: local steps would gain too little\n"
     )
-    # Half a step more is not worth a third more steps.
+    # Half a step more is not worth half as many steps more.
     link = SlowLink(parameters=20_000_000, replicas=2, mbit=1000, step_s=0.65, zero=False)
     assert link.dense > 1.25
     assert not advise(link).pays
