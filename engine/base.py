@@ -151,6 +151,13 @@ class EngineMixin(CheckpointMixin):
         """Return a loader as DeepSpeed's method of that name, of this rank's share of samples."""
         shares = self.settings.balance
         if route == ROUTE_TRAIN and shares.shares is not None:
+            if not isinstance(data_sampler, DistributedSampler | None):
+                raise ConfigError(
+                    "data_sampler",
+                    type(data_sampler).__name__,
+                    "wavemare.balance.shares draws the samples of each rank",
+                    "Leave the argument out",
+                )
             balance = Balance(shares, self)
             # A pipeline brings a sampler of its own, which does not shuffle.
             data_sampler = balance.sampler(dataset, shuffle=data_sampler is None)

@@ -17,6 +17,7 @@ import shutil
 import struct
 from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -238,6 +239,7 @@ class IndexedWriter:
         self.tokens = 0
         self._lengths, self._bounds = array("i"), array("q", [0])
         self._partial = temporary_sibling(with_extension(self.prefix, ".bin"))
+        self._index_file = temporary_sibling(with_extension(self.prefix, ".idx"))
         what, remedy = "nothing can be written there", "Name another place"
         with os_errors(DataError, "--output", str(prefix), what, remedy):
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -252,8 +254,8 @@ class IndexedWriter:
         """Append one sequence to the present document.
 
         Raises:
-            DataError: A token is no whole number or does not fit the type, or the sequence is
-                longer than the format allows.
+            DataError: A token is no whole number or does not fit the type, the sequence is longer
+                than the format allows, or the disk is full.
         """
         values = np.asarray(tokens)
         if values.size and values.dtype.kind not in "iu":
@@ -267,7 +269,8 @@ class IndexedWriter:
         if values.size > _LARGEST_LENGTH:
             reason = f"a sequence of {values.size} tokens is longer than {_LARGEST_LENGTH}"
             raise DataError(str(self.prefix), "tokens", reason, "Cut the document")
-        self._file.write(values.astype(self.dtype, copy=False).tobytes())
+        with self._writing():
+            self._file.write(values.astype(self.dtype, copy=False).tobytes())
         self._lengths.append(values.size)
         self.tokens += values.size
 
@@ -277,7 +280,7 @@ class IndexedWriter:
 
     def add_indexed(self, data: IndexedData) -> None:
         """Append a whole data set of the same type with its documents."""
-        with with_extension(data.prefix, ".bin").open("rb") as source:
+        with with_extension(data.prefix, ".bin").open("rb") as source, self._writing():
             shutil.copyfileobj(source, self._file, _COPY_BYTES)
         bounds = np.asarray(data.bounds[1:]) + len(self._lengths)
         self._lengths.frombytes(np.asarray(data.lengths, np.intc).tobytes())
@@ -290,20 +293,26 @@ class IndexedWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._finish()
+                with self._writing():
+                    self._finish()
         finally:
-            self._file.close()
+            with suppress(OSError):  # a full disk has no room for what the buffer holds
+                self._file.close()
             self._partial.unlink(missing_ok=True)
+            self._index_file.unlink(missing_ok=True)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        remedy = "Make room, or name another place"
+        return os_errors(DataError, "--output", str(self.prefix), "it cannot be written", remedy)
 
     def _finish(self) -> None:
         """Write the index and give both files their names."""
-        index = temporary_sibling(with_extension(self.prefix, ".idx"))
-        index.write_bytes(self._index())
+        self._index_file.write_bytes(self._index())
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._partial, with_extension(self.prefix, ".bin"))
-        os.replace(index, with_extension(self.prefix, ".idx"))
+        os.replace(self._index_file, with_extension(self.prefix, ".idx"))
 
     def _index(self) -> bytes:
         lengths = np.frombuffer(self._lengths, np.intc).astype("<i4")

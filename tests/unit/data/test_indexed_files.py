@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``.bin`` and ``.idx``: bytes made by hand, an independent writer, and Megatron-core's files."""
 
+import resource
 import struct
 from pathlib import Path
 
@@ -98,6 +99,21 @@ def test_a_writer_that_raises_leaves_no_target(tmp_path):
     ):
         writer.add_sequence([1, 70000])
     assert not list(tmp_path.glob("corpus.*"))
+
+
+@pytest.mark.parametrize("tokens", [10, 100_000])
+def test_a_full_disk_leaves_nothing(tmp_path, tokens):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))  # a write beyond it raises OSError
+    try:
+        with (
+            pytest.raises(DataError, match=r"--output.*cannot be written.*Make room"),
+            IndexedWriter(tmp_path / "x", np.int32) as writer,
+        ):
+            writer.add_sequence(np.arange(tokens))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tokens", [[1.5], [float("nan")], [True], ["1"]])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import SequentialSampler
 
 from wavemare.engine.balance import Balance, ShareSampler, WeightedLoss
 from wavemare.engine.base import EngineMixin
@@ -83,10 +84,12 @@ def test_tokens_cannot_be_counted_without_labels(monkeypatch):
         balance.before_backward(torch.ones(()))
 
 
-def test_the_size_of_micro_batches_stays_while_there_are_shares():
+def test_shares_keep_the_size_of_micro_batches_and_draw_the_samples():
     engine = SimpleNamespace(settings=SimpleNamespace(balance=BalanceConfig(shares=[3, 5])))
     with pytest.raises(ConfigError, match="shares divides it"):
         EngineMixin.set_train_micro_batch_size(engine, 8)
+    with pytest.raises(ConfigError, match="data_sampler = 'SequentialSampler'"):
+        EngineMixin.deepspeed_io(engine, [1, 2], data_sampler=SequentialSampler([1, 2]))
 
 
 def test_a_loss_alone_asks_no_other_rank_and_counts_nothing_without_tokens():

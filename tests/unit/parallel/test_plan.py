@@ -84,17 +84,6 @@ def test_refusals_name_the_key(base, changes, key):
     assert refused.value.key == key
 
 
-def test_places_of_ranks_are_those_of_deepspeed():
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-
-    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
-    for stage in range(2):
-        for replica in range(2):
-            for part in range(2):
-                expected = topology.get_rank(pipe=stage, data=replica, model=part)
-                assert STAGES.rank(stage, replica, part) == expected
-
-
 def test_configuration_of_shares():
     given = {
         "train_batch_size": "auto",

@@ -131,10 +131,6 @@ class Layout:
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def rank(self, stage: int, replica: int, part: int = 0) -> int:
-        """Return the rank at a place."""
-        return (stage * self.data_parallel + replica) * self.tensor_parallel + part
-
     def to_json(self) -> str:
         """Return the plan as JSON text."""
         return json.dumps(self._values(), indent=2) + "\n"
