@@ -148,7 +148,11 @@ class EngineMixin(CheckpointMixin):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """Return a loader as DeepSpeed's method of that name, of this rank's share of samples."""
+        """Return a loader as DeepSpeed's method of that name, of this rank's share of samples.
+
+        Raises:
+            ConfigError: A sampler is given where ``wavemare.balance.shares`` draws the samples.
+        """
         shares = self.settings.balance
         if route == ROUTE_TRAIN and shares.shares is not None:
             if not isinstance(data_sampler, DistributedSampler | None):

@@ -239,7 +239,7 @@ class IndexedWriter:
         self.tokens = 0
         self._lengths, self._bounds = array("i"), array("q", [0])
         self._partial = temporary_sibling(with_extension(self.prefix, ".bin"))
-        self._index_file = temporary_sibling(with_extension(self.prefix, ".idx"))
+        self._partial_index = temporary_sibling(with_extension(self.prefix, ".idx"))
         what, remedy = "nothing can be written there", "Name another place"
         with os_errors(DataError, "--output", str(prefix), what, remedy):
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -279,7 +279,11 @@ class IndexedWriter:
         self._bounds.append(len(self._lengths))
 
     def add_indexed(self, data: IndexedData) -> None:
-        """Append a whole data set of the same type with its documents."""
+        """Append a whole data set of the same type with its documents.
+
+        Raises:
+            DataError: The disk is full.
+        """
         with with_extension(data.prefix, ".bin").open("rb") as source, self._writing():
             shutil.copyfileobj(source, self._file, _COPY_BYTES)
         bounds = np.asarray(data.bounds[1:]) + len(self._lengths)
@@ -299,7 +303,7 @@ class IndexedWriter:
             with suppress(OSError):  # a full disk has no room for what the buffer holds
                 self._file.close()
             self._partial.unlink(missing_ok=True)
-            self._index_file.unlink(missing_ok=True)
+            self._partial_index.unlink(missing_ok=True)
 
     def _writing(self) -> AbstractContextManager[None]:
         remedy = "Make room, or name another place"
@@ -307,12 +311,12 @@ class IndexedWriter:
 
     def _finish(self) -> None:
         """Write the index and give both files their names."""
-        self._index_file.write_bytes(self._index())
+        self._partial_index.write_bytes(self._index())
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._partial, with_extension(self.prefix, ".bin"))
-        os.replace(self._index_file, with_extension(self.prefix, ".idx"))
+        os.replace(self._partial_index, with_extension(self.prefix, ".idx"))
 
     def _index(self) -> bytes:
         lengths = np.frombuffer(self._lengths, np.intc).astype("<i4")

@@ -113,7 +113,7 @@ def samples(world, checks, sizes):
             ("sparse", sparse, True),
         ):
             flat = buckets[comm.rank].clone()
-            # Each has a key of its own: the times of earlier calls choose nothing.
+            # A key for each bucket: the selector has no times of earlier calls to learn from.
             stats = comm.allreduce_(flat, key=name).stats
             checks(same_bits(flat, ordered_sum(buckets)), name, "sums")
             checks(("mask" in stats.phases_s) == masked, name, stats)
