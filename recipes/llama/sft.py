@@ -254,16 +254,16 @@ def train(
                     loss = batches.loss(evaluation.batches(setup.eval_samples))
                 recording.run.log(step, eval_loss=loss)
                 better = "step" not in best or loss < best["eval_loss"]
-            if step % args.save_interval == 0 or last:
-                with recording.saving(step, f"step-{step:06d}") as tag:
-                    state = {"loader": loader.state_dict(), "seconds": recording.training_seconds}
-                    engine.save_checkpoint(str(checkpoints), tag, client_state=state)
-            if better:
+            if better:  # before the checkpoint: who resumes from that does not evaluate again
                 best = {"eval_loss": loss, "step": step}
                 with recording.paused():
                     export(engine)
                 if setup.rank == 0:
                     atomic_write_text(setup.folder / "best.json", json.dumps(best))
+            if step % args.save_interval == 0 or last:
+                with recording.saving(step, f"step-{step:06d}") as tag:
+                    state = {"loader": loader.state_dict(), "seconds": recording.training_seconds}
+                    engine.save_checkpoint(str(checkpoints), tag, client_state=state)
             if stop:  # by SIGTERM
                 recording.stopped(step)
                 break

@@ -54,7 +54,7 @@ class Recording:
         screen: Draws on rank 0 if ``show`` is set.
 
     Raises:
-        ConfigError: The folder cannot be made or written, or no step is left to train.
+        ConfigError: The folder cannot be made or written, or more steps are done.
     """
 
     def __init__(
@@ -113,10 +113,11 @@ class Recording:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks, over the whole training of this process; None if tokens are not known."""
-        if not self.tokens or not self._trained:
+        """Of all ranks, over the whole training of this process; None if it trained none."""
+        steps = self._step - self._done
+        if not (self.tokens and self._trained and steps):
             return None
-        return self.tokens * (self._step - self._done) / self._trained
+        return self.tokens * steps / self._trained
 
     def begin(self) -> None:
         """Prepare the folder and show the progress; ``with`` does it.
@@ -249,7 +250,7 @@ class Recording:
     def _first(self) -> int:
         counted = int(getattr(self.engine, "global_steps", 0))
         done = counted if self._given_done is None else self._given_done
-        if self._steps <= done:
+        if self._steps < done:
             raise ConfigError("steps", self._steps, f"{done} are done already", "Give more steps")
         return done
 

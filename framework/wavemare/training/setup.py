@@ -256,10 +256,10 @@ def load_run(engine: Any, checkpoints: str | Path, batches: Any, steps: int) -> 
 
     Raises:
         CheckpointError: The checkpoint is of another topology or of other data.
-        ConfigError: No step is left.
+        ConfigError: It is past ``steps``.
     """
     _, state = engine.load_checkpoint(str(checkpoints))
-    if engine.global_steps >= steps:
+    if engine.global_steps > steps:
         reason = f"the checkpoint is at step {engine.global_steps} already"
         raise ConfigError("--max_steps", steps, reason, "Give more steps")
     batches.load_state_dict({**state["loader"], "consumed_samples": engine.global_samples})

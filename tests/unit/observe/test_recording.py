@@ -133,7 +133,7 @@ def test_an_older_run_moves_aside_and_one_that_goes_on_does_not(tmp_path):
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
     assert not (tmp_path / "run.2").exists()
     with pytest.raises(ConfigError, match="2 are done already"):
-        Recording(folder, engine, steps=2)
+        Recording(folder, engine, steps=1)
 
 
 def fail(folder, *, within):

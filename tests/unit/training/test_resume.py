@@ -53,9 +53,9 @@ def test_the_batch_is_accumulated_over_fewer_ranks():
     assert config == sizes
 
 
-def test_a_run_that_is_complete_is_not_continued():
+def test_a_run_that_is_past_the_last_step_is_not_continued():
     engine = SimpleNamespace(global_steps=20, load_checkpoint=lambda folder: (folder, {}))
     with pytest.raises(
-        ConfigError, match=r"--max_steps = 20: the checkpoint is at step 20 already"
+        ConfigError, match=r"--max_steps = 19: the checkpoint is at step 20 already"
     ):
-        load_run(engine, "checkpoints", None, 20)
+        load_run(engine, "checkpoints", None, 19)
