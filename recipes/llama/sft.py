@@ -254,7 +254,7 @@ def train(
                     loss = batches.loss(evaluation.batches(setup.eval_samples))
                 recording.run.log(step, eval_loss=loss)
                 better = "step" not in best or loss < best["eval_loss"]
-            if better:  # before the checkpoint: who resumes from that does not evaluate again
+            if better:  # before the checkpoint: a run that resumes there evaluates later steps only
                 best = {"eval_loss": loss, "step": step}
                 with recording.paused():
                     export(engine)

@@ -54,7 +54,7 @@ class Recording:
         screen: Draws on rank 0 if ``show`` is set.
 
     Raises:
-        ConfigError: The folder cannot be made or written, or more steps are done.
+        ConfigError: The folder cannot be made or written, or more than ``steps`` are done.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Recording:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks, over the whole training of this process; None if it trained none."""
+        """Of all ranks, in this process; None if tokens are not known or no step was trained."""
         steps = self._step - self._done
         if not (self.tokens and self._trained and steps):
             return None

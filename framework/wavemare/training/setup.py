@@ -256,7 +256,7 @@ def load_run(engine: Any, checkpoints: str | Path, batches: Any, steps: int) -> 
 
     Raises:
         CheckpointError: The checkpoint is of another topology or of other data.
-        ConfigError: It is past ``steps``.
+        ConfigError: The checkpoint is past ``steps``.
     """
     _, state = engine.load_checkpoint(str(checkpoints))
     if engine.global_steps > steps:
