@@ -2,8 +2,8 @@
 """Subclasses of DeepSpeed's engines, which add features to its steps.
 
 In: a model and DeepSpeed's configuration. Out: an engine with ``train_batch``. Read `base.py`
-first, then `context.py`: what features are called for, and what they may read. Names are imported
-at first use: the configuration can be checked before DeepSpeed is loaded.
+first, then `feature.py`: what features are called for; of pipelines `pipe/engine.py`. Names are
+imported at first use: the configuration can be checked before DeepSpeed is loaded.
 """
 
 if __name__ == "engine":  # a second import would duplicate its classes
@@ -18,24 +18,22 @@ if TYPE_CHECKING:
     from wavemare.engine.health.interruption import Interruption
     from wavemare.engine.initialize import build_engine
     from wavemare.engine.launch.group import init_distributed
-    from wavemare.engine.pipe.engine import DualPipeVEngine, PipelineEngine
-    from wavemare.engine.pipe.pipemare import PipeMareEngine
+    from wavemare.engine.pipe.engine import PipelineEngine
+    from wavemare.engine.pipe.staged import DualPipeVEngine
 
 __all__ = [
     "DualPipeVEngine",
     "Engine",
     "Interruption",
-    "PipeMareEngine",
     "PipelineEngine",
     "build_engine",
     "init_distributed",
 ]
 
 _HOME = {
-    "DualPipeVEngine": "pipe.engine",
+    "DualPipeVEngine": "pipe.staged",
     "Engine": "data_parallel",
     "Interruption": "health.interruption",
-    "PipeMareEngine": "pipe.pipemare",
     "PipelineEngine": "pipe.engine",
     "build_engine": "initialize",
     "init_distributed": "launch.group",

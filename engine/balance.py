@@ -9,7 +9,7 @@ Gradients are averaged over the data ranks with equal weight. So the mean loss o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from wavemare.engine.config.sections import BalanceConfig
-from wavemare.engine.context import EngineContext, Feature
+from wavemare.engine.feature import Feature
 from wavemare.errors import DataError
+
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
 
 _IGNORED = -100
 
@@ -35,7 +38,7 @@ class Balance(Feature):
         counts_tokens: Whether all labels weigh the same, not all samples.
     """
 
-    def __init__(self, config: BalanceConfig, engine: EngineContext) -> None:
+    def __init__(self, config: BalanceConfig, engine: EngineMixin) -> None:
         self._group = engine.data_parallel_group
         self._ranks = ranks = engine.dp_world_size
         self._rank = dist.get_rank(group=self._group)
@@ -168,7 +171,7 @@ class ShareSampler(Sampler[int]):
             yield from order[begin : begin + self._count]
 
 
-def attach_balance(engine: EngineContext, config: BalanceConfig) -> Balance | None:
+def attach_balance(engine: EngineMixin, config: BalanceConfig) -> Balance | None:
     """Weigh an engine's losses, if its ranks have unequal work or tokens are counted.
 
     Returns:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from deepspeed import comm as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import ROUTE_TRAIN
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
@@ -16,11 +18,12 @@ from torch.utils.data import DistributedSampler
 from wavemare.engine.balance import Balance, attach_balance
 from wavemare.engine.checkpoint.checkpointing import CheckpointMixin
 from wavemare.engine.config.resolve import WavemareConfig
-from wavemare.engine.context import Feature
+from wavemare.engine.feature import Feature
 from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
 from wavemare.engine.health.watchdog import Watchdog
 from wavemare.engine.local_steps import LocalSteps
 from wavemare.engine.observe.progress import PROGRESS
+from wavemare.engine.optim.norm import GradientNorm
 from wavemare.engine.optim.optimizers import (
     check_matrix_optimizer,
     describe_partitions,
@@ -31,7 +34,7 @@ from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.seams import discard_open_step, forget_grid, hold_grid
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
-from wavemare.errors import ConfigError
+from wavemare.errors import CommError, ConfigError
 
 
 class EngineMixin(CheckpointMixin):
@@ -45,8 +48,11 @@ class EngineMixin(CheckpointMixin):
     Attributes:
         settings: The section ``wavemare``.
         features: What the engine calls at fixed points of a step, in this order.
-        guard: One of the features; None if it is off.
-        sparse: One of the features; None if it is off.
+        norm: Measures the gradients of each step.
+        norms_by_layer: Whether the norm has the same bits wherever a pipeline's layers are; set
+            before the constructor runs.
+        guard: The guard against non-finite numbers, also among the features; None if it is off.
+        sparse: The sparse collective, also among the features; None if it is off.
         layout: The layout of the model, with ``digest`` and ``to_json()``; None if the
             configuration alone determines it.
         watchdog: The process's, if the configuration asks for one; None after `destroy`.
@@ -54,10 +60,16 @@ class EngineMixin(CheckpointMixin):
 
     settings = WavemareConfig()
     features: tuple[Feature, ...] = ()
+    norm: GradientNorm
+    norms_by_layer = False
     guard: NumericsGuard | None = None
     sparse: SparseGradients | None = None
     layout: Any = None
     watchdog: Watchdog | None = None
+    has_begun = False
+    """Whether the present step has done more than to read its data."""
+    broken = ""
+    """Which step failed midway, so that the engine refuses the next one; empty if none did."""
 
     def __init__(self, *args: Any, settings: WavemareConfig | None = None, **kwargs: Any) -> None:
         # Set first: DeepSpeed's constructor makes the loader.
@@ -69,6 +81,7 @@ class EngineMixin(CheckpointMixin):
         if settings.pipeline.is_asynchronous:
             refresh_by_stage(getattr(self, "basic_optimizer", None), self.stage_id, self.num_stages)
         balance = attach_balance(self, settings.balance)
+        self.norm = GradientNorm(self)
         self.guard = attach_guard(self, settings.guard)
         # The last two open links: an engine that is refused must not.
         timeout_s = settings.watchdog.collective_timeout_s
@@ -77,7 +90,8 @@ class EngineMixin(CheckpointMixin):
         replicas = None
         if self._replicas is not None and self.basic_optimizer is not None:
             replicas = LocalSteps(self, settings.local_steps, timeout_s)
-        self.features = tuple(filter(None, (balance, self.guard, self.sparse, replicas)))
+        # The guard is the last: it looks at the gradients that the step takes.
+        self.features = tuple(filter(None, (balance, self.sparse, replicas, self.guard)))
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Return a micro-batch's loss for its backward pass, as the features change it."""
@@ -89,10 +103,12 @@ class EngineMixin(CheckpointMixin):
         """Step as DeepSpeed's method of that name, unless a feature objects."""
         if self._writing is not None and self._writing.has_failed:
             self.finish_saving()
+        self.norm.begin_step()
         try:
             steps = all([feature.before_step() for feature in self.features])
-            with nullcontext() if steps else skipping(self):
+            with self.norm.handed(), nullcontext() if steps else skipping(self):
                 super()._take_model_step(*args, **kwargs)
+            self.norm.end_step(made=steps)
             for feature in self.features:
                 feature.after_step()
         except RuntimeError:
@@ -100,6 +116,32 @@ class EngineMixin(CheckpointMixin):
             if self._writing is not None and self._writing.fails_within(2.0):
                 self.finish_saving()
             raise
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip as DeepSpeed's method of that name, by the norm that is measured once."""
+        self.norm.clip(self.gradient_clipping())
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradients before clipping, over all stages.
+
+        With local steps it is that of this replica. In a pipeline that does not add it up before
+        the step, it waits until all stages have made the step. None before the first step.
+        """
+        return self.norm.value
+
+    @property
+    def norm_grid(self) -> Any:
+        """The ranks over which squares of gradients are added up, as an ``mpu``; may be None."""
+        return self.mpu
+
+    def settle(self) -> None:
+        """Wait until it is known that each stage has made all steps so far; all ranks must call it.
+
+        Raises:
+            NumericsError: A stage has left a step out, as numbers were not finite.
+        """
+        if self.guard is not None:
+            self.guard.settle()
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
@@ -113,10 +155,64 @@ class EngineMixin(CheckpointMixin):
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Tell the watchdog that a step is trained inside."""
-        PROGRESS.begin_step(self.global_steps + 1)
-        with PROGRESS.doing("train_batch"), naming_ids(self.module):
-            yield
+        """Train a step inside, which the watchdog hears of.
+
+        Raises:
+            CommError: A step before it began and did not end.
+        """
+        self.check_whole()
+        step, self.has_begun = self.global_steps + 1, False
+        PROGRESS.begin_step(step)
+        try:
+            with PROGRESS.doing("train_batch"), naming_ids(self.module):
+                yield
+        except StopIteration:  # the data had ended before it
+            raise
+        except BaseException as error:
+            if self.has_begun:
+                told = f"optimizer step {step} began on this rank and did not end"
+                self.broken = self.broken or f"{told} ({type(error).__name__})"
+            raise
+
+    def check_whole(self) -> None:
+        """Refuse to go on after a step that began and did not end: ranks may be at unlike steps.
+
+        Raises:
+            CommError: There was one, and no checkpoint has been loaded since.
+        """
+        if self.broken:
+            remedy = "Load a checkpoint on all ranks, or start all processes again"
+            raise CommError("optimizer step", self.global_steps + 1, self.broken, remedy)
+
+    # --- passes, as DeepSpeed's accumulation of gradients sees them -------------------------------
+
+    def call_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, without DeepSpeed's hooks of outputs: backward passes do their work."""
+        with autocast_if_enabled(self):
+            return self.module(*args, **kwargs)
+
+    def backward_from(self, loss: Tensor) -> None:
+        """Run the backward pass of a micro-batch's loss."""
+        loss = self.before_backward(loss) / self.gradient_accumulation_steps()
+        if isinstance(self.optimizer, ZeROOptimizer):
+            loss = self.optimizer.scale_if_loss(loss)
+        elif self.torch_autocast_z0_gradscaler:
+            loss = self.torch_autocast_z0_gradscaler.scale(loss)
+        self.accumulate(loss.backward)
+
+    def accumulate(self, backward: Callable[[], None]) -> None:
+        """Run a backward pass, which adds to the gradients of the step."""
+        if isinstance(self.optimizer, ZeROOptimizer):
+            self.optimizer.clear_backward_seen_flag()
+        own = self.__dict__  # a module's attributes are slow to set
+        own["_unmanaged_backward_count"] += 1  # read if the configuration says so
+        own["_running_engine_backward"] = True  # DeepSpeed's hooks leave the end of the pass to us
+        try:
+            self._backward_prologue()
+            backward()
+            self._backward_epilogue()
+        finally:
+            own["_running_engine_backward"] = False
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
         """Reduce gradients as DeepSpeed's method of that name, or by the sparse collective."""
@@ -194,8 +290,12 @@ class EngineMixin(CheckpointMixin):
         """Bring the weights of all ranks to the same bits; all ranks must call it.
 
         Replicas with local steps have their mean then. Without them it is `drain`.
+
+        Raises:
+            NumericsError: See `settle`.
         """
         self.drain()
+        self.settle()
         for feature in self.features:
             feature.synchronize()
 
@@ -211,6 +311,8 @@ class EngineMixin(CheckpointMixin):
             stack.callback(forget_grid, getattr(self, "mpu", None), self)
             if watchdog is not None:
                 stack.callback(watchdog.release)
+            if hasattr(self, "norm"):
+                stack.callback(self.norm.close)
             for feature in self.features:
                 stack.callback(feature.close)
             stack.callback(self.release_writers)
@@ -225,8 +327,10 @@ class EngineMixin(CheckpointMixin):
 
         So training can continue from a checkpoint after an error, too.
         """
+        self.norm.reset()
         for feature in self.features:
             feature.reset()
+        self.broken = ""
         discard_open_step(self)
 
     def load_extra_state(self, state: dict[str, Any]) -> None:

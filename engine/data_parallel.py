@@ -82,6 +82,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         count = self.gradient_accumulation_steps()
         # Taken at once: data that ends within a step must not leave half of one behind.
         batches = [next(data_iter) for _ in range(count)]
+        self.has_begun = True
         if self._wavelet is not None:
             PROGRESS.at("waves of micro-batches")
             return self._mean_loss(self._wavelet.train(batches))

@@ -49,10 +49,10 @@ class ExpertsMixin(deepspeed.DeepSpeedEngine):
             model_parameters = configure_moe_param_groups(given)
         super()._configure_optimizer(client_optimizer, model_parameters)
 
-    def clip_fp32_gradients(self) -> None:
-        """Clip as DeepSpeed's method of that name, by the norm of all ranks' experts."""
-        with replaced(self, {} if self._expert_grid is None else {"mpu": self._expert_grid}):
-            super().clip_fp32_gradients()
+    @property
+    def norm_grid(self) -> Any:
+        """The ranks over which squares of gradients are added up, as an ``mpu``; may be None."""
+        return self.mpu if self._expert_grid is None else self._expert_grid
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
@@ -81,7 +81,7 @@ class ExpertsMixin(deepspeed.DeepSpeedEngine):
 
 
 class _ExpertGrid:
-    """The ranks that share experts, as an ``mpu`` by which gradients are clipped.
+    """The ranks that share experts, as an ``mpu`` over which a norm is added up.
 
     Args:
         name: Of DeepSpeed's groups.

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -18,7 +16,7 @@ from deepspeed.runtime import config as stock
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.utils import groups
 
-from wavemare.engine.config.refusals import check_shares
+from wavemare.engine.config.refusals import check_shares, refuse_plan
 from wavemare.engine.config.resolve import (
     SECTION,
     WavemareConfig,
@@ -31,19 +29,15 @@ from wavemare.engine.config.resolve import (
 from wavemare.engine.config.shape import BATCH_KEYS, ZERO_WEIGHTS, is_enabled, offloads
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.launch.group import compiled_ops_enabled, gather
-from wavemare.engine.optim.optimizers import clipping_limit, count_all_stages, take_optimizer
+from wavemare.engine.optim.optimizers import clipping_limit, take_optimizer
 from wavemare.engine.optim.policy import advise, check_replaceable
-from wavemare.engine.pipe.engine import DualPipeVEngine, PipelineEngine
-from wavemare.engine.pipe.linked import OverlappedPipelineEngine, check_overlap
-from wavemare.engine.pipe.pipemare import PipeMareEngine
-from wavemare.engine.pipe.planned import PlanEngine
+from wavemare.engine.pipe.engine import PipelineEngine
+from wavemare.engine.pipe.plans import agreed_plan
+from wavemare.engine.pipe.staged import DualPipeVEngine
 from wavemare.engine.seams import dispatch_to, warn_of_other_version
-from wavemare.errors import ConfigError, PlanError
-from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.files import read_plan
-from wavemare.pipeline.plan.plan import Plan
-from wavemare.pipeline.plan.run_plan import RunPlan, homes_of
+from wavemare.errors import ConfigError
+from wavemare.pipeline.plan.files import GivenPlan
+from wavemare.pipeline.plan.run_plan import RunPlan
 
 logger = logging.getLogger("wavemare")
 
@@ -54,24 +48,17 @@ ENGINES: Mapping[str, Any] = {
 }
 """The names that ``deepspeed.initialize`` looks up in its module, and what we put there."""
 
-PIPELINE_ENGINES: Mapping[str, type[PipelineEngine]] = {
-    "1f1b": PipelineEngine,
-    **dict.fromkeys(("zb-h1", "interleaved", "zbv", "auto"), PlanEngine),
-    "pipemare": PipeMareEngine,
-}
-"""The engine that runs each schedule of ``wavemare.pipeline.schedule``; of files `PlanEngine`."""
-
 _IN_ARGS = ("deepspeed_config", "deepscale_config")  # the second is DeepSpeed's older name
 
 
 def build_engine(
-    config: dict[str, Any], *, plan: Plan | None = None, **arguments: Any
+    config: dict[str, Any], *, plan: GivenPlan | None = None, **arguments: Any
 ) -> tuple[Any, Any, Any, Any]:
     """Check a configuration against the processes there are, and let DeepSpeed build our engine.
 
     Args:
         config: The whole configuration.
-        plan: That of the schedule's file; read here if omitted.
+        plan: Of a pipeline, in place of the configuration's schedule; see `PipelineEngine`.
         arguments: ``deepspeed.initialize``'s other parameters, by name.
 
     Returns:
@@ -84,11 +71,11 @@ def build_engine(
     warn_of_other_version()
     names = ("model", "mpu", "mesh_param", "optimizer")
     model = arguments.get("model")
-    complete, ours, optimizer = resolve(config, **{name: arguments.get(name) for name in names})
+    given = {name: arguments.get(name) for name in names}
+    complete, ours, optimizer = resolve(config, plan=plan, **given)
     # Without our section all is as in DeepSpeed.
-    staged = SECTION in config and isinstance(model, deepspeed.PipelineModule)
-    if staged and count_all_stages(model) and dist.get_rank() == 0:
-        _say_which_norm(complete, ours)
+    if SECTION in config and isinstance(model, deepspeed.PipelineModule) and dist.get_rank() == 0:
+        _say_which_norm(complete, ours, model.mpu().get_pipe_parallel_world_size())
     arguments["optimizer"] = optimizer
     arguments["args"] = _without_config(arguments.get("args"))
     with dispatch_to(_engines(ours, model, plan)):
@@ -98,7 +85,13 @@ def build_engine(
 
 
 def resolve(
-    config: dict[str, Any], *, model: Any, mpu: Any, mesh_param: Any, optimizer: Any
+    config: dict[str, Any],
+    *,
+    model: Any,
+    mpu: Any,
+    mesh_param: Any,
+    optimizer: Any,
+    plan: GivenPlan | None = None,
 ) -> tuple[dict[str, Any], WavemareConfig, Any]:
     """Check a configuration against the processes there are, and fill in what it leaves open.
 
@@ -117,7 +110,7 @@ def resolve(
     if dist.get_rank() == 0:
         for warning in misplaced_keys(config):
             logger.warning(warning)
-    config, ours = _with_sizes(config, ours, model, mpu, mesh_param)
+    config, ours = _with_sizes(config, ours, model, mpu, mesh_param, plan)
     check_replaceable(ours, optimizer)
     config, optimizer = take_optimizer(config, model, optimizer)
     config = _without_compiled_optimizer(_without_elastic_files(config), optimizer)
@@ -134,11 +127,11 @@ def _refuse_removed(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"{part}{key}", given[key], removed[key].rstrip(". "), "Leave it out")
 
 
-def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig) -> None:
+def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig, stages: int) -> None:
     """Say what clips, where stock DeepSpeed with this configuration clips by another norm."""
     limit, zero = clipping_limit(config), zero_section(config).get("stage", 0)
     in_fp32 = not (is_enabled(config, "fp16") or is_enabled(config, "bf16"))
-    if limit and not zero and in_fp32 and not ours.pipeline.is_asynchronous:
+    if stages > 1 and limit and not zero and in_fp32 and not ours.pipeline.is_asynchronous:
         logger.warning(
             "gradient_clipping = %s (DeepSpeed's default is 1.0): the norm is that of all stages; "
             "stock DeepSpeed uses the first stage's, so its losses differ. 0 disables clipping",
@@ -166,68 +159,33 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
     return load_config(given)
 
 
-def _engines(ours: WavemareConfig, model: Any, plan: Plan | None) -> Mapping[str, Any]:
-    """Return `ENGINES`, with the one that the schedule asks for, and with our sections."""
+def _engines(ours: WavemareConfig, model: Any, plan: GivenPlan | None) -> Mapping[str, Any]:
+    """Return `ENGINES` with our sections, and the pipeline's with the plan that was given."""
     engines = {name: partial(engine, settings=ours) for name, engine in ENGINES.items()}
-    schedule, overlap = ours.pipeline.schedule, ours.pipeline.overlap_forward_backward
-    if overlap:
-        check_overlap(model)
+    schedule = ours.pipeline.schedule
     stages = isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule)
-    if schedule != "1f1b" and not stages:
+    if (schedule != "1f1b" or plan is not None) and not stages:
         raise ConfigError(
-            "wavemare.pipeline.schedule",
-            schedule,
+            "wavemare.pipeline.schedule" if plan is None else "plan",
+            schedule if plan is None else type(plan).__name__,
             f"{type(model).__name__} is no pipeline of one stage per rank",
             "Give a PipelineModule, or a transformers model and 2 or more stages",
         )
-    plan = plan or file_plan(ours.pipeline, _pipeline_length(model, ours))
-    if plan is not None:
-        return {**engines, "PipelineEngine": partial(PlanEngine, settings=ours, plan=plan)}
-    engine = PIPELINE_ENGINES[schedule]
-    if overlap and engine is PipelineEngine:
-        engine = OverlappedPipelineEngine
-    return {**engines, "PipelineEngine": partial(engine, settings=ours)}
-
-
-def file_plan(pipeline: PipelineConfig, num_ranks: int) -> Plan | None:
-    """Return the plan in the file that is the schedule, proved; None if it is no file.
-
-    All ranks call this, and fail alike.
-
-    Raises:
-        ConfigError: The file cannot be read.
-        PlanError: It holds no plan or a wrong one, for other ranks, or not the same on all ranks.
-    """
-    if pipeline.file is None:
-        return None
-    key, plan, error = "wavemare.pipeline.schedule", None, None
-    try:
-        plan = read_plan(Path(pipeline.file), key)
-        check(plan)
-        found = hashlib.sha256(str(plan).encode()).hexdigest()[:12]
-    except (ConfigError, PlanError) as failure:
-        error, found = failure, str(failure)
-    ranks = gather(found)
-    for rank, other in enumerate(ranks):
-        if other != ranks[0]:
-            reason = f"the ranks' plans differ: rank 0 has {ranks[0]}, rank {rank} has {other}"
-            raise PlanError(key, pipeline.schedule, reason, "Give all ranks the same file")
-    if error is not None:
-        raise error
-    assert plan is not None
-    if len(plan.ranks) != num_ranks:
-        reason = f"the plan has {len(plan.ranks)} ranks, and the pipeline {num_ranks}"
-        raise PlanError(key, pipeline.schedule, reason, "Make it for as many ranks")
-    return plan
+    return {**engines, "PipelineEngine": partial(PipelineEngine, settings=ours, plan=plan)}
 
 
 def _with_sizes(
-    config: dict[str, Any], ours: WavemareConfig, model: Any, mpu: Any, mesh_param: Any
+    config: dict[str, Any],
+    ours: WavemareConfig,
+    model: Any,
+    mpu: Any,
+    mesh_param: Any,
+    plan: GivenPlan | None,
 ) -> tuple[dict[str, Any], WavemareConfig]:
     """Return the configuration with batch sizes, and with the optimizer of the policy."""
     world_size = dist.get_world_size()
     replicas = getattr(getattr(mpu, "replicas", None), "size", 1)
-    shares_samples = "sequence_parallel_size" in config or config.get("tensor_parallel")
+    shares_samples = config.get("sequence_parallel_size", 1) > 1 or config.get("tensor_parallel")
     if mpu is not None:
         data_ranks = _data_ranks_of(mpu, world_size) * replicas
     elif mesh_param is None and not shares_samples:
@@ -245,14 +203,14 @@ def _with_sizes(
     check_shares(ours.balance, sizes, data_ranks)
     micro_batches = sizes["gradient_accumulation_steps"]
     stages = isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule)
-    if stages and ours.pipeline.file is None:  # the engine compares a file's plan with the model
-        _check_homes(model, ours, length)
-        # Every rank checks the plans of all: all fail alike, or none.
+    if stages:
+        _check_trained(model, config)
         clips = clipping_limit(config) > 0
-        settings = ours.pipeline.pipemare
-        RunPlan.of(ours.pipeline, length, micro_batches, clips=clips).check(
-            warmup_steps=settings.warmup_steps, drain_interval=settings.drain_interval
-        )
+        run = agreed_plan(ours.pipeline, length, micro_batches, clips=clips, plan=plan)
+        _check_homes(model, run)
+        if plan is not None:
+            chunked = len(run.homes) > length
+            refuse_plan(config, ours, split=run.whole.is_split, chunked=chunked)
     asynchronous = ours.pipeline.is_asynchronous
     if replicas > 1:  # of which DeepSpeed's grid knows one
         own = {BATCH_KEYS[0]: sizes[BATCH_KEYS[0]] // replicas}
@@ -269,17 +227,48 @@ def _with_sizes(
     return config, ours
 
 
-def _check_homes(model: Any, ours: WavemareConfig, length: int) -> None:
+def homes_of_stages(
+    config: Mapping[str, Any], ours: WavemareConfig, plan: GivenPlan | None
+) -> tuple[int, ...]:
+    """Return for each stage of a model that is not cut yet its rank; all ranks fail alike.
+
+    Raises:
+        ConfigError: Batch sizes do not multiply, or there are two plans.
+        PlanError: The plan is wrong.
+    """
+    data_ranks = max(dist.get_world_size() // ours.model_ranks, 1)
+    sizes = check_batch_sizes(config, data_world_size=data_ranks)
+    micro_batches = sizes["gradient_accumulation_steps"]
+    return agreed_plan(
+        ours.pipeline, ours.pipeline.stages, micro_batches, clips=False, plan=plan
+    ).homes
+
+
+def _check_trained(model: Any, config: Mapping[str, Any]) -> None:
+    """Refuse a stage that trains nothing where DeepSpeed's optimizer needs a weight of it."""
+    trains = gather(any(parameter.requires_grad for parameter in model.parameters()))
+    wrapped = zero_section(config).get("stage") or is_enabled(config, "bf16")
+    if all(trains) or not (wrapped or is_enabled(config, "fp16")):
+        return
+    raise ConfigError(
+        "model",
+        f"rank {trains.index(False)}",
+        "this rank's stage trains no weight, and DeepSpeed's optimizers of ZeRO and of 16 bits "
+        "need one on each rank",
+        "Move the cuts, so that each stage trains a weight, or use ZeRO 0 in fp32",
+    )
+
+
+def _check_homes(model: Any, run: RunPlan) -> None:
     """Refuse a model that is cut for another schedule."""
-    schedule = ours.pipeline.schedule
-    needed = homes_of(ours.pipeline, length)
-    homes = tuple(getattr(model, "homes", range(length)))
-    if homes != needed:
+    homes = tuple(getattr(model, "homes", range(run.num_stages)))
+    if homes != run.homes:
+        name = run.schedule if run.plan is None else run.plan.schedule
         raise ConfigError(
             "wavemare.pipeline.schedule",
-            schedule,
-            f"its stages are on the ranks {needed}, and those of the model on {homes}",
-            f"Build the model as a ChunkedPipelineModule with homes={needed}, or give a "
+            name,
+            f"its stages are on the ranks {run.homes}, and those of the model on {homes}",
+            f"Build the model as a ChunkedPipelineModule with homes={run.homes}, or give a "
             "transformers model",
         )
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from wavemare.comm.wire import Header, Message, ReplicaLink, decode, encode
 from wavemare.engine.config.sections import LocalStepsConfig
-from wavemare.engine.context import EngineContext, Feature
+from wavemare.engine.feature import Feature
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import CheckpointError, ConfigError, NumericsError
+
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
 
 logger = logging.getLogger("wavemare")
 
@@ -54,7 +57,7 @@ class LocalSteps(Feature):
 
     key = "local_steps"
 
-    def __init__(self, engine: EngineContext, config: LocalStepsConfig, timeout_s: float) -> None:
+    def __init__(self, engine: EngineMixin, config: LocalStepsConfig, timeout_s: float) -> None:
         if config.warmup_steps and any(getattr(m, "sparse", 0) for m in engine.module.modules()):
             reason = "replicas have sparse gradients of different rows, which have no mean"
             remedy = "Leave it out, or build embeddings without sparse=True"
@@ -328,7 +331,7 @@ def _finite(message: Message) -> Tensor:
     return mean
 
 
-def _norms(engine: EngineContext) -> list[Tensor]:
+def _norms(engine: EngineMixin) -> list[Tensor]:
     """Return the running statistics of batch normalization."""
     layers = [module for module in engine.module.modules() if isinstance(module, _NormBase)]
     buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]

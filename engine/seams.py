@@ -13,11 +13,14 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import version as installed
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import distributed
@@ -25,7 +28,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.file_baton import FileBaton
 
 from wavemare.comm.waits import waiting
-from wavemare.engine.context import EngineContext
+
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
 
 DEEPSPEED = "0.19.8"
 """The version that the digests are of, and that all tests run with."""
@@ -44,22 +49,25 @@ FUNCTIONS = {
         load_checkpoint=5728d3 save_checkpoint=c92409 scale=bb48d2 set_train_batch_size=b15192
         set_train_micro_batch_size=e5bdf7 _start_timers=352ef6 _stop_timers=38ddc0
         step=02d6a4 zero_allow_untested_optimizer=d96e72 zero_optimization=3405fc
-        _load_zero_checkpoint=008491 steps_per_print=47026b""",
+        _load_checkpoint=45c195 _load_zero_checkpoint=008491 load_module_state_dict=402cc9
+        steps_per_print=47026b get_global_grad_norm=93f2c5""",
     "runtime.pipe.dualpipev.DualPipeVEngine": """
         eval_batch=5a4f7c reset_activation_shape=eeeba4""",
     "runtime.bf16_optimizer.BF16_Optimizer": """
         _setup_for_real_optimizer=d5c428 clear_lp_grads=455d9b get_grads_for_norm=81ed7f
-        get_grads_for_reduction=2ed8bb step=9b21d4 update_hp_grads=e36698
-        update_lp_params=128911""",
+        get_grads_for_reduction=2ed8bb refresh_fp32_params=9571f0 step=9b21d4
+        update_hp_grads=e36698 update_lp_params=128911""",
+    "runtime.fp16.fused_optimizer.FP16_Optimizer": "refresh_fp32_params=909279",
+    "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "refresh_fp32_params=d36b9d",
     "runtime.pipe.engine.PipelineEngine": """
-        _aggregate_total_loss=562a55 _bf16_reduce_grads=9b1ca8
+        _aggregate_total_loss=562a55 _bf16_reduce_grads=9b1ca8 _build_data_iter=238ef4
         _exec_backward_pass=ae2eef _exec_forward_pass=cf4dfb _exec_load_micro_batch=2243e2
         _exec_optimizer_step=6eb521 _exec_recv_activations=04213b _exec_recv_grads=b0c95d
         _exec_reduce_grads=3620e2 _exec_reduce_tied_grads=00d7e6 _exec_schedule=f16256
         _exec_send_activations=c2127e _exec_send_grads=fc5d06 _inference_schedule=681dc5
         _loss_stage_global_rank=67bf3c _next_batch=1361d9 _reserve_pipe_buffers=7cf073
         _train_schedule=8423c0 eval_batch=439640 forward=5c3faa reset_activation_shape=c73b7e
-        is_first_stage=4cf9be is_last_stage=29fc2f
+        is_first_stage=4cf9be is_last_stage=29fc2f load_module_state_dict=a5d5a5
         set_dataiterator=1e25f9 set_dataloader=bd75a6 set_train_batch_size=791b72
         train_batch=8be6f9""",
     "runtime.pipe.module.PipelineModule": """
@@ -74,13 +82,15 @@ FUNCTIONS = {
         buffered_reduce_fallback=1cb18c get_grad_norm_direct=72af09 has_overflow=cadc27
         get_gradient_for_reduction=740064 get_param_comm_dtype=fa98ff get_param_id=960db3
         reduce_independent_p_g_buckets_and_remove_grads=500839 scaled_global_norm=63c6a6
-        unscale_and_clip_grads=6bf2ce update_lp_params=3cdce0""",
+        refresh_fp32_params=9571f0 step=952088 unscale_and_clip_grads=6bf2ce
+        update_lp_params=3cdce0""",
     "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": """
-        _get_norm_groups=6a068f has_overflow=1008a8""",
+        _get_norm_groups=6a068f has_overflow=1008a8 refresh_fp32_params=9571f0 step=c751b3""",
     "moe.utils": """configure_moe_param_groups=c2eb33
         split_params_into_different_moe_groups_for_optimizer=5c2e39""",
     "runtime.utils": """
         clip_grad_norm_=72d40c clip_tensors_by_global_norm=7acb1d
+        combine_grad_norm_groups=37a114
         get_global_norm_of_tensors=2345c9""",
     "utils.groups": """
         _create_expert_and_data_parallel=52f333 _get_expert_data_parallel_rank=62ac04
@@ -99,11 +109,11 @@ ATTRIBUTES = {
     "runtime.pipe.engine.PipelineEngine": "_compute_loss eval_return_logits fwd_outputs",
     "runtime.pipe.module.PipelineModule": "_layer_specs _local_start _local_stop tied_comms",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """all_grad_tensors averaged_gradients
-        bit16_groups clip_grad grad_start_offset ipg_buckets model_parallel_group overlap_comm
-        param_to_partition_ids params_in_partition reduce_bucket_size reduction_stream
-        round_robin_bit16_offsets""",
+        bit16_groups clip_grad compute_grad_norm cpu_offload grad_start_offset ipg_buckets
+        model_parallel_group overlap_comm param_to_partition_ids params_in_partition
+        reduce_bucket_size reduction_stream round_robin_bit16_offsets""",
     "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": """averaged_gradients
-        fp32_partitioned_groups_flat""",
+        fp32_partitioned_groups_flat offload_optimizer use_muon""",
     "utils.timer.SynchronizedWallClockTimer": "started_",
 }
 """The attributes that are read, which have to stand in the source of their class."""
@@ -196,32 +206,100 @@ def keeping_versions(parameters: tuple[torch.Tensor, ...]) -> AbstractContextMan
     return _unsafe_preserve_version_counter(parameters)
 
 
-_grid_holders: dict[int, int] = {}  # by grid, the engine that was built with it last
+@contextmanager
+def noting_groups(made: list[Any]) -> Iterator[None]:
+    """Add the process groups that are made inside to a list, DeepSpeed's too.
+
+    DeepSpeed makes them by torch's function of that name, and keeps no list of them.
+    """
+    make = distributed.new_group
+
+    @functools.wraps(make)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        group = make(*args, **kwargs)
+        if not kwargs.get("use_local_synchronization"):  # `group_for` keeps that for others
+            made.append(group)
+        return group
+
+    with replaced(distributed, {"new_group": new_group}):
+        yield
 
 
-def hold_grid(mpu: Any, engine: object) -> None:
-    """Note that an engine is built with a grid; call it before DeepSpeed reads the grid."""
+def destroy_groups(made: list[Any]) -> None:
+    """Destroy process groups, the last first, and empty the list.
+
+    Ranks may call it at different times. Groups that are destroyed already are passed over.
+    """
+    while made:
+        with suppress(ValueError):  # torch no longer knows it
+            distributed.destroy_process_group(made.pop())
+
+
+def fail_group(group: Any) -> None:
+    """Let the ranks that wait in a group of gloo's fail at once, now and later.
+
+    gloo closes the connections of a group in which a receive has timed out, and has no other call
+    for that. NCCL has none that other ranks would notice before its own timeout.
+    """
+    if distributed.get_backend(group) != "gloo":
+        return
+    own = distributed.get_rank()
+    peers = [rank for rank in distributed.get_process_group_ranks(group) if rank != own]
+    with suppress(RuntimeError):
+        never: Any = distributed.irecv(torch.empty(1), peers[0], group=group)
+        never.wait(timedelta(milliseconds=1))
+
+
+@dataclass
+class _Grid:
+    """The living engines that were built with a grid, and the process groups to destroy last."""
+
+    engines: WeakSet[Any] = field(default_factory=WeakSet)
+    groups: list[Any] = field(default_factory=list)
+
+
+_grids: dict[int, _Grid] = {}
+
+
+def hold_grid(mpu: Any, engine: object, made: Iterable[Any] = ()) -> None:
+    """Note that an engine is built with a grid; call it before DeepSpeed reads the grid.
+
+    Args:
+        mpu: The grid.
+        engine: Of DeepSpeed's.
+        made: Process groups that belong to the engines of this grid, and to nobody else.
+    """
     if mpu is not None:
-        _grid_holders[id(mpu)] = id(engine)
+        grid = _grids.setdefault(id(mpu), _Grid())
+        grid.engines.add(engine)
+        grid.groups += made
 
 
 def forget_grid(mpu: Any, engine: object) -> None:
     """Let the next engine have other groups than a destroyed one: DeepSpeed keeps its grid.
 
-    The garbage collector may destroy an engine while another one is built with the same grid; that
-    one keeps it.
+    The last engine of a grid also destroys the groups that were made for it. An engine that the
+    garbage collector destroys leaves them: its model may live on, and the other ranks may not be
+    collecting theirs. Nor does it take the grid from another engine that is built with it.
     """
     groups: Any = import_module("deepspeed.utils.groups")
-    if mpu is None or groups.mpu is not mpu or _grid_holders.get(id(mpu)) != id(engine):
+    grid = _grids.get(id(mpu))
+    if grid is None:
         return
-    groups.mpu = None
-    del _grid_holders[id(mpu)]
-    if mpu is groups:  # DeepSpeed's own tensor parallelism
-        groups.mesh_device = groups._TENSOR_MODEL_PARALLEL_GROUP = None
-        groups._DATA_PARALLEL_GROUP = None
+    grid.engines.discard(engine)
+    if grid.engines:
+        return
+    del _grids[id(mpu)]
+    if groups.mpu is mpu:
+        groups.mpu = None
+        if mpu is groups:  # DeepSpeed's own tensor parallelism
+            groups.mesh_device = groups._TENSOR_MODEL_PARALLEL_GROUP = None
+            groups._DATA_PARALLEL_GROUP = None
+    if not getattr(engine, "is_collected", False):
+        destroy_groups(grid.groups)
 
 
-def discard_open_step(engine: EngineContext) -> None:
+def discard_open_step(engine: EngineMixin) -> None:
     """Drop the gradients that no optimizer step has taken; the next micro-batch begins a step.
 
     DeepSpeed drops them only after its own steps. After an error, or a load of other weights, the

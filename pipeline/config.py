@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from wavemare.pipeline.plan.schedules import SCHEDULES, TRAINED
 from wavemare.section import Section
 
-Schedule = Literal["1f1b", "zb-h1", "interleaved", "zbv", "auto", "pipemare"]
-"""Schedules that engines train with; `wavemare.pipeline.plan.schedules.SCHEDULES` has more."""
-TRAINED: tuple[str, ...] = get_args(Schedule)
-"""The same names at run time."""
+if TYPE_CHECKING:
+    Schedule = str
+else:
+    Schedule = Literal[TRAINED]
+    """A name of a schedule that engines train with."""
 FILE = "file:"
 """Before the path of a plan, in place of a schedule's name."""
 
@@ -98,7 +100,7 @@ class PipelineConfig(Section):
 
     memory_limit: str | None = None
     """Activations that a rank keeps with ``auto``, as a share of 1F1B's on its first rank, such as
-    ``0.63x``, or in bytes, such as ``4GB``; ``1x`` if omitted."""
+    ``0.63x``; ``1x`` if omitted."""
 
     dynamic_shape: bool = False
     """Whether micro-batches differ in shape. Every message then carries its shape."""
@@ -111,23 +113,13 @@ class PipelineConfig(Section):
     """Whether an output head that shares the embedding's weights gets its own. If omitted, only
     with ``pipemare``, whose stages cannot share a weight."""
 
-    overlap_forward_backward: bool = False
-    """Whether a stage that is split by ``tensor_parallel`` runs each backward pass together with
-    the next forward pass, so that the all-reduces of each overlap the other. With ``1f1b`` its
-    forward passes then run twice as far ahead, and it keeps their activations."""
-
     pipemare: PipeMareConfig = PipeMareConfig()
     """Settings of the schedule ``pipemare``."""
 
     @property
     def is_asynchronous(self) -> bool:
         """Whether stages step on their own, each at its own time."""
-        return self.schedule == "pipemare"
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether its passes have an order of their own, with split backward passes."""
-        return self.schedule not in ("1f1b", "pipemare")
+        return self.file is None and not SCHEDULES[self.schedule].flushes
 
     @property
     def file(self) -> str | None:
@@ -136,15 +128,9 @@ class PipelineConfig(Section):
 
     @property
     def memory_share(self) -> float:
-        """The memory limit as a number; nan where it is no share."""
+        """The memory limit as a number, 1 if omitted; nan where it is no share."""
         text = self.memory_limit or "1x"
         return float(text[:-1]) if re.fullmatch(r"[0-9]+(\.[0-9]+)?x", text) else math.nan
-
-    @property
-    def memory_bytes(self) -> float | None:
-        """The memory limit in bytes; None where it is a share."""
-        text = self.memory_limit or ""
-        return 1e9 * float(text[:-2]) if re.fullmatch(r"[0-9]+(\.[0-9]+)?GB", text) else None
 
     @property
     def unties(self) -> bool:
@@ -155,10 +141,7 @@ class PipelineConfig(Section):
 class WaveletConfig(Section):
     """Two waves of micro-batches, half a cycle apart on the same device."""
 
-    mode: Literal["off", "auto", "sync", "model_parallel"] = "off"
+    mode: Literal["off", "auto", "sync"] = "off"
     """``sync`` pairs the backward pass of a micro-batch with the forward pass of the next: the
     same sums as gradient accumulation. ``auto`` measures first and turns ``sync`` on where that
-    pays. ``model_parallel``, the paper's other form, is done by ZeRO-3."""
-
-    compile: bool = False
-    """Whether the model goes through ``torch.compile``; collectives break its graphs."""
+    pays."""

@@ -15,10 +15,11 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
@@ -32,7 +33,6 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import distributed
 
 from wavemare.engine.checkpoint.compatibility import (
     check_checkpoint_fits,
@@ -55,13 +55,15 @@ from wavemare.engine.checkpoint.files import (
 from wavemare.engine.checkpoint.manifest import FORMAT, read_manifest, resolve_tag, verify_contents
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group
-from wavemare.engine.context import EngineContext
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
-from wavemare.engine.seams import replaced
+from wavemare.engine.seams import destroy_groups, replaced
 from wavemare.errors import CheckpointError
 from wavemare.files import remove_leftovers, temporary_sibling
+
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
 
 _RESERVED = {
     *("ds_autoep_layers", "autoep_layers", FOLDING_METADATA_KEY),
@@ -78,6 +80,12 @@ class CheckpointMixin(DeepSpeedEngine):
     _writing: BackgroundSave | None = None
     _writers: Any = None
     _earlier_runs: tuple[str, ...] = ()
+    is_collected = False
+    """Whether the garbage collector destroys the engine, at a time of its own on each rank."""
+
+    def __del__(self) -> None:
+        self.is_collected = True
+        super().__del__()
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
@@ -102,12 +110,14 @@ class CheckpointMixin(DeepSpeedEngine):
 
         Raises:
             ValueError: There is no ``save_dir``.
+            NumericsError: A stage has left a step out, as numbers were not finite.
             CheckpointError: A rank could not write this checkpoint, or the one before in the
                 background; or ``client_state`` holds what a load would not give back.
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         self.drain()
+        self.settle()
         self.finish_saving()
         agree(Path(save_dir), lambda: _check_client_state(self, client_state))
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
@@ -163,8 +173,8 @@ class CheckpointMixin(DeepSpeedEngine):
     def release_writers(self) -> None:
         """Destroy the process group of background saves; none may be pending."""
         writers, self._writers = self._writers, None
-        if writers is not None and dist.is_initialized():
-            distributed.destroy_process_group(writers)
+        if writers is not None:
+            destroy_groups([writers])
 
     @PROGRESS.doing("load_checkpoint")
     def load_checkpoint(
@@ -180,7 +190,8 @@ class CheckpointMixin(DeepSpeedEngine):
         """Load as ``deepspeed.DeepSpeedEngine.load_checkpoint``, after verifying the folder.
 
         At the topology of the save, training continues bit for bit. Only harmless classes are
-        unpickled, so a file cannot run code.
+        unpickled, so a file cannot run code. Where weights alone are loaded, the optimizer goes on
+        from them, whatever it keeps copies of.
 
         Raises:
             CheckpointError: The folder is missing or damaged; its topology, plan or optimizer is
@@ -215,12 +226,15 @@ class CheckpointMixin(DeepSpeedEngine):
         # look elsewhere.
         as_zero = {"zero_optimization": lambda: True} if adapt(self).accumulates_in_fp32 else {}
         reading = replaced(self, {"reads_own_replica": same, **as_zero})
-        with reading, self.without_expert_files(), safe_loading(load_dir):
+        # Under ZeRO 3 DeepSpeed takes weights from the optimizer's files; with load_module_only it
+        # does so only if told to leave the optimizer's states.
+        states = load_optimizer_states and (whole or not self.zero_optimization_partition_weights())
+        with reading, self.without_expert_files(), safe_loading(load_dir), _weights_of(tag):
             result = super().load_checkpoint(
                 load_dir,
                 tag,
                 load_module_strict=load_module_strict,
-                load_optimizer_states=load_optimizer_states,
+                load_optimizer_states=states,
                 load_lr_scheduler_states=load_lr_scheduler_states,
                 load_module_only=load_module_only,
                 custom_load_fn=custom_load_fn,
@@ -237,7 +251,39 @@ class CheckpointMixin(DeepSpeedEngine):
         for key, ours in _universal_information(self).items():  # not the client's
             if result[1] and result[1].get(key) == ours:
                 del result[1][key]
+        if load_optimizer_states and not states and result[1]:
+            result[1].pop("optimizer", None)  # nor is what DeepSpeed was told to leave
         return result
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Any = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Load weights as DeepSpeed's method of that name; the next step goes on from them.
+
+        Parameters are DeepSpeed's: the weights of this rank are ``checkpoint["module"]``. All ranks
+        must call it.
+        """
+        self.drain()
+        load = super().load_module_state_dict
+        if isinstance(checkpoint.get("module"), Mapping):
+            # DeepSpeed's pipeline would look for the key "module" a second time.
+            load = partial(DeepSpeedEngine.load_module_state_dict, self)
+        load(
+            checkpoint,
+            strict,
+            custom_load_fn,
+            fetch_z3_params,
+            z3_params_to_fetch,
+            allowed_missing_keys,
+        )
+        adapt(self).refresh_masters()  # a load of the optimizer's states comes later
+        self.reset_state()
 
     def without_expert_files(self) -> AbstractContextManager[None]:
         """Return the context in which DeepSpeed saves and loads a model as one without experts."""
@@ -268,7 +314,17 @@ class CheckpointMixin(DeepSpeedEngine):
             self.checkpoint_engine.current = None
 
 
-def _check_client_state(engine: EngineContext, state: Mapping[str, Any]) -> None:
+def _weights_of(tag: str | None) -> AbstractContextManager[None]:
+    """Return the context in which DeepSpeed takes the weights of ZeRO 3 from this tag.
+
+    It does not pass the tag on, and would take those of the latest checkpoint.
+    """
+    module = import_module("deepspeed.runtime.engine")
+    name = "get_fp32_state_dict_from_zero_checkpoint"
+    return replaced(module, {name: partial(getattr(module, name), tag=tag)})
+
+
+def _check_client_state(engine: EngineMixin, state: Mapping[str, Any]) -> None:
     """Refuse what a load would not give back; one rank alone would refuse the others, late."""
     taken = sorted(_RESERVED & state.keys()) if engine.has_moe_layers else []
     if taken:
@@ -278,7 +334,7 @@ def _check_client_state(engine: EngineContext, state: Mapping[str, Any]) -> None
     check_client_state(state)
 
 
-def _universal_information(engine: EngineContext) -> dict[str, Any]:
+def _universal_information(engine: EngineMixin) -> dict[str, Any]:
     """Return what ``ds_to_universal`` asks of the client: which weights it takes of rank 0 alone.
 
     It asks rank 0, and reads weights that are tied on other ranks from each of them.
@@ -316,7 +372,7 @@ def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
 
 
 def _find(
-    load_dir: Path, tag: str | None, engine: EngineContext, *, whole: bool
+    load_dir: Path, tag: str | None, engine: EngineMixin, *, whole: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Return tag and list of files of a checkpoint that this engine can go on from."""
     tag = resolve_tag(load_dir, tag)
@@ -327,7 +383,7 @@ def _find(
 
 
 def _read_own(
-    folder: Path, manifest: Mapping[str, Any], engine: EngineContext, *, strict: bool
+    folder: Path, manifest: Mapping[str, Any], engine: EngineMixin, *, strict: bool
 ) -> dict[str, Any]:
     """Return this rank's state, if the topology is the same, after a look at the weights' sizes.
 
@@ -343,7 +399,7 @@ def _read_own(
     return own
 
 
-def _verify(folder: Path, manifest: Mapping[str, Any], engine: EngineContext) -> None:
+def _verify(folder: Path, manifest: Mapping[str, Any], engine: EngineMixin) -> None:
     """Verify this rank's share of the files' checksums."""
     part, parts = dist.get_rank(), dist.get_world_size()
     if engine.use_node_local_storage():
@@ -359,7 +415,7 @@ def _tidy(*folders: Path) -> None:
         remove_leftovers(folder)
 
 
-def _manifest(engine: EngineContext, runs: list[str]) -> dict[str, Any]:
+def _manifest(engine: EngineMixin, runs: list[str]) -> dict[str, Any]:
     """Return what ``wavemare.json`` says beside the files."""
     plan = engine.layout
     layout = json.loads(plan.to_json()) if plan is not None else None

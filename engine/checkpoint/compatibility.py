@@ -6,16 +6,18 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from wavemare.engine.checkpoint.files import read_file
 from wavemare.engine.checkpoint.manifest import MANIFEST
-from wavemare.engine.context import EngineContext
 from wavemare.engine.optim.optimizers import is_added
 from wavemare.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
 
 _EXPORTED = "a model that save_pretrained exported"
 _OF_REPLICAS = {"world_size", "replicas"}
@@ -29,7 +31,7 @@ class TopologyError(CheckpointError, ZeRORuntimeException):
     """What DeepSpeed raises where the number of ranks has changed is caught as its own, too."""
 
 
-def topology(engine: EngineContext) -> dict[str, Any]:
+def topology(engine: EngineMixin) -> dict[str, Any]:
     """Return what a checkpoint's files depend on.
 
     Keys: ``world_size``, ``data``, ``pipe``, ``model`` (ranks), ``zero_stage``, and for a pipeline
@@ -59,18 +61,18 @@ def without_replicas(topology: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in topology.items() if key not in _OF_REPLICAS}
 
 
-def untied_weights(engine: EngineContext) -> list[str]:
+def untied_weights(engine: EngineMixin) -> list[str]:
     """Return the weights that a pipeline holds copies of where the model has one for both."""
     return sorted(getattr(engine.module, "untied", ()))
 
 
-def keeps_adam_alone(engine: EngineContext) -> bool:
+def keeps_adam_alone(engine: EngineMixin) -> bool:
     """Return whether the optimizer's states are such as ``ds_to_universal`` converts."""
     return not is_added(getattr(engine, "basic_optimizer", None))
 
 
 def check_checkpoint_fits(
-    folder: Path, manifest: Mapping[str, Any], engine: EngineContext, *, whole: bool
+    folder: Path, manifest: Mapping[str, Any], engine: EngineMixin, *, whole: bool
 ) -> None:
     """Check a checkpoint of another run's engine against this one.
 
@@ -127,14 +129,14 @@ def check_checkpoint_fits(
         raise TopologyError("checkpoint", str(folder), reason, remedy)
 
 
-def shapes(engine: EngineContext) -> dict[str, list[int]]:
+def shapes(engine: EngineMixin) -> dict[str, list[int]]:
     """Return the size of each of this rank's weights, of which ZeRO 3 holds a part."""
     named = engine.module.named_parameters()
     return {name: list(getattr(weight, "ds_shape", weight.shape)) for name, weight in named}
 
 
 def check_shapes(
-    folder: Path, saved: Mapping[str, list[int]] | None, engine: EngineContext, *, strict: bool
+    folder: Path, saved: Mapping[str, list[int]] | None, engine: EngineMixin, *, strict: bool
 ) -> None:
     """Refuse a checkpoint of a model of other sizes; those of older versions do not say.
 
@@ -151,7 +153,7 @@ def check_shapes(
             raise CheckpointError("checkpoint", str(folder), reason, remedy)
 
 
-def check_optimizer(folder: Path, engine: EngineContext) -> None:
+def check_optimizer(folder: Path, engine: EngineMixin) -> None:
     """Refuse the states of another optimizer, whoever wrote them.
 
     DeepSpeed's own Adam counts steps in plain numbers, which torch's takes but never moves on.
@@ -202,7 +204,7 @@ def _name(settings: list[str]) -> str:
     return f"an optimizer with {' and '.join(settings) or 'neither betas nor momentum'}"
 
 
-def check_universal(load_dir: str, engine: EngineContext) -> None:
+def check_universal(load_dir: str, engine: EngineMixin) -> None:
     """Refuse a universal checkpoint for an optimizer whose states it cannot have.
 
     Raises:

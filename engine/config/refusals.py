@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wavemare.comm.config import HALVES, LOOSE_MODES
 from wavemare.engine.config.sections import BalanceConfig, ParallelConfig
@@ -18,6 +19,7 @@ from wavemare.engine.config.shape import (
     zero_section,
 )
 from wavemare.errors import ConfigError
+from wavemare.pipeline.plan.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from wavemare.engine.config.resolve import WavemareConfig
@@ -67,8 +69,46 @@ _BESIDE_STAGED_EXPERTS: _Beside = {
     "wavemare.pipeline.schedule": (("1f1b",), _UNTESTED),
     "wavemare.sparse_collective.mode": (("off",), _UNTESTED),
 }
-_SCHEDULE_OF = {"pipemare": "pipemare", "chunks": "interleaved", "memory_limit": "auto"}
-"""By the key of a pipeline the only schedule that reads it."""
+
+
+class Removed(NamedTuple):
+    """What an earlier version read in the section ``wavemare``, and this one does not.
+
+    Args:
+        reason: Why it is refused.
+        remedy: The way that works.
+        value: Of a key that remains, the ending of the values that are gone. None where the whole
+            key is gone; false, its default, is then passed over.
+    """
+
+    reason: str
+    remedy: str
+    value: str | None = None
+
+
+REMOVED: Mapping[str, Removed] = {
+    "pipeline.overlap_forward_backward": Removed(
+        "pairs of passes in a stage were removed",
+        'Leave it out; to hide all-reduces use one stage and wavelet.mode "auto"',
+    ),
+    "pipeline.memory_limit": Removed(
+        "a limit in bytes was removed",
+        'Give a share of what 1F1B keeps on its first rank, such as "0.63x"',
+        value="GB",
+    ),
+    "wavelet.compile": Removed(
+        "waves compile no model",
+        'Call engine.compile(), or use DeepSpeed\'s section "compile"',
+    ),
+    "wavelet.mode": Removed(
+        "it was a name for ZeRO 3",
+        'Set "stage" to 3 in zero_optimization, and leave out the mode',
+        value="model_parallel",
+    ),
+}
+"""By the key, counted from the section."""
+_OPTIONS = "chunks", "memory_limit"
+"""Keys of a pipeline that are options of some schedules."""
 _BESIDE_PIPEMARE: _Beside = {
     "fp16.enabled": (_OFF, 'stages at different steps cannot share a loss scale; use "bf16"'),
     "torch_autocast.enabled": (_OFF, 'autocast would keep casts of old weights; use "bf16"'),
@@ -79,7 +119,6 @@ _BESIDE_SPLIT_PASSES: _Beside = {
     "torch_autocast.enabled": (_OFF, "layers cannot defer the gradients of their weights"),
     "compile.deepcompile": (_OFF, "layers cannot defer the gradients of their weights"),
     "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
-    "wavemare.pipeline.overlap_forward_backward": ((False,), "passes have an order of their own"),
 }
 _BESIDE_CHUNKS: _Beside = {
     "wavemare.sparse_collective.mode": (("off",), _UNTESTED),
@@ -114,7 +153,6 @@ _BESIDE_REPLICAS: _Beside = {
     "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
     "wavemare.expert_parallel.size": ((1,), _UNTESTED),
     f"{SECTION}.parallel": ((ParallelConfig().model_dump(),), _UNTESTED),
-    "wavemare.wavelet.mode": (("off", "auto", "sync"), _PARTS),
     "wavemare.sparse_collective.mode": (("off",), "it would sum gradients of one replica alone"),
     "wavemare.balance.shares": ((None,), "they are given for the ranks of all replicas"),
     "wavemare.balance.mean": (("samples",), "it counts the tokens of one replica alone"),
@@ -132,6 +170,27 @@ _BESIDE_SEQUENCES: _Beside = {
 }
 
 
+def without_removed(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section ``wavemare`` without removed keys whose value changes nothing.
+
+    Raises:
+        ConfigError: A key or value that was removed, with the way that works.
+    """
+    result = copy.deepcopy(dict(section))
+    for path, removed in REMOVED.items():
+        name, key = path.split(".")
+        part = result.get(name)
+        if not isinstance(part, dict) or key not in part:
+            continue
+        value, end = part[key], removed.value
+        gone = end is None or (isinstance(value, str) and value.endswith(end))
+        if gone and value is not False:
+            raise ConfigError(f"{SECTION}.{path}", value, removed.reason, removed.remedy)
+        if end is None:
+            del part[key]
+    return result
+
+
 def refuse(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> None:
     """Refuse the first combination of options that cannot work.
 
@@ -147,6 +206,30 @@ def refuse(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> 
     values = {**config, SECTION: ours.model_dump()}
     for rows in (_layout, _experts, _schedule, _sparse, _waves, _replicas, _health):
         _raise_first(rows(values, ours, world_size))
+
+
+def refuse_plan(
+    config: Mapping[str, Any], ours: WavemareConfig, *, split: bool, chunked: bool
+) -> None:
+    """Refuse what is not tried beside the plan that a caller of `initialize` gives.
+
+    Args:
+        config: The whole configuration.
+        ours: The section ``wavemare``.
+        split: Whether the plan splits backward passes.
+        chunked: Whether ranks have several stages.
+
+    Raises:
+        ConfigError: For the first row that applies.
+    """
+    experts: _Beside = {"wavemare.expert_parallel.size": ((1,), _UNTESTED)}
+    values = {**config, SECTION: ours.model_dump()}
+    if split:
+        _raise_first(_beside(values, _BESIDE_SPLIT_PASSES, "split backward passes", "plan"))
+    if chunked:
+        _raise_first(_beside(values, _BESIDE_CHUNKS, "several stages per rank", "plan"))
+    if split or chunked:
+        _raise_first(_beside(values, experts, "this plan", "plan"))
 
 
 def _raise_first(rows: _Rows) -> None:
@@ -244,7 +327,7 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
         f"Start a multiple of {size * stages} processes, or change the size",
     )
     yield (
-        stage == ZERO_WEIGHTS or ours.wavelet.mode == "model_parallel",
+        stage == ZERO_WEIGHTS,
         "zero_optimization.stage",
         ZERO_WEIGHTS,
         "ZeRO 3 would cut the weights of experts further, over ranks that hold other experts",
@@ -258,38 +341,30 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
 def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     pipeline, key = ours.pipeline, f"{SECTION}.pipeline"
     given = pipeline.model_dump(exclude_unset=True)
-    for name, user in _SCHEDULE_OF.items():
+    users = {name: [n for n, row in SCHEDULES.items() if name in row.options] for name in _OPTIONS}
+    users["pipemare"] = [n for n, row in SCHEDULES.items() if not row.flushes]
+    for name, schedules in users.items():
         yield (
-            given.get(name) is not None and pipeline.schedule != user,
+            given.get(name) is not None and pipeline.schedule not in schedules,
             f"{key}.{name}",
             given.get(name),
             f"it has no effect on the schedule {pipeline.schedule!r}",
-            f'Set {key}.schedule to "{user}", or remove the key',
+            f"Set {key}.schedule to {' or '.join(schedules)}, or remove the key",
         )
     yield (
-        math.isnan(pipeline.memory_share) and not pipeline.memory_bytes,
+        math.isnan(pipeline.memory_share),
         f"{key}.memory_limit",
         pipeline.memory_limit,
-        "it is neither a share of 1F1B's activations nor bytes",
-        'Give one such as "0.63x" or "4GB"',
+        "it is no share of 1F1B's activations",
+        'Give one such as "0.63x"',
     )
     feature, key = f"the schedule {pipeline.schedule!r}", f"{key}.schedule"
-    if pipeline.is_planned:
+    if pipeline.is_asynchronous:
+        yield from _beside(config, _BESIDE_PIPEMARE, feature, key)
+    elif pipeline.schedule != "1f1b":
         yield from _beside(config, _BESIDE_SPLIT_PASSES, feature, key)
         if pipeline.schedule != "zb-h1":
             yield from _beside(config, _BESIDE_CHUNKS, feature, key)
-    if not pipeline.is_asynchronous:
-        return
-    yield from _beside(config, _BESIDE_PIPEMARE, feature, key)
-    yield (
-        pipeline.overlap_forward_backward
-        and pipeline.pipemare.discrepancy_correction.mode == "predict",
-        f"{SECTION}.pipeline.pipemare.discrepancy_correction.mode",
-        "predict",
-        "a forward pass with predicted weights cannot run together with a backward pass with the "
-        "newest",
-        "Use another mode, or leave out overlap_forward_backward",
-    )
 
 
 def _sparse(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
@@ -356,6 +431,10 @@ def _replicas(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         yield refused, name, found, f"with local steps {reason}", f"{_REMOVE}, or {key}"
 
 
+_FP16 = ("fp16", "float16", "torch.float16", "half")
+"""DeepSpeed's names of the type to which autocast scales losses."""
+
+
 def _health(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     guard = ours.guard
     for key, value in (
@@ -370,8 +449,10 @@ def _health(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
             "Leave it out, or wavemare.checkpoint.background",
         )
     given = "nonfinite" in guard.model_fields_set and guard.nonfinite != "off"
+    autocasts = section_of(config, "torch_autocast").get("dtype") in _FP16
+    scales = is_enabled(config, "fp16") or (is_enabled(config, "torch_autocast") and autocasts)
     yield (
-        is_enabled(config, "fp16") and given,
+        scales and given,
         f"{SECTION}.guard.nonfinite",
         guard.nonfinite,
         "with fp16 gradients overflow in a healthy run, and its loss scaler skips them",

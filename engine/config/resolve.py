@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from pydantic import Field
 
 from wavemare.comm.config import SparseCollectiveConfig
-from wavemare.engine.config.refusals import launch_hint, refuse
+from wavemare.engine.config.refusals import launch_hint, refuse, without_removed
 from wavemare.engine.config.sections import (
     BalanceConfig,
     CheckpointConfig,
@@ -179,12 +179,13 @@ class WavemareConfig(Section):
         """Read the section of a DeepSpeed configuration; an absent one has all defaults.
 
         Raises:
-            ConfigError: The section is not a mapping, or a key or value in it is invalid.
+            ConfigError: The section is not a mapping, or a key or value in it is invalid or was
+                removed.
         """
         section = config.get(SECTION, {})
         if not isinstance(section, Mapping):
             raise ConfigError(SECTION, section, "the section is not a mapping", "Write {...}")
-        return cls.parse(section, SECTION)
+        return cls.parse(without_removed(section), SECTION)
 
     @property
     def model_ranks(self) -> int:

@@ -56,8 +56,8 @@ class GuardConfig(Section):
     """What happens if a number is not finite."""
 
     nonfinite: Literal["off", "stop", "skip"] = "stop"
-    """What happens to an optimizer step with a loss, gradient or activation that is not finite.
-    With fp16 the default is ``off``: its loss scaler skips steps by itself."""
+    """What happens to an optimizer step with a gradient, or a pipeline's loss, that is not finite.
+    With fp16, also of autocast, it is ``off``: the loss scaler skips steps by itself."""
 
     max_skips: int = Field(default=10, ge=1)
     """Number of consecutive skipped steps at which ``skip`` stops the run."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,6 @@ _NO_LABEL = -100
 _NO_LABELS = "all labels are -100, and a mean over none is no number"
 
 What = Literal["activation", "loss", "gradient"]
-Roots = Callable[[Any], tuple[Sequence[Tensor], Sequence[Tensor] | None]]
 
 
 @dataclass(frozen=True)
@@ -48,18 +47,6 @@ def tensors_of(value: Any, *, floating: bool = True) -> Iterator[Tensor]:
             yield from tensors_of(item, floating=floating)
 
 
-def are_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return whether tensors are finite; () bool on their device, unread.
-
-    A tensor counts by its 2-norm in fp32, for which one pass over the memory will do: one whose
-    norm exceeds 1.8e19 is not finite here.
-    """
-    given = [tensor.detach() for tensor in tensors]
-    if not given:
-        return torch.tensor(True)
-    return torch.stack([norm.float() for norm in torch._foreach_norm(given)]).isfinite().all()
-
-
 def loss_of(output: Any) -> Tensor | None:
     """Return a model's loss, if its output has one: the output, ``.loss`` or the first of it."""
     if not isinstance(output, Tensor) and hasattr(output, "loss"):
@@ -84,10 +71,8 @@ def explained(found: Finding | None, batch: Any) -> Finding | None:
 def trace(
     module: nn.Module,
     run: Callable[[], Any],
-    roots: Roots,
+    roots: Callable[[Any], Sequence[Tensor]],
     *,
-    leaves: Sequence[Tensor] = (),
-    backward: bool = True,
     together: bool = False,
 ) -> Finding | None:
     """Run a forward pass, and a backward pass if that is finite, and watch every module.
@@ -97,9 +82,7 @@ def trace(
     Args:
         module: Whose modules are watched.
         run: Calls it; what it returns is given to ``roots``.
-        roots: Returns the tensors that gradients are taken of, and theirs (None for ones).
-        leaves: What gradients are taken by beside the weights.
-        backward: Whether to do a backward pass.
+        roots: Returns the scalars that gradients are taken of.
         together: Whether passes meet other ranks in collectives: the backward pass is done then
             whatever the forward pass has found.
 
@@ -108,17 +91,16 @@ def trace(
     """
     watch = _Watch(module)
     with _undisturbed(module), torch.enable_grad(), watch.hooks():
-        tensors, gradients = roots(run())
+        tensors = roots(run())
         if watch.found is None and not all(map(_is_finite, tensors)):
             watch.found = Finding("loss", watch.name_of(module), "in the loss function")
         wanted = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
-        by = [*(p for _, p in wanted), *leaves]
-        if not backward or not tensors or not by or (watch.found is not None and not together):
+        if not tensors or not wanted or (watch.found is not None and not together):
             return watch.found
-        found = torch.autograd.grad(tensors, by, gradients, allow_unused=True)
+        found = torch.autograd.grad(tensors, [p for _, p in wanted], allow_unused=True)
     if watch.found is None:
         # The gradients between modules are finite: only a sum over a micro-batch is not.
-        for (name, _), gradient in zip(wanted, found, strict=False):
+        for (name, _), gradient in zip(wanted, found, strict=True):
             if gradient is not None and not _is_finite(gradient):
                 return watch.of_parameter(name)
     return watch.found

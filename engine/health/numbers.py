@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stops or skips optimizer steps with numbers that are not finite, and says where they came from.
 
-A sound step costs one pass over the reduced gradients, and an all-reduce of one number. Before the
-backward pass a loss that is not finite is given gradients that are not, so that the reduction
-spreads the news. A bad step costs a second pass over its micro-batches (`trace`).
+The guard asks whether the norm of the reduced gradients is finite, which clipping and reports need
+at any rate. Before the backward pass a loss that is not finite is given gradients that are not, so
+that the reduction spreads the news. Without stages, a bad step costs a second pass over its
+micro-batches (`trace`).
+
+In a pipeline whose stages do not add up their norms before the step, each stage decides alone: a
+bad one leaves the step out, and the others learn it later, when all stop at the same step.
 """
 
 from __future__ import annotations
@@ -11,10 +15,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,18 +27,16 @@ from torch import Tensor
 
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.config.sections import GuardConfig
-from wavemare.engine.context import EngineContext, Feature
-from wavemare.engine.health.nonfinite_trace import (
-    Finding,
-    are_finite,
-    explained,
-    loss_of,
-    trace,
-)
+from wavemare.engine.feature import Feature
+from wavemare.engine.health.nonfinite_trace import Finding, explained, loss_of, trace
 from wavemare.engine.launch.group import gather
-from wavemare.engine.optim.adapter import adapt
+from wavemare.engine.optim.adapter import adapt, is_tied_copy, squared_norm
+from wavemare.engine.optim.norm import scales_losses
 from wavemare.engine.seams import replaced
 from wavemare.errors import NumericsError
+
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
 
 _T = TypeVar("_T")
 
@@ -71,16 +73,20 @@ class StepConsensus:
         return found
 
 
-def consensus_of(engine: EngineContext) -> StepConsensus:
+def consensus_of(engine: EngineMixin, *, stage: bool = False) -> StepConsensus:
     """Return the ranks that make an engine's optimizer steps together.
 
-    These are all ranks, or the ranks of one stage of an asynchronous pipeline. Replicas have equal
-    gradients, but each sees its own activations.
+    These are all ranks, or those of one replica with local steps.
+
+    Args:
+        engine: Complete.
+        stage: In a pipeline, return only the ranks that share a stage's optimizer: its replicas
+            and slices. They have equal gradients unless a machine is at fault.
     """
     if engine.settings.local_steps.mode != "off":
         # All ranks would wait for the slow links; the others learn it from the next message.
         return StepConsensus([engine.data_parallel_group] if engine.dp_world_size > 1 else [])
-    if not engine.settings.pipeline.is_asynchronous:
+    if not (stage and engine.pipeline_parallelism):
         return StepConsensus([None] if dist.get_world_size() > 1 else [])
     grid, groups = engine.grid, []
     # DeepSpeed has no group for a single rank.
@@ -106,8 +112,8 @@ class Fault:
         rank: Global.
         stage: In the pipeline; None without one.
         micro_batch: Within the optimizer step, counted from 1; None if it is not known.
-        finding: None if a second pass found nothing.
-        arrived: Whether it came from a neighbouring stage.
+        finding: None if nothing was found.
+        arrived: Whether it is a later stage's.
     """
 
     rank: int
@@ -117,14 +123,14 @@ class Fault:
     arrived: bool = False
 
     @property
-    def place(self) -> tuple[bool, bool, bool, float, bool, int, int]:
+    def place(self) -> tuple[bool, bool, bool, float, int, int]:
         """Sorts faults such that the one that explains the others is the first."""
-        # Reduced gradients tell no micro-batch, and may be bad by another replica's.
+        # Reduced gradients tell no micro-batch, and may be bad by another replica's. Backward
+        # passes bring bad numbers from later stages to earlier ones.
         reduced = self.micro_batch is None
-        backward = self.finding is not None and self.finding.what == "gradient"
-        depth = (-1 if backward else 1) * (self.stage or 0)
         number = self.micro_batch or math.inf
-        return reduced, self.arrived, self.finding is None, number, backward, depth, self.rank
+        stage = self.stage or 0
+        return reduced, self.arrived, self.finding is None, number, -stage, self.rank
 
     def __str__(self) -> str:
         where = f"rank {self.rank}"
@@ -138,8 +144,6 @@ class Fault:
         told = f"{where}: the {found.what}"
         if found.module:
             told += f" of module {found.module!r}"
-        if self.arrived:
-            told += " that came from a neighbouring stage"
         return f"{told} ({found.detail})" if found.detail else told
 
 
@@ -159,27 +163,19 @@ class NumericsGuard(Feature):
     """Decides with the other ranks whether each optimizer step is made.
 
     Args:
-        engine: Complete.
+        engine: Complete, with its `GradientNorm`.
         config: The section, with another ``nonfinite`` than ``off``.
-
-    Attributes:
-        before_decision: Called first, to note pending faults.
     """
 
-    def __init__(self, engine: EngineContext, config: GuardConfig) -> None:
+    def __init__(self, engine: EngineMixin, config: GuardConfig) -> None:
         self._engine = engine
         self._config = config
         self._stage: int | None = engine.stage_id if engine.pipeline_parallelism else None
-        self._consensus = consensus_of(engine)
-        staged = engine.pipeline_parallelism
-        self._slices = (
-            engine.grid.get_slice_parallel_world_size() if staged else engine.mp_world_size
-        )
+        self._all = consensus_of(engine)
+        self._mates = consensus_of(engine, stage=True)
         self._records: deque[_Record] = deque()
-        self._faults: list[tuple[int, Fault]] = []
-        self.before_decision: Callable[[], None] = lambda: None
-        self._others = self._reads = True
-        self._end: float = math.inf
+        self._losses: list[tuple[int, Tensor, Any]] = []
+        self._faults: dict[int, Fault] = {}  # by step, those that other stages have not heard of
         self._skips = 0
 
     # --- called by engines ------------------------------------------------------------------------
@@ -200,75 +196,114 @@ class NumericsGuard(Feature):
         records.append(_Record(step, micro_batch, inputs, keywords, random_state()))
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Return a loss whose gradients are finite only if it is; a finite value stays."""
+        """Make the gradients nan if the loss is not finite; otherwise return it unchanged."""
         value = loss.detach()
         if self._records:
             self._records[-1].loss = value
         return loss * (1 + 0 * value)
 
-    def discard(self) -> None:
-        """Discard faults of micro-batches that will be run again."""
-        self._faults.clear()
+    def note_loss(self, micro_batch: int, loss: Tensor, labels: Any = None) -> None:
+        """Note a loss of the present step, on a pipeline's last stage. The host waits for nothing.
+
+        Args:
+            micro_batch: Within the optimizer step, counted from 1.
+            loss: Scalar; it is read only if the step is bad.
+            labels: Those that the loss was computed with, to explain it.
+        """
+        self._losses.append((micro_batch, loss.detach(), labels))
 
     def reset(self) -> None:
         """Discard the steps before: other weights have been loaded."""
-        self.discard()
-        self._records.clear()
+        self._forget_step()
+        self._faults.clear()
         self._skips = 0
 
-    def note(self, number: int, fault: Fault) -> None:
-        """Note a fault in a micro-batch of a stage."""
-        self._faults.append((number, fault))
-
-    def expect(self, end: int, norm: float | None) -> None:
-        """Say what an asynchronous stage's next step is made of.
-
-        Args:
-            end: Number of the first micro-batch after it.
-            norm: Squared gradient norm of this and the later stages, for which gradients need not
-                be read again; None if it is not known.
-        """
-        self._end = end
-        self._others = norm is None or math.isfinite(norm)
-        # Of weights that are not split, one of the ranks that split the rest counts for all.
-        self._reads = norm is None or self._slices > 1
+    def _forget_step(self) -> None:
+        self._records.clear()
+        self._losses.clear()
 
     # --- the decision -----------------------------------------------------------------------------
 
     def before_step(self) -> bool:
-        """Return whether the step may be made; all ranks that it sums over must call it.
+        """Return whether this rank may make the step; all ranks must call it.
 
         Raises:
-            NumericsError: It may not, and the policy or the number of skipped steps ends the run.
+            NumericsError: No stage may make it, or a stage has left an earlier one out, and the
+                policy or the number of skipped steps ends the run. All ranks raise the same error
+                at the same step.
         """
-        self.before_decision()
-        faults = [fault for number, fault in self._faults if number < self._end]
         try:
-            if self._consensus.agree(self._seen(bool(faults) or not self._others)):
-                self._report_nonfinite(faults)
-                return False
-            self._skips = 0
-            return True
+            # By then each stage has made that step, however far it may be ahead.
+            self._stop_for_earlier(self._engine.global_steps - self._engine.step_lead)
+            if not self._is_bad():
+                self._skips = 0
+                return True
+            faults = self._told.gather(list(self._search()))
+            self._refuse_step(min(faults, key=lambda fault: fault.place))
+            return False
         finally:
-            self._records.clear()
-            self._faults = [noted for noted in self._faults if noted[0] >= self._end]
-            self._others = self._reads = True
+            self._forget_step()
 
-    def _seen(self, bad: bool) -> Tensor:
-        """Return whether this rank has seen something bad, here or before; () bool."""
-        finite = are_finite(adapt(self._engine).gradients() if self._reads else [])
-        return (~finite | bad).to(self._engine.device, non_blocking=True)
+    def settle(self) -> None:
+        """Wait until it is known that each stage has made all steps so far; all ranks must call it.
 
-    def _report_nonfinite(self, faults: list[Fault]) -> None:
-        self._skips += 1
-        known = self._consensus.gather([*faults, *self._search(bool(faults))])
-        fault = min(known, key=lambda fault: fault.place)
+        Raises:
+            NumericsError: A stage has left one out; the same on all ranks.
+        """
+        self._stop_for_earlier()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the stages of a pipeline have to wait for each other's decision."""
+        if self._engine.norm.is_total:
+            return False
+        skips = self._config.nonfinite == "skip"
+        synchronous = not self._engine.settings.pipeline.is_asynchronous
+        return (skips and synchronous) or self._engine.norm.stages is None
+
+    @property
+    def _told(self) -> StepConsensus:
+        """The ranks that know at once whether the step is bad."""
+        return self._all if self._engine.norm.is_total or self._waits else self._mates
+
+    def _is_bad(self) -> bool:
+        norm, device = self._engine.norm, self._engine.device
+        sound = [loss.isfinite().all().to(device) for _, loss, _ in self._losses]
+        losses = torch.stack(sound).all() if sound else torch.tensor(True, device=device)
+        if sound:
+            self._spoil_gradient(losses)
+        bad = (~norm.is_finite()).to(device)
+        if norm.is_agreed:
+            return bool(bad)
+        if not norm.is_total:
+            bad |= ~losses
+        # A norm of all stages needs to be compared only with those of other replicas.
+        return (self._all if self._waits else self._mates).agree(bad)
+
+    def _spoil_gradient(self, losses: Tensor) -> None:
+        """Make a gradient NaN unless the losses are finite, () bool: the norm spreads the news.
+
+        The gradients of such a loss may be finite: they are zero if all labels are to be ignored.
+        """
+        for parameter, gradient in adapt(self._engine).gradients_by_parameter():
+            if gradient is None or is_tied_copy(parameter):  # which counts on another stage
+                continue
+            values = gradient._values() if gradient.is_sparse else gradient
+            if values.numel():
+                first = values[(0,) * values.ndim]
+                first.copy_(torch.where(losses, first, math.nan))
+                return
+
+    def _refuse_step(self, fault: Fault) -> None:
+        """Raise an error, or note that the step is left out."""
         step = self._engine.global_steps + 1
-        told = f"in optimizer step {step} a number is not finite; first on {fault}"
-        mend = Finding.remedy if fault.finding is None else fault.finding.remedy
-        mend += ", and resume from the last checkpoint"
+        told, mend = _say(step, fault)
         if self._config.nonfinite == "stop":
+            if self._told is self._mates and self._engine.norm.stages is not None:
+                self._faults[step] = fault
+                return
             raise NumericsError(_KEY, "stop", told, f'{mend}; "skip" leaves such steps out')
+        self._skips += 1
         if self._skips >= self._config.max_skips:
             raise NumericsError(
                 "wavemare.guard.max_skips",
@@ -276,24 +311,40 @@ class NumericsGuard(Feature):
                 f"{self._skips} optimizer steps one after the other were skipped; {told}",
                 mend,
             )
-        if self._consensus.speaks:
+        if self._told.speaks:
             logging.getLogger("wavemare").warning("guard: step skipped: %s", told)
+
+    def _stop_for_earlier(self, until: float = math.inf) -> None:
+        """Raise an error if a stage has left out a step that the others may have made."""
+        norm = self._engine.norm
+        if self._config.nonfinite != "stop" or norm.stages is None:
+            return
+        step = norm.first_left_out(until)
+        if step is None:
+            return
+        found = [fault for fault in gather(self._faults.get(step), norm.stages) if fault]
+        told, mend = _say(step, min(found, key=lambda fault: fault.place))
+        told += (
+            ". The stages with finite gradients have made that step, and no checkpoint was written "
+            "since"
+        )
+        raise NumericsError(_KEY, "stop", told, f'{mend}; "skip" leaves such steps out')
 
     # --- the cause --------------------------------------------------------------------------------
 
-    def _search(self, found: bool) -> Iterator[Fault]:
+    def _search(self) -> Iterator[Fault]:
         """Look for what is not finite; all micro-batches where passes meet in collectives."""
         if self._stage is not None:
-            if not found:
-                yield self._without_micro_batch()
+            yield self._of_stage(self._stage)
             return
         here = Fault(dist.get_rank(), None)
         yield here
         engine = self._engine
-        meets = engine.zero_optimization_partition_weights() or self._slices > 1
+        meets = engine.zero_optimization_partition_weights() or engine.mp_world_size > 1
         meets = meets or engine.has_moe_layers or engine.settings.expert_parallel.size > 1
-        # Those whose loss is known to be bad are the first to look at.
-        records = sorted(self._records, key=lambda r: r.loss is None or bool(r.loss.isfinite()))
+        records = list(self._records)
+        if not meets:  # those whose loss is known to be bad are the first to look at
+            records.sort(key=lambda r: r.loss is None or bool(r.loss.isfinite()))
         for record in records:
             finding = self._repeat(record, together=meets)
             if finding is not None:
@@ -301,19 +352,27 @@ class NumericsGuard(Feature):
                 if not meets:
                     return
 
-    def _without_micro_batch(self) -> Fault:
-        """Return what a rank with stages knows that has seen nothing but its gradients."""
-        engine, finding = self._engine, None
+    def _of_stage(self, stage: int) -> Fault:
+        """Return what a rank with stages knows: its losses and gradients."""
+        engine = self._engine
         name, parameter = _first_bad_parameter(engine)
+        for number, loss, labels in self._losses:
+            if not bool(loss.isfinite().all()):
+                detail = f"and then the gradient of the parameter {name!r}" if name else ""
+                finding = explained(Finding("loss", "", detail), labels)
+                return Fault(dist.get_rank(), _last_stage(engine), number, finding)
+        here = Fault(
+            dist.get_rank(), getattr(engine.module, "stage_of", lambda _: stage)(parameter)
+        )
         if parameter is not None:
-            finding = Finding("gradient", name.rpartition(".")[0], f"of its parameter {name!r}")
-        elif not self._others:
-            finding = Finding("gradient", "", "of which it knows the norm alone")
-        elif not bool(are_finite(adapt(engine).gradients())):
-            finding = Finding("gradient", "")
-        stage_of = getattr(engine.module, "stage_of", lambda _: self._stage)
-        arrived = parameter is None and not self._others
-        return Fault(dist.get_rank(), stage_of(parameter), finding=finding, arrived=arrived)
+            detail = f"of its parameter {name!r}"
+            return replace(here, finding=Finding("gradient", name.rpartition(".")[0], detail))
+        if not bool(squared_norm(adapt(engine).gradients(), engine.device).isfinite()):
+            return replace(here, finding=Finding("gradient", ""))
+        if bool(engine.norm.is_finite()):
+            return here
+        finding = Finding("gradient", "", "of a later stage, whose norm alone it knows")
+        return replace(here, finding=finding, arrived=True)
 
     def _repeat(self, record: _Record, *, together: bool) -> Finding | None:
         engine = self._engine
@@ -323,34 +382,47 @@ class NumericsGuard(Feature):
             with autocast_if_enabled(engine):
                 return engine.module(*record.inputs, **record.keywords)
 
-        def roots(output: Any) -> tuple[list[Tensor], None]:
+        def roots(output: Any) -> list[Tensor]:
             loss = loss_of(output)
-            return ([] if loss is None else [loss]), None
+            return [] if loss is None else [loss]
 
         found = trace(engine.module, run, roots, together=together)
         return explained(found, (record.inputs, record.keywords))
 
 
-def attach_guard(engine: EngineContext, config: GuardConfig) -> NumericsGuard | None:
-    """Return the guard of an engine; None where it is off, or fp16 skips steps itself."""
-    skips_itself = engine.fp16_enabled() or engine.torch_autocast_z0_gradscaler
+def attach_guard(engine: EngineMixin, config: GuardConfig) -> NumericsGuard | None:
+    """Return the guard of an engine; None where it is off, or a loss scaler skips steps itself."""
     without_section = "wavemare" not in engine.config  # all is as in DeepSpeed then
-    if config.nonfinite == "off" or skips_itself or without_section or engine.optimizer is None:
+    if config.nonfinite == "off" or without_section or engine.optimizer is None:
         return None
-    return NumericsGuard(engine, config)
+    return None if scales_losses(engine) else NumericsGuard(engine, config)
 
 
-def _first_bad_parameter(engine: EngineContext) -> tuple[str, Tensor | None]:
+def _say(step: int, fault: Fault) -> tuple[str, str]:
+    """Return what is said of a bad step, and how it is mended."""
+    told = f"in optimizer step {step} a number is not finite; first on {fault}"
+    mend = Finding.remedy if fault.finding is None else fault.finding.remedy
+    return told, f"{mend}, and resume from the last checkpoint"
+
+
+def _last_stage(engine: EngineMixin) -> int:
+    return len(getattr(engine.module, "homes", range(engine.num_stages))) - 1
+
+
+def _first_bad_parameter(engine: EngineMixin) -> tuple[str, Tensor | None]:
     """Return the last weight that has a bad gradient, and its name: backward passes begin there."""
     names = {id(p): name for name, p in engine.module.named_parameters()}
     for parameter, gradient in reversed(list(adapt(engine).gradients_by_parameter())):
-        if gradient is not None and not bool(are_finite([gradient])):
+        if gradient is None:
+            continue
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if not bool(squared_norm([values], engine.device).isfinite()):
             return names[id(parameter)], parameter
     return "", None
 
 
 @contextmanager
-def skipping(engine: EngineContext) -> Iterator[None]:
+def skipping(engine: EngineMixin) -> Iterator[None]:
     """Make an engine's optimizer skip its step, as on overflow."""
     with replaced(engine.optimizer, adapt(engine).skip_overrides()):
         yield

@@ -31,6 +31,16 @@ _DEFAULT_PORT = 29500
 
 _CLOCK_SLACK_S = 1.0
 """By how much the clock of a file system may be behind."""
+# How gloo, NCCL and TCPStore report a lost peer.
+_PEER_LOSS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+    "socket closed",
+    "failed to recv, got 0 bytes",
+)
 _GLOO_BESIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -58,6 +68,13 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
+def peer_loss(error: BaseException) -> str | None:
+    """Return the words by which an error tells of a lost peer; None if it is another one."""
+    if not isinstance(error, RuntimeError | ConnectionError):
+        return None
+    return next((phrase for phrase in _PEER_LOSS if phrase in str(error).lower()), None)
+
+
 def group_for(tensor: Any, group: Any) -> Any:
     """Return the group that sends a tensor: for CPU tensors one of gloo, where NCCL alone is there.
 
@@ -67,11 +84,15 @@ def group_for(tensor: Any, group: Any) -> Any:
 
     if tensor.device.type != "cpu" or "cpu" in distributed.get_backend_config(group):
         return group
-    if group not in _GLOO_BESIDE:
-        ranks = distributed.get_process_group_ranks(group)
-        own = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        _GLOO_BESIDE[group] = own
-    return _GLOO_BESIDE[group]
+    # One for all groups of these ranks, as long as the default group lives: with local
+    # synchronization a later one might get the name, and so the addresses, of one that is gone.
+    beside = _GLOO_BESIDE.setdefault(distributed.group.WORLD, {})
+    ranks = tuple(distributed.get_process_group_ranks(group))
+    if ranks not in beside:
+        beside[ranks] = distributed.new_group(
+            list(ranks), backend="gloo", use_local_synchronization=True
+        )
+    return beside[ranks]
 
 
 def meet(store: Any, key: str, size: int) -> None:

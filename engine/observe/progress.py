@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,8 +42,6 @@ class Progress:
     """Written by the thread that trains, read by others; every write replaces one reference.
 
     Attributes:
-        place: Where the process is.
-        finished: What it finished last.
         broken: Where an exception left the step; None if none has.
         step: The optimizer step that it is in, or has finished last; from 1.
         actions: Of the step, as far as there is a plan.
@@ -53,14 +51,31 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.place = _OUTSIDE
-        self.finished: object = "nothing"
+        self._place = _OUTSIDE
+        self._peer_of: Callable[[Any], int | None] = lambda _: None
+        self._is_at_action = False
+        self._finished: object = "nothing"
         self.broken: Place | None = None
         self.step = 0
         self.actions: Sequence[object] = ()
         self.position = 0
         self.thread = threading.main_thread().ident
         self.follower: StepTrace | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where the process is."""
+        actions, position = self.actions, self.position
+        if self._is_at_action and position < len(actions):
+            return Place(actions[position], self._peer_of(actions[position]))
+        return self._place
+
+    @property
+    def finished(self) -> object:
+        """What the process finished last."""
+        if self._is_at_action and self.position:
+            return Place(self.actions[self.position - 1])
+        return self._finished
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -69,21 +84,21 @@ class Progress:
         Args:
             what: In words.
         """
-        outer = self.place
+        outer = self._place, self._is_at_action
         self.thread = threading.get_ident()
-        self.place = Place(what)
+        self._place, self._is_at_action = Place(what), False
         if self.follower is not None:
             self.follower.enter(what)
         try:
             yield
-            self.finished = what
+            self._finished = what
         except StopIteration:  # the data has ended
             raise
         except BaseException:
             self.broken = self.broken or self.place
             raise
         finally:
-            self.place = outer
+            self._place, self._is_at_action = outer
             if self.follower is not None:
                 self.follower.leave()
 
@@ -97,13 +112,39 @@ class Progress:
                     return
             yield batch
 
-    def at(self, what: object, peer: int | None = None) -> None:
-        """Begin the next action, which ends the one before."""
+    def at(self, what: object) -> None:
+        """Begin the next part, which ends the one before."""
         if self.place is not _OUTSIDE:
-            self.finished = self.place
-        self.place = Place(what, peer)
+            self._finished = self.place
+        self._place = Place(what)
         if self.follower is not None:
             self.follower.at(what)
+
+    def begin_actions(
+        self, actions: Sequence[object], peer_of: Callable[[Any], int | None]
+    ) -> None:
+        """Begin a rank's actions of a plan; `at_action` says which one runs.
+
+        Args:
+            actions: In their order.
+            peer_of: Returns the rank at the other side of an action's message; None without one.
+        """
+        self.actions, self._peer_of, self.position = actions, peer_of, 0
+
+    def at_action(self, position: int) -> None:
+        """Begin an action, which ends the one before."""
+        self.position, self._is_at_action = position, True
+        if self.follower is not None:
+            self.follower.at(self.actions[position])
+
+    @property
+    def action(self) -> object:
+        """The action that runs, or ran last; None without a plan."""
+        return self.actions[self.position] if self.position < len(self.actions) else None
+
+    def end_actions(self) -> None:
+        """Note that the actions have ended."""
+        self._finished, self._is_at_action = self.place, False
 
     def begin_step(self, step: int) -> None:
         """Note which optimizer step begins."""

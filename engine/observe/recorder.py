@@ -14,36 +14,52 @@ from typing import Any, NamedTuple
 from wavemare.engine.observe.progress import PROGRESS, Progress
 from wavemare.files import atomic_write_text
 from wavemare.pipeline.clock.simulate import Event
-from wavemare.pipeline.plan.lowering import Pair
 from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 
+_WORK = COMPUTE | {Kind.STEP}
 _WAITS = frozenset(RECEIVES) | frozenset(SENDS)
 
 
 class Recorder:
     """Adds up the time of actions, and keeps each one on demand.
 
-    Times are the host's: with an accelerator they show when work was launched, not when it ran.
+    Times are the host's: with an accelerator they show when work was launched, not when it ran,
+    unless the clock waits for it.
 
     Attributes:
+        clock: Returns seconds from any origin, never going back.
         keeping: Whether to keep each action's times, for a picture.
-        events: The kept actions, in seconds of ``time.perf_counter``.
+        events: The kept actions, in seconds of ``clock``.
     """
 
     def __init__(self) -> None:
+        self.clock: Callable[[], float] = time.perf_counter
         self.keeping = False
         self.events: list[Event] = []
+        self._outer = self.keeping, self.events
         self._busy = 0.0
         self._waiting = 0.0
         self._since = time.perf_counter()
 
-    def add(self, action: Action | Pair, start: float, end: float) -> None:
-        """Add an action's time; a pair counts as computing, and is not kept."""
-        if isinstance(action, Pair) or action.kind in COMPUTE or action.kind is Kind.STEP:
+    def begin_keeping(self, clock: Callable[[], float]) -> None:
+        """Keep actions from now on, by another clock."""
+        self._outer = self.keeping, self.events
+        self.clock, self.keeping, self.events = clock, True, []
+
+    def end_keeping(self) -> list[Event]:
+        """Return the actions that were kept, and go on as before."""
+        events = self.events
+        self.clock, (self.keeping, self.events) = time.perf_counter, self._outer
+        return events
+
+    def add(self, action: Action, start: float, end: float) -> None:
+        """Add an action's time."""
+        kind = action.kind
+        if kind in _WORK:
             self._busy += end - start
-        elif action.kind in _WAITS:
+        elif kind in _WAITS:
             self._waiting += end - start
-        if self.keeping and not isinstance(action, Pair):
+        if self.keeping:
             self.events.append(Event(action, start, end))
 
     def shares(self) -> tuple[float, float]:
@@ -63,14 +79,11 @@ class StageReport(NamedTuple):
         busy: Share of the time in which it computed or stepped.
         waiting: Share of the time in which it waited for a neighbour.
         staleness: Mean of the step's micro-batches, in optimizer steps.
-        update_gap: Norm of the difference between the newest weights and the oldest that a forward
-            pass under way has seen, over the norm of the weights; nan where it is not known.
     """
 
     busy: float = math.nan
     waiting: float = math.nan
     staleness: float = math.nan
-    update_gap: float = math.nan
 
 
 _FIELDS = len(StageReport._fields)
@@ -115,14 +128,9 @@ class Telemetry:
         noted = self._staleness
         return sum(noted) / len(noted) if noted else 0.0
 
-    def end_step(self, shares: tuple[float, float], update_gap: float) -> None:
-        """Make this stage's report of a step.
-
-        Args:
-            shares: Of the time: busy, and waiting.
-            update_gap: See `StageReport`.
-        """
-        self.reports[self._stage] = StageReport(*shares, self.mean_staleness, update_gap)
+    def end_step(self, shares: tuple[float, float]) -> None:
+        """Make this stage's report of a step, given the shares of time: busy, and waiting."""
+        self.reports[self._stage] = StageReport(*shares, self.mean_staleness)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of all stages, by name; on the first stage they are complete.
@@ -139,7 +147,6 @@ class Telemetry:
         for stage, report in enumerate(self.reports):
             metrics[f"staleness_{stage}"] = report.staleness
             metrics[f"waiting_{stage}"] = report.waiting
-            metrics[f"update_gap_{stage}"] = report.update_gap
         return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
@@ -251,7 +258,7 @@ class StepTrace:
         counts = dict.fromkeys(_PASSES, 0)
         named = []
         for what, start, end, used in self.spans:
-            # A pair's text is such as ``Pair 0B3 0F5``; DeepSpeed's instructions have arguments.
+            # DeepSpeed's instructions have arguments.
             name = str(what).partition("(")[0]
             if isinstance(what, str) and what in _PASSES:
                 number = counts[what]

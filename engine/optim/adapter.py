@@ -8,23 +8,30 @@ No other module reads these attributes of the optimizers. Tested with the versio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.utils import get_global_norm_of_tensors, is_model_parallel_parameter
+from deepspeed.runtime.utils import (
+    combine_grad_norm_groups,
+    get_global_norm_of_tensors,
+    is_model_parallel_parameter,
+)
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from wavemare.engine.context import EngineContext
+from wavemare.engine.seams import replaced
 from wavemare.pipeline.optim.matrix_optimizer import Partition
 
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
 
-def adapt(engine: EngineContext) -> OptimizerAdapter:
+
+def adapt(engine: EngineMixin) -> OptimizerAdapter:
     """Return the adapter of an engine's optimizer.
 
     Args:
@@ -55,7 +62,7 @@ class OptimizerAdapter:
     accumulates_in_fp32 = partitions_gradients = False
     _can_detach_stage = False
 
-    def __init__(self, engine: EngineContext) -> None:
+    def __init__(self, engine: EngineMixin) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
         basic = getattr(engine, "basic_optimizer", None)
@@ -66,7 +73,7 @@ class OptimizerAdapter:
 
         Sparse gradients are coalesced in place; their values are returned.
         """
-        return _values(self._parameters())
+        return gradient_values(self._parameters())
 
     def gradients(self) -> list[Tensor]:
         """Return the reduced gradients, or this rank's shares of them."""
@@ -134,16 +141,38 @@ class OptimizerAdapter:
             rank: This rank's number in the group.
         """
 
-    def norm_squared(self, group: Any, rank: int) -> float:
+    @property
+    def measures_alone(self) -> bool:
+        """Whether only DeepSpeed's optimizer can measure the norm of all gradients, in its step."""
+        return self._optimizer is not self._engine.basic_optimizer
+
+    def step_norm(self) -> Tensor:
+        """Return the norm that the optimizer's step would compute: (), fp32, inf if not finite.
+
+        All ranks must call it. Optimizers without a wrapper have none.
+        """
+        raise NotImplementedError
+
+    def norm_overrides(self, norm: Tensor) -> dict[str, Any]:
+        """Return the attributes that make the optimizer's next step take this norm, () fp32."""
+        return {}
+
+    def norm_squared(self, group: Any, rank: int) -> Tensor:
         """Return the squared norm of one stage's gradients; not finite if any of them is not.
 
         Args:
             group: As for `detach_stage`.
             rank: As for `detach_stage`.
+
+        Returns:
+            (), fp64.
         """
-        counted = [p for p in self._parameters() if rank == 0 or is_model_parallel_parameter(p)]
-        norm = float(torch.nn.utils.get_total_norm(_values(counted)))
-        return _sum_over(group, norm**2, self._engine.device)
+        own = [
+            parameter
+            for parameter in self._parameters()
+            if not is_tied_copy(parameter) and (rank == 0 or is_model_parallel_parameter(parameter))
+        ]
+        return _sum_over(group, squared_norm(gradient_values(own), self._engine.device))
 
     def clipped_norm(self, own: float, group: Any) -> float:
         """Return the norm that the optimizer's step compares with its ``clip_grad``.
@@ -154,14 +183,11 @@ class OptimizerAdapter:
         """
         return own
 
-    def clip_by(self, norm: Callable[[], Tensor]) -> None:
-        """Make the optimizer's steps take this norm of all gradients in place of DeepSpeed's.
-
-        Without a wrapper it is the engine that clips; see ``clip_fp32_gradients``.
-
-        Args:
-            norm: Returns a scalar, fp32; all ranks call it in each step.
-        """
+    def refresh_masters(self) -> None:
+        """Take the model's weights as the fp32 masters: other weights have been loaded."""
+        refresh = getattr(self._optimizer, "refresh_fp32_params", None)
+        if refresh is not None:  # else the optimizer steps the model's weights themselves
+            refresh()
 
     def _parameters(self) -> Iterator[Any]:
         return (p for p in self._engine.module.parameters() if p.requires_grad)
@@ -230,14 +256,24 @@ class ZeroAdapter(_PartitionedMasters):
         self._optimizer.model_parallel_group = group
         self._optimizer.model_parallel_rank = rank
 
-    def norm_squared(self, group: Any, rank: int) -> float:
-        """Return the squared norm of one stage's gradients."""
-        return float(self._optimizer.scaled_global_norm()) ** 2
+    @property
+    def measures_alone(self) -> bool:
+        """Whether only DeepSpeed's optimizer can measure the norm of all gradients, in its step."""
+        optimizer = self._optimizer
+        others = type(optimizer) is not DeepSpeedZeroOptimizer  # ZenFlow's steps are other ones
+        return others or optimizer.cpu_offload or not optimizer.compute_grad_norm
 
-    def clip_by(self, norm: Callable[[], Tensor]) -> None:
-        """Make the optimizer's steps take this norm; offloaded gradients keep DeepSpeed's."""
-        if not self._optimizer.cpu_offload:
-            self._optimizer.scaled_global_norm = norm
+    def step_norm(self) -> Tensor:
+        """Return the norm that the optimizer's step would compute."""
+        return self._optimizer.scaled_global_norm()
+
+    def norm_overrides(self, norm: Tensor) -> dict[str, Any]:
+        """Return the attributes that make the optimizer's next step take this norm."""
+        return {"scaled_global_norm": lambda *args, **kwargs: norm}
+
+    def norm_squared(self, group: Any, rank: int) -> Tensor:
+        """Return the squared norm of one stage's gradients."""
+        return self._optimizer.scaled_global_norm().double().square()
 
     # --- where reduced gradients go ---------------------------------------------------------------
 
@@ -314,6 +350,21 @@ class _Zero3Adapter(OptimizerAdapter):
         """Return the attributes that make the optimizer skip its next step, as on overflow."""
         return {"_get_norm_groups": lambda: [torch.tensor(-1.0)]}
 
+    @property
+    def measures_alone(self) -> bool:
+        """Whether only DeepSpeed's optimizer can measure the norm of all gradients, in its step."""
+        optimizer = self._optimizer
+        others = type(optimizer) is not DeepSpeedZeroOptimizer_Stage3
+        return others or optimizer.offload_optimizer or optimizer.use_muon
+
+    def step_norm(self) -> Tensor:
+        """Return the norm that the optimizer's step would compute."""
+        return combine_grad_norm_groups(self._optimizer._get_norm_groups())
+
+    def norm_overrides(self, norm: Tensor) -> dict[str, Any]:
+        """Return the attributes that make the optimizer's next step take this norm."""
+        return {"_get_norm_groups": lambda: [norm]}
+
 
 class _Bf16Adapter(_PartitionedMasters):
     """DeepSpeed's ``BF16_Optimizer`` of pipelines: backward passes add to fp32 gradients."""
@@ -347,35 +398,72 @@ class _Bf16Adapter(_PartitionedMasters):
         """Make the optimizer's steps reduce norms and overflow flags within one stage."""
         self._optimizer.mpu = None
 
-    def norm_squared(self, group: Any, rank: int) -> float:
-        """Return the squared norm of one stage's gradients."""
-        # The mpu says which weights this rank counts. In a step, DeepSpeed would reduce over it.
-        self._optimizer.mpu = self._engine.grid
-        norm = self._counted_norm()
-        self._optimizer.mpu = None
-        return _sum_over(group, norm**2, self._engine.device)
+    @property
+    def measures_alone(self) -> bool:
+        """Whether only DeepSpeed's optimizer can measure the norm of all gradients, in its step."""
+        engine = self._engine
+        ours = engine.pipeline_parallelism and engine.settings.expert_parallel.size > 1
+        return self._optimizer.has_moe_layers and not ours
 
-    def clipped_norm(self, own: float, group: Any) -> float:
-        """Return the norm that the optimizer's step compares with its ``clip_grad``."""
-        return own if group is None else self._counted_norm()
+    def step_norm(self) -> Tensor:
+        """Return the norm that the optimizer's step would compute."""
+        return self._counted_norm(self._optimizer.mpu)
 
-    def clip_by(self, norm: Callable[[], Tensor]) -> None:
-        """Make the optimizer's steps take this norm of all gradients in place of DeepSpeed's."""
+    def norm_overrides(self, norm: Tensor) -> dict[str, Any]:
+        """Return the attributes that make the optimizer's next step take this norm."""
         all_of_rank = self._optimizer.get_grads_for_norm
 
         def grads_for_norm(for_clipping: bool = False) -> Any:
-            return all_of_rank(for_clipping=True) if for_clipping else ([norm()], {})
+            return all_of_rank(for_clipping=True) if for_clipping else ([norm], {})
 
-        self._optimizer.get_grads_for_norm = grads_for_norm
-        self._optimizer.mpu = None  # else a step would add the norm up over ranks
+        return {"get_grads_for_norm": grads_for_norm, "mpu": None}  # else ranks would add it up
 
-    def _counted_norm(self) -> float:
+    def norm_squared(self, group: Any, rank: int) -> Tensor:
+        """Return the squared norm of one stage's gradients."""
+        # The mpu says which weights this rank counts. In a step, DeepSpeed would reduce over it.
+        with replaced(self._optimizer, {"mpu": self._engine.grid}):
+            norm = self._counted_norm(None)
+        return _sum_over(group, norm.double().square())
+
+    def clipped_norm(self, own: float, group: Any) -> float:
+        """Return the norm that the optimizer's step compares with its ``clip_grad``."""
+        return own if group is None else float(self._counted_norm(None))
+
+    def _counted_norm(self, mpu: Any) -> Tensor:
         gradients, _ = self._optimizer.get_grads_for_norm()
-        norm = float(get_global_norm_of_tensors(gradients)) if gradients else 0.0
-        return norm if norm >= 0 else math.inf  # DeepSpeed returns -1 for a norm that is not finite
+        none = [torch.zeros(1, device=self._engine.device)]  # a stage may have none
+        norm = get_global_norm_of_tensors(gradients or none, mpu=mpu)
+        return torch.where(norm < 0, math.inf, norm)  # DeepSpeed returns -1 if it is not finite
 
 
-def _values(parameters: Iterable[Any]) -> list[Tensor]:
+def is_tied_copy(parameter: Any) -> bool:
+    """Whether a weight is a copy of one on another stage, where it counts for the norm."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
+
+
+def squared_norm(tensors: Iterable[Tensor], device: Any) -> Tensor:
+    """Return the sum of the squares of all elements: (), fp64, on a device.
+
+    Each tensor's norm is computed in fp32, or in its own type if that is larger: a norm in fp16
+    would overflow at 65,504. Above 1.8e19 it is not finite.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_type.setdefault(tensor.dtype, []).append(tensor.detach())
+    for dtype, alike in by_type.items():
+        norms = torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
+        total += torch.stack(norms).double().square().sum().to(device)
+    return total
+
+
+def gradient_values(parameters: Iterable[Any]) -> list[Tensor]:
+    """Return the gradients of those parameters that have one.
+
+    Sparse gradients are coalesced in place, so that each row counts once; their values are
+    returned.
+    """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     for parameter in held:
         if parameter.grad.is_sparse:
@@ -408,9 +496,7 @@ def _overlap(own: range, start: int, size: int) -> slice:
     return slice(first, max(first, min(max(own.stop - start, 0), size)))
 
 
-def _sum_over(group: Any, squared: float, device: Any) -> float:
-    if group is None:
-        return squared
-    total = torch.tensor(squared, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=group)
-    return float(total)
+def _sum_over(group: Any, squared: Tensor) -> Tensor:
+    if group is not None:
+        dist.all_reduce(squared, group=group)
+    return squared

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -14,11 +14,13 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, get_gradient_clipping
 from torch import Tensor, nn
 
 from wavemare.engine.config.shape import ZERO_WEIGHTS
-from wavemare.engine.context import EngineContext
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.pipeline.optim.matrix_optimizer import SIDES, MatrixOptimizer
 from wavemare.pipeline.optim.soap_muon import SOAP, Muon, refresh_of
+
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
 
 _KEY = "optimizer.params"
 _RATES = ("muon_lr", "adam_lr")
@@ -127,7 +129,7 @@ def is_added(optimizer: Any) -> bool:
     return isinstance(optimizer, (MatrixOptimizer, torch.optim.NAdam))
 
 
-def check_matrix_optimizer(engine: EngineContext, optimizer: Any) -> None:
+def check_matrix_optimizer(engine: EngineMixin, optimizer: Any) -> None:
     """Refuse the settings that an optimizer of matrices does not support.
 
     Raises:
@@ -154,7 +156,7 @@ def check_matrix_optimizer(engine: EngineContext, optimizer: Any) -> None:
         raise refuse("fp16.enabled", True, reason, 'Use "bf16": {"enabled": true}, or AdamW')
 
 
-def describe_partitions(engine: EngineContext) -> None:
+def describe_partitions(engine: EngineMixin) -> None:
     """Tell an optimizer of matrices which tensors its flat partitions hold."""
     basic = getattr(engine, "basic_optimizer", None)  # an engine that only evaluates has none
     if isinstance(basic, MatrixOptimizer):
@@ -225,23 +227,3 @@ def clipping_limit(config: Mapping[str, Any]) -> float:
     """Return the norm that gradients are clipped to; 0 for none. DeepSpeed's default is 1."""
     limit = get_gradient_clipping(config)
     return 0.0 if limit in (None, "auto") else float(limit)
-
-
-def count_all_stages(module: Any) -> bool:
-    """Have DeepSpeed's gradient norm count the weights of all of a pipeline's stages.
-
-    Without ZeRO and in fp32 it counts only those of the first stage, unless weights are marked as
-    split over ranks: what clipping does would depend on the cuts. Of tied weights one copy counts.
-
-    Args:
-        module: A ``PipelineModule`` whose layers are not split over ranks; what is marked stays.
-
-    Returns:
-        Whether weights of other stages count now that did not.
-    """
-    if module.mpu().get_slice_parallel_world_size() > 1:
-        return False
-    unmarked = [p for p in module.parameters() if not hasattr(p, "model_parallel")]
-    for parameter in unmarked:
-        parameter.model_parallel = not getattr(parameter, "ds_pipe_replicated", False)
-    return bool(unmarked) and module.mpu().get_pipe_parallel_world_size() > 1

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
+
+import torch
 
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.errors import ConfigError
@@ -16,7 +19,10 @@ _BETAS = (0.9, 0.95)  # SOAP's own defaults
 _LONG = 0.95
 _KEY = f"{SECTION}.pipeline.pipemare.optimizer_policy"
 # Settings of Adam that SOAP does not have.
-_IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "amsgrad")
+_IMPLEMENTATION = (
+    *("torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "amsgrad"),
+    *("set_grad_none", "fp32_optimizer_states", "capturable"),
+)
 
 
 def advise(
@@ -80,24 +86,40 @@ def _choose_optimizer(
     lengthens = worst > 1 and momentum[0] < _LONG
     if lengthens:
         params["betas"] = [_LONG, *momentum[1:]]
+    decay = params.setdefault("weight_decay", _default_decay(name, given))
     config["optimizer"] = {"type": "SOAP", "params": params}
     said = f"pipemare: SOAP replaces {name} and keeps its settings: {lag}, which harms AdamW"
     if "betas" not in given:
         said += f"; betas are {momentum[0]} and {momentum[1]}, as none are given"
     if lengthens:
         said += f"; beta1 is {_LONG} instead of {momentum[0]}"
+    if decay and "weight_decay" not in given:
+        said += f"; weight_decay is {decay}, torch's default for {name}"
     if given.get("amsgrad"):
         said += "; amsgrad is left out"
-    if given.get("weight_decay") and not given.get("adam_w_mode", True):
+    if decay and not given.get("adam_w_mode", True):
         said += "; weight decay is decoupled, in spite of adam_w_mode"
     own = settings.model_fields_set
     if "error_feedback" not in own:
         config[SECTION] = _with(config[SECTION], {"error_feedback": True})
         said += "; error_feedback is on"
-    if worst == 1 and not pipeline.overlap_forward_backward and "discrepancy_correction" not in own:
+    if worst == 1 and "discrepancy_correction" not in own:
         config[SECTION] = _with(config[SECTION], {"discrepancy_correction": {"mode": "predict"}})
         said += "; forward passes take predicted weights"
     return config, said
+
+
+def _default_decay(name: str, given: Mapping[str, Any]) -> float:
+    """Return the weight decay of the replaced optimizer where the configuration gives none.
+
+    DeepSpeed's own Adam has none. With ``torch_adam`` DeepSpeed takes torch's AdamW, also for the
+    name Adam, unless ``adam_w_mode`` is false.
+    """
+    if not given.get("torch_adam"):
+        return 0.0
+    decoupled = name.lower() == "adamw" or given.get("adam_w_mode", True)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return float(signature(kind).parameters["weight_decay"].default)
 
 
 def check_replaceable(ours: WavemareConfig, optimizer: Any) -> None:

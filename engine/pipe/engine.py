@@ -1,329 +1,593 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline engines: DeepSpeed's, fed with Hugging Face batches, and the interpreter of plans.
+"""The pipeline engine: DeepSpeed's, which runs any checked plan, action by action.
 
-`PlanInterpreter` runs a stage's part of a checked plan, action by action, and notes each one. An
-engine says which of its methods does which kind of action. DeepSpeed's own schedules, of
-evaluations and DualPipeV, run here too, by DeepSpeed's instruction map.
+A plan says what each rank does in an optimizer step. `PipelineEngine` has one table, which names a
+method for each kind of action. What differs between schedules that empty the pipeline and
+asynchronous ones is the update, which the engine has: `Flush` or `PipeMare`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
+from torch import Tensor
 
-from wavemare.engine.base import EngineMixin
-from wavemare.engine.experts import ExpertsMixin
-from wavemare.engine.health.stage_numbers import StageWatch
+from wavemare.engine.config.resolve import SECTION
+from wavemare.engine.experts import ExpertsMixin, expert_group
+from wavemare.engine.launch.group import gather, peer_loss
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Recorder
-from wavemare.engine.pipe.micro_batch import as_tuple, to_device
-from wavemare.engine.pipe.stage_optimizer import LayerwiseNorm
-from wavemare.errors import ConfigError, ModelError
-from wavemare.pipeline.plan.lowering import Pair, ahead, in_pairs
-from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind
-from wavemare.pipeline.plan.run_plan import RunPlan
+from wavemare.engine.pipe.flush import Flush, short_data
+from wavemare.engine.pipe.measure import PlanSearch
+from wavemare.engine.pipe.micro_batch import DataEndedError, Feed, MicroBatch, as_leaves
+from wavemare.engine.pipe.p2p import PeerLink
+from wavemare.engine.pipe.passes import StagePasses
+from wavemare.engine.pipe.pipemare import PipeMare
+from wavemare.engine.pipe.plans import agreed_plan, peer_of
+from wavemare.engine.pipe.staged import StagedEngine
+from wavemare.engine.pipe.timers import timed
+from wavemare.engine.seams import fail_group
+from wavemare.errors import CommError, DataError, NumericsError, WavemareError
+from wavemare.pipeline.plan.files import GivenPlan
+from wavemare.pipeline.plan.orders import forward_only
+from wavemare.pipeline.plan.plan import Action, Kind, Plan, RankPlan
 
-_NEIGHBOURS = {kind: distance for kind, (_, distance) in (SENDS | RECEIVES).items()}
-
-Handlers = dict[Kind, Callable[[Action], None]]
+Handlers = Mapping[Kind, Callable[[Action], None]]
 """What does each kind of action."""
 
+_NORMS_OF_DEEPSPEED = "1f1b", "pipemare"
+"""Schedules whose gradients are clipped by DeepSpeed's norm, to its bits."""
 
-class StepSchedule(schedule.PipeSchedule):
-    """A stage's actions of one optimizer step.
+
+def _forget(action: Action, start: float, end: float) -> None:
+    """Take the times of an action that nobody asks for."""
+
+
+class PipelineEngine(ExpertsMixin, StagedEngine):
+    """Runs each optimizer step by a plan, whatever the schedule.
+
+    A rank may have several stages of the model. Stages on one rank hand each other tensors without
+    a message. Messages never block, and carry their own types and shapes.
 
     Args:
-        actions: In their order.
-        overlap: Whether to run adjacent backward and forward passes together.
-        buffers: DeepSpeed's buffers that the actions use.
-    """
-
-    def __init__(
-        self, actions: Sequence[Action], *, overlap: bool = False, buffers: int = 0
-    ) -> None:
-        self.actions = in_pairs(actions) if overlap else list(actions)
-        self._buffers = buffers
-
-    def steps(self) -> Iterator[list[Action | Pair]]:
-        """Yield one action, or pair of passes, after the other."""
-        yield from ([each] for each in self.actions)
-
-    def num_pipe_buffers(self) -> int:
-        """Return the number of DeepSpeed's buffers."""
-        return self._buffers
-
-
-class PlanInterpreter(deepspeed.PipelineEngine):
-    """The loop of a pipeline engine; it accepts Hugging Face batches, and evaluations of any shape.
+        args: DeepSpeed's. A model with several stages per rank is a `ChunkedPipelineModule`.
+        plan: One step of the model's stages, or a function from the numbers of ranks and of
+            micro-batches to one; the configuration's schedule if omitted.
+        kwargs: DeepSpeed's.
 
     Attributes:
+        steps_plainly: Whether torch's optimizer steps, without a wrapper of DeepSpeed's.
         recorder: Where this rank's time goes.
+        passes: What passes are.
+        update: What a step does beside passes and messages.
+        link: The messages of this rank.
+        feed: The micro-batches of training.
+
+    Raises:
+        PlanError: The plan is wrong, or is made for another pipeline.
     """
 
-    recorder: Recorder
-    _shapes: tuple[tuple[int, ...], ...] | None = None
+    _homes: tuple[int, ...] = ()
+    """For each stage its rank; empty while DeepSpeed's constructor runs."""
+    feed: Any = None  # both are there once DeepSpeed's constructor has run
+    link: Any = None
+    _failed: Kind | None = None
+    """The kind of the action that an error ended."""
+    _has_groups = True
+    """Whether the groups of ranks that share a stage are open."""
 
-    def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
-        self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
-        self.fwd_outputs: list[Any] = []
-        steps = [each for step in pipe_schedule.steps() for each in step]
-        handlers = self._handlers()
-        PROGRESS.actions = steps
-        for position, each in enumerate(steps):
-            PROGRESS.position = position
-            PROGRESS.at(each, self._peer(each))
-            if isinstance(each, schedule.PipeInstruction):
-                self._INSTRUCTION_MAP[type(each)](self, **each.kwargs)
-            else:
-                self._run(each, handlers)
-
-    def _handlers(self) -> Handlers:
-        """Return what does each kind of action in this engine's plans."""
-        return {}
-
-    def _do_pair(self, pair: Pair) -> None:
-        """Run a backward and a forward pass together."""
-        raise NotImplementedError
-
-    def _run(self, action: Action | Pair, handlers: Handlers) -> None:
-        start = time.perf_counter()
-        try:
-            if isinstance(action, Pair):
-                self._do_pair(action)
-            else:
-                handlers[action.kind](action)
-        except Exception as error:
-            error.add_note(
-                f"rank {self.global_rank}, stage {self.stage_id}, optimizer step "
-                f"{self.global_steps + 1}: in action {action} of the plan"
-            )
-            raise
-        self.recorder.add(action, start, time.perf_counter())
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # torch's own asks first whether it is a parameter, a module or a buffer: 10 times as long.
-        if type(value) in (bool, int):
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def _peer(self, action: object) -> int | None:
-        """Return the global rank of a message's other side; None if it is no message."""
-        if not isinstance(action, Action) or action.kind not in _NEIGHBOURS:
-            return None
-        return self.grid.pp_group[self._home_of(action.stage + _NEIGHBOURS[action.kind])]
-
-    def _home_of(self, stage: int) -> int:
-        """Return a stage's rank in the pipeline."""
-        return stage
-
-    def _next_batch(self) -> Any:
-        batch = super()._next_batch()
-        if isinstance(batch, Mapping):
-            batch = self.module.split_batch(batch)
-        if batch is not None and not self.dynamic_shape:
-            self._check_shapes(batch[0])
-        # Here once: DeepSpeed's own copies let a GPU's host wait for the passes that are queued.
-        return to_device(batch, self.device, detach=True)
-
-    def _check_shapes(self, inputs: Any) -> None:
-        # DeepSpeed sends the next stage a shape only once, and cuts or hangs on another one.
-        shapes = tuple(tuple(tensor.shape) for tensor in as_tuple(inputs))
-        if self._shapes is None:
-            self._shapes = shapes
-        elif self._shapes != shapes:
-            raise ModelError(
-                "batch",
-                shapes,
-                f"the micro-batches before had the shapes {self._shapes}, and the stages expect "
-                "them again",
-                'Pad to one length and drop the last short batch, or set "dynamic_shape": true in '
-                "wavemare.pipeline (to_pipeline and PipelineModule have it as a parameter)",
-            )
-
-    def reset_activation_shape(self) -> None:
-        """Forget the shapes of earlier micro-batches; all stages must call it."""
-        super().reset_activation_shape()
-        self._shapes = None
-
-    def destroy(self) -> None:
-        """Release the engine's resources; all ranks should call it."""
-        # Graphs of the last step, whose hooks would keep the engine alive.
-        self.loss: torch.Tensor | None = None
-        self.total_loss: torch.Tensor | None = None
-        self.pipe_buffers: dict[str, Any] = {}
-        super().destroy()
-
-    def _start_timers(self, timer_names: Sequence[str]) -> None:
-        # DeepSpeed's pipeline starts those of a backward pass, and so do its hooks of outputs.
-        super()._start_timers([name for name in timer_names if not self.timers(name).started_])
-
-    def steps_per_print(self) -> int:
-        """Return after how many steps to print, never without a number: DeepSpeed divides by it."""
-        return super().steps_per_print() or 1 << 60
-
-    def forward(self, *_: Any, **__: Any) -> None:
-        """Refuse a single pass."""
-        reason, remedy = "its engine trains whole steps", "Call engine.train_batch(iterator)"
-        raise ConfigError("wavemare.pipeline.stages", self.num_stages, reason, remedy)
-
-    def train_batch(self, data_iter: Any = None) -> Any:
-        """Train an optimizer step as ``deepspeed.PipelineEngine.train_batch``."""
-        with self.training_step():
-            return super().train_batch(data_iter)
-
-    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as ``deepspeed.PipelineEngine.eval_batch``.
-
-        The micro-batches of one call have one shape, which need not be the training's (with
-        ``dynamic_shape`` each may have its own).
-        """
-        self.reset_activation_shape()
-        try:
-            with PROGRESS.doing("evaluation"):
-                result = super().eval_batch(*args, **kwargs)
-            if isinstance(result, tuple) and getattr(self.module, "sends_router_sums", False):
-                loss, outputs = result
-                result = loss, outputs and outputs[0]  # None but on the last stage
-            return result
-        finally:
-            self.reset_activation_shape()
-
-
-class PipelineEngine(ExpertsMixin, EngineMixin, PlanInterpreter):
-    """``deepspeed.PipelineEngine`` (1F1B).
-
-    ``train_batch`` returns, on every rank, the mean loss over micro-batches and data ranks.
-    """
-
-    grad_layer: Any
-    _norm: LayerwiseNorm | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan: GivenPlan | None = None, **kwargs: Any) -> None:
+        settings = kwargs.get("settings")
+        schedule = "1f1b" if settings is None else settings.pipeline.schedule
+        self.norms_by_layer = plan is not None or schedule not in _NORMS_OF_DEEPSPEED
         super().__init__(*args, **kwargs)
+        self.is_pipe_partitioned = self.is_grad_partitioned = False  # messages hold whole tensors
+        self.dynamic_shape |= self.settings.pipeline.dynamic_shape
+        self._given_plan = plan
+        self._homes = tuple(getattr(self.module, "homes", range(self.num_stages)))
+        self._is_chunked = len(self._homes) > self.num_stages
+        self._search: PlanSearch | None = None
+        self._evaluating = self._evaluates_training_data = False
+        self.steps_plainly = self.optimizer is getattr(self, "basic_optimizer", None)
+        self._accumulates_alone = (
+            self.steps_plainly
+            and self.managed_gradient_accumulation()
+            and not self.wall_clock_breakdown()
+        )
         self.recorder = Recorder()
-        if getattr(self.module, "sends_whole", False):
-            self.is_pipe_partitioned = self.is_grad_partitioned = False
-        if self._expert_grid is not None:
-            self._norm = LayerwiseNorm(self)
-        # The watch knows one pass at a time.
-        guard, overlap = self.guard, self.settings.pipeline.overlap_forward_backward
-        self._stage_watch = None if guard is None or overlap else StageWatch(self, guard)
+        self.feed = Feed(self._read)
+        self.feed.use(self.data_iterator)
+        # By stage and number.
+        self._micro_batches: dict[tuple[int, int], MicroBatch] = {}
+        self._labels: dict[int, Any] = {}
+        asynchronous = plan is None and self.settings.pipeline.is_asynchronous
+        if plan is None and self.settings.pipeline.schedule == "auto":
+            self._search = PlanSearch(self)
+        self._prepare_plan()
+        self.passes = StagePasses(self, split=not asynchronous and self.plan.is_split)
+        self.update: Any = PipeMare(self) if asynchronous else Flush(self)
+        self.link = self._new_link()
+        self._do = timed(self, {**self._handlers(), **self.update.handlers})
 
-    def clip_fp32_gradients(self) -> None:
-        """Clip as DeepSpeed's method of that name, or by a norm of our own."""
-        if self._norm is None:
-            super().clip_fp32_gradients()
-        else:
-            self._norm.clip(self.gradient_clipping())
+    # --- where stages are, and what they do -------------------------------------------------------
+
+    def _prepare_plan(self) -> None:
+        """Find the plan of the present number of micro-batches; all ranks call it."""
+        self.run_plan = agreed_plan(
+            self.settings.pipeline,
+            self.num_stages,
+            self.micro_batches,
+            clips=float(self.gradient_clipping()) > 0,
+            plan=self._given_plan,
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a synchronous step, proved."""
+        run = self.run_plan
+        return (run if self._search is None else self._search.applied_to(run)).whole
+
+    def _new_link(self) -> PeerLink:
+        update = self.update
+        return PeerLink(
+            self.grid,
+            self.device,
+            self._homes,
+            activation_numbers=update.activation_numbers,
+            in_each_activation=update.in_each_activation,
+            grad_numbers=update.grad_numbers,
+            dynamic=self.dynamic_shape,
+        )
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the first stage."""
+        return self._homes[0] == self.stage_id if self._homes else bool(super().is_first_stage())
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self._homes[-1] == self.stage_id if self._homes else bool(super().is_last_stage())
+
+    @property
+    def last_stage(self) -> int:
+        """The number of the last stage."""
+        return len(self._homes) - 1
 
     @property
     def loss_rank(self) -> int:
         """Global rank of the process of this pipeline that computes the loss."""
-        return int(self.grid.stage_to_global(stage_id=self._home_of(self._last_stage)))
+        return int(self.grid.pp_group[self._homes[-1]])
 
-    @property
-    def _last_stage(self) -> int:
-        return self.num_stages - 1
+    def _loss_stage_global_rank(self) -> int:
+        return self.loss_rank
 
-    @property
-    def active_stage(self) -> int:
-        """The stage whose action runs; between actions one of this rank's."""
-        return int(self.stage_id)
+    def _hands_over(self, stage: int) -> bool:
+        """Whether the stage after this one is on this rank, too."""
+        return stage < self.last_stage and self._homes[stage + 1] == self._homes[stage]
 
-    def whole_passes(self, stage: int) -> AbstractContextManager[None]:
-        """Return the context of a stage's passes that are not the plan's."""
-        return nullcontext()
+    # --- a step -----------------------------------------------------------------------------------
 
-    def _train_schedule(self) -> StepSchedule:
-        return _step_schedule(self.num_stages, self.micro_batches, self.stage_id, self._num_buffers)
+    def _train_schedule(self) -> None:
+        self.tput_timer.start()
 
-    @property
-    def _num_buffers(self) -> int:
-        """Micro-batches in flight at most; DeepSpeed wants at least 2."""
-        return max(2, min(ahead(self.stage_id, self.num_stages) + 1, self.micro_batches))
+    def _inference_schedule(self, micro_batches: int) -> Plan:
+        return forward_only(self._homes, micro_batches)
 
-    def _handlers(self) -> Handlers:
-        def on_buffer(execute: Callable[[int], None]) -> Callable[[Action], None]:
-            return lambda action: execute(self._buffer(action))
+    def _exec_schedule(self, plan: Plan | None) -> None:
+        """Run an evaluation's plan, or the update's own step if None."""
+        self._failed = None
+        try:
+            if plan is None:
+                self.update.train()
+                if self._search is not None:
+                    self._search.after_step()
+            else:
+                self._evaluate(plan.of_rank(self.stage_id))
+        except DataEndedError:
+            self.timers(TRAIN_BATCH_TIMER).reset()  # else it could not be started again
+            if self._search is not None:
+                self._search.forget_step()
+            raise StopIteration from None
+        except BaseException as error:
+            self.timers(TRAIN_BATCH_TIMER).reset()
+            self._leave_step(error)
+            if isinstance(error, StopIteration):  # of a layer: to callers the data would have ended
+                raise RuntimeError(f"a pass of stage {self.stage_id} raised {error!r}") from error
+            raise
 
+    def _evaluate(self, part: RankPlan) -> None:
+        self.fwd_outputs: list[Any] = []
+        self.begin_messages(part.receives, part.send_slots)
+        self.run_actions(part.actions, keep=False)
+        self.link.flush()
+
+    def begin_messages(
+        self, receives: Sequence[Action], slots: int, *, first: int = 0, may_end: bool = True
+    ) -> None:
+        """Note a step's receives.
+
+        Args:
+            receives: Those of one sender in its order.
+            slots: Messages that may be pending in one direction.
+            first: Number of the step's first micro-batch.
+            may_end: Whether the first activation may say that the step has no data.
+        """
+        if not first:
+            self._micro_batches.clear()
+            self._labels.clear()
+        self.link.begin(receives, slots, first=first, may_end=may_end)
+
+    def run_actions(
+        self, actions: Sequence[Action], *, split: bool = False, keep: bool = True
+    ) -> None:
+        """Do actions one after the other.
+
+        Args:
+            actions: Of this rank.
+            split: Whether backward passes are split.
+            keep: Whether the recorder takes their times.
+        """
+        do, add, now = self._do, self.recorder.add if keep else _forget, self.recorder.clock
+        # Not a method: the place outlives the engine.
+        PROGRESS.begin_actions(actions, partial(peer_of, self.grid.pp_group, self._homes))
+        with self.passes.step(split=split):
+            for position, action in enumerate(actions):
+                PROGRESS.at_action(position)
+                start = now()
+                try:
+                    do[action.kind](action)
+                except Exception as error:
+                    self._failed = action.kind
+                    error.add_note(
+                        f"rank {self.global_rank}, stage {action.stage}, optimizer step "
+                        f"{self.global_steps + 1}: in action {action} of the plan"
+                    )
+                    raise
+                add(action, start, now())
+        PROGRESS.end_actions()
+
+    def _leave_step(self, error: BaseException) -> None:
+        """Let all ranks that wait for this one fail, too: it will send nothing more.
+
+        Raises:
+            CommError: Another rank has left the step before, and has told why.
+        """
+        in_step = self._failed is Kind.STEP and isinstance(error, WavemareError)
+        if isinstance(error, NumericsError) or in_step:
+            return  # all messages of the step are sent, and all ranks come here
+        told = self.link.told() if peer_loss(error) else None
+        if told is None and peer_loss(error):
+            return  # a process has ended
+        self.broken = self.broken or "a step or an evaluation began on this rank and did not end"
+        reason = f"rank {self.global_rank} left the step ({type(error).__name__}: {error})"
+        self.link.abort(told or reason)
+        self._abort_groups()
+        if told is not None:
+            remedy = "Mend that, and load a checkpoint on all ranks or start them again"
+            raise CommError("optimizer step", self.global_steps + 1, told, remedy) from error
+
+    def _abort_groups(self) -> None:
+        """Let the ranks of other replicas fail that would wait for this one in a collective."""
+        grid = self.grid
+        experts = expert_group(self.module.parameters())  # None on a stage without them
+        shared = [
+            (grid.get_data_parallel_group(), self.dp_world_size),
+            (grid.get_slice_parallel_group(), grid.get_slice_parallel_world_size()),
+            (experts, self.settings.expert_parallel.size if experts is not None else 1),
+        ]
+        for group, size in shared:
+            if size > 1:
+                self._has_groups = False
+                fail_group(group)
+
+    # --- the actions ------------------------------------------------------------------------------
+
+    def _handlers(self) -> dict[Kind, Callable[[Action], None]]:
         return {
-            Kind.LOAD: on_buffer(self._exec_load_micro_batch),
-            Kind.RECV_ACTIVATION: on_buffer(self._exec_recv_activations),
-            Kind.FORWARD: self._do_forward,
-            Kind.SEND_ACTIVATION: on_buffer(self._exec_send_activations),
-            Kind.RECV_GRAD: on_buffer(self._exec_recv_grads),
-            Kind.BACKWARD: self._do_backward,
-            Kind.SEND_GRAD: on_buffer(self._exec_send_grads),
-            Kind.REDUCE: self._do_reduce,
-            Kind.STEP: self._do_step,
+            Kind.LOAD: self._load,
+            Kind.RECV_ACTIVATION: self._receive_activation,
+            Kind.FORWARD: self._forward,
+            Kind.SEND_ACTIVATION: self._send_activation,
+            Kind.RECV_GRAD: self._receive_grads,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.SEND_GRAD: self._send_grads,
+            Kind.REDUCE: self.update.reduce,
+            Kind.NORM: lambda _: None,  # the optimizer step asks for it
+            Kind.STEP: self.update.step,
         }
 
-    def _buffer(self, action: Action) -> int:
-        return action.micro_batch % self._num_buffers
+    def _load(self, action: Action) -> None:
+        here = self._micro_batches.get(action.place)  # a plan may load labels before inputs come
+        if action.stage and here is not None and here.ended:
+            return
+        trains = torch.is_grad_enabled()
+        batch = self.update.next_batch(action) if trains else self._next_evaluated(action)
+        if action.stage and batch is None:
+            reason = "the last stage has fewer micro-batches than the first stage read"
+            remedy = "Give the first and last stage iterators over the same data"
+            raise DataError("data_iter", f"micro-batch {action.micro_batch}", reason, remedy)
+        if action.stage == 0:
+            inputs = () if batch is None else self.passes.first_inputs(batch[0])
+            micro_batch = MicroBatch(inputs=inputs, batch=batch, ended=batch is None)
+            self._micro_batches[action.place] = micro_batch
+        if batch is not None and self.is_last_stage():
+            self._labels[action.micro_batch] = batch[1]
 
-    def _do_forward(self, action: Action) -> None:
-        buffer, watch = self._buffer(action), self._stage_watch
-        if watch is not None:
-            watch.begin(action.micro_batch)
-        self._exec_forward_pass(buffer)
-        if watch is not None:
-            buffers = self.pipe_buffers
-            outputs = self.loss if self.is_last_stage() else buffers["outputs"][buffer]
-            inputs, labels = buffers["inputs"][buffer], buffers["labels"][buffer]
-            watch.end_forward(action.micro_batch, inputs, outputs, labels)
+    def _receive_activation(self, action: Action) -> None:
+        header, inputs = self.link.receive_activation(action)
+        ended = self.update.read_activation_header(action, header)
+        micro_batch = MicroBatch(inputs=() if ended else inputs, ended=ended)
+        self._micro_batches[action.place] = micro_batch
 
-    def _do_backward(self, action: Action) -> None:
-        if self.is_last_stage() and isinstance(self.loss, torch.Tensor):
-            self.loss = self.before_backward(self.loss)
-        self._exec_backward_pass(self._buffer(action))
-        if self._stage_watch is not None:
-            grads = () if self.is_last_stage() else as_tuple(self.grad_layer)
-            self._stage_watch.end_backward(action.micro_batch, grads)
+    def _forward(self, action: Action) -> None:
+        stage, is_last = action.stage, action.stage == self.last_stage
+        micro_batch, trains = self._micro_batches[action.place], torch.is_grad_enabled()
+        if micro_batch.ended:
+            if not (trains and self.update.trains_short_steps):
+                self._end_data(action)
+            if not is_last:  # its gradient carries losses
+                self.link.expect_grad(action, ())
+            return
+        if self._is_chunked:
+            self.module.activate(stage)
+        if is_last:
+            micro_batch.labels = self._labels.pop(action.micro_batch)
+        with (trains and self.update.forward_context(action)) or nullcontext():
+            self.passes.forward(micro_batch, is_last=is_last)
+        if trains:
+            self.update.note_forward(action, micro_batch, is_last=is_last)
+        elif is_last:
+            loss = micro_batch.loss
+            single = isinstance(loss, Tensor)
+            self.fwd_outputs.append(loss.detach() if single else [t.detach() for t in loss])
+        if self._hands_over(stage):
+            following = stage + 1, action.micro_batch
+            self._micro_batches[following] = MicroBatch(inputs=as_leaves(micro_batch.outputs))
+        elif trains and not is_last:
+            outputs = micro_batch.differentiable_outputs
+            self.link.expect_grad(action, self.update.grads_expected(action, outputs))
+        if not trains and (is_last or self._hands_over(stage)):
+            del self._micro_batches[action.place]
 
-    def _exec_backward_pass(self, buffer_id: int) -> None:
-        outputs, grads = self.pipe_buffers["outputs"], self.grad_layer
-        if not self.is_last_stage() and getattr(self.module, "sends_router_sums", False):
-            # DeepSpeed would run a backward pass for each of them.
-            floating = [t for t in as_tuple(outputs[buffer_id]) if t.is_floating_point()]
-            outputs[buffer_id] = _Joined.apply(grads, *floating)
-            self.grad_layer = torch.ones_like(outputs[buffer_id])
-        super()._exec_backward_pass(buffer_id)
-        self.grad_layer = grads
+    def _end_data(self, action: Action) -> None:
+        """Tell the next ranks that there is no data for a step, and end it here.
 
-    def _do_reduce(self, action: Action) -> None:
-        self._exec_reduce_tied_grads()
-        self._exec_reduce_grads()
+        Raises:
+            DataEndedError: Always.
+        """
+        self.link.end_step(action.micro_batch, self.update.activation_numbers)
+        raise DataEndedError
 
-    def _do_step(self, action: Action) -> None:
-        self._exec_optimizer_step()
+    def _send_activation(self, action: Action) -> None:
+        micro_batch = self._micro_batches[action.place]
+        header = self.update.activation_header(action, micro_batch)
+        self.link.send_activation(action, () if micro_batch.ended else micro_batch.outputs, header)
+        if not torch.is_grad_enabled():
+            del self._micro_batches[action.place]
 
+    def _receive_grads(self, action: Action) -> None:
+        header, grads = self.link.receive_grad(action)
+        self._micro_batches[action.place].grads = self.update.grads_received(action, header, grads)
 
-@lru_cache(maxsize=16)
-def _step_schedule(num_stages: int, micro_batches: int, stage: int, buffers: int) -> StepSchedule:
-    actions = RunPlan(num_stages, micro_batches).step(stage, 0, 1)
-    return StepSchedule(actions, buffers=buffers)
+    def _backward(self, action: Action) -> None:
+        if self.passes.splits:
+            self._backward_input(action)
+            self._backward_weight(action)
+        else:
+            self._run_backward(action, self.passes.backward)
 
+    def _backward_input(self, action: Action) -> None:
+        self._run_backward(action, self.passes.input_gradient)
 
-class _Joined(torch.autograd.Function):
-    """One scalar for several outputs, which in its backward pass get their gradients together."""
+    def _run_backward(self, action: Action, run: Callable[..., None]) -> None:
+        stage, is_last = action.stage, action.stage == self.last_stage
+        micro_batch = self._micro_batches[action.place]
+        if self._hands_over(stage):
+            following = self._micro_batches.pop((stage + 1, action.micro_batch))
+            micro_batch.grads = following.input_grads()
+        if not micro_batch.ended:
+            if self._is_chunked:
+                self.module.activate(stage)
+            run(micro_batch, action.place, is_last=is_last)
+        self.update.note_backward(action, micro_batch, is_last=is_last)
+        micro_batch.free_graph()
+        if stage == 0:
+            del self._micro_batches[action.place]
 
-    @staticmethod
-    def forward(ctx: Any, grads: Sequence[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.grads = grads
-        return outputs[0].new_zeros(())
+    def _backward_weight(self, action: Action) -> None:
+        if self._is_chunked:
+            self.module.activate(action.stage)
+        self.passes.weight_gradient(action.place)
 
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.grads
+    def _send_grads(self, action: Action) -> None:
+        micro_batch = self._micro_batches.pop(action.place)
+        header, grads = self.update.grads_to_send(action, micro_batch.input_grads())
+        self.link.send_grad(action, grads, header)
 
+    def accumulate(self, backward: Callable[[], None]) -> None:
+        """Run a backward pass as `EngineMixin.accumulate`.
 
-class DualPipeVEngine(EngineMixin, PlanInterpreter, deepspeed.DualPipeVEngine):
-    """``deepspeed.DualPipeVEngine``, chosen by a ``DualPipeVModule``."""
+        Where torch's optimizer reads the gradients and nothing is timed, nobody else has to know.
+        """
+        if self._accumulates_alone:
+            backward()
+        else:
+            super().accumulate(backward)
+
+    def _aggregate_total_loss(self) -> Tensor:
+        """Return the mean loss as DeepSpeed's method of that name, without its broadcast."""
+        loss: Tensor = self.update.mean_loss()
+        return loss
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def _read(self, iterator: Iterator[Any]) -> Any:
+        self.data_iterator = iterator
+        with PROGRESS.doing("the data loader"):
+            return self._next_batch()
+
+    def _next_evaluated(self, action: Action) -> Any:
+        """Return the batch of a micro-batch of an evaluation; None if there is none at all."""
+        try:
+            return self.feed.next() if self._evaluates_training_data else self._next_batch()
+        except StopIteration:
+            if not action.micro_batch:
+                return None
+            raise short_data(action.micro_batch) from None
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        """Read ``training_data`` in the order of the data-parallel engine.
+
+        Without our section the order is stock's, that of the data set.
+        """
+        if SECTION not in self.config:
+            super()._build_data_iter(dataset)
+        elif self.is_first_stage() or self.is_last_stage():
+            # Not the loader that ``initialize`` returns: a caller who reads it moves that one on.
+            self.data_iterator = iter(RepeatingLoader(self.deepspeed_io(dataset)))
+
+    def put_back(self) -> None:
+        """Give what was read for micro-batches in flight back, to be read again."""
+        read = [m.batch for m in self._micro_batches.values() if m.batch is not None]
+        self.feed.put_back(read)
+        self._micro_batches.clear()
+        self._labels.clear()
+
+    def micro_batch_of(self, action: Action) -> MicroBatch:
+        """Return what a stage holds of a micro-batch."""
+        return self._micro_batches[action.place]
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Set the iterator of the next training steps."""
+        super().set_dataiterator(iterator)
+        if self.feed is not None and not self._evaluating:
+            self.feed.use(iterator)
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Set the loader of the next training steps."""
+        super().set_dataloader(loader)
+        if self.feed is not None:
+            self.feed.use(self.data_iterator)
+
+    # --- evaluations, checkpoints, changes of size ------------------------------------------------
+
+    def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as ``deepspeed.PipelineEngine.eval_batch``.
+
+        All stages have one version of the weights. The micro-batches of one call have one shape,
+        which need not be the training's (with ``dynamic_shape`` each may have its own). If the
+        iterator is that of training, what was read ahead comes first.
+
+        Raises:
+            StopIteration: The data had ended before; on all ranks.
+        """
+        self.settle()
+        self.drain()
+        self._evaluating = True
+        self._evaluates_training_data = self.feed.serves(data_iter)
+        try:
+            result = super().eval_batch(data_iter, *args, **kwargs)
+        finally:
+            self._evaluating = self._evaluates_training_data = self.eval_return_logits = False
+        if isinstance(result, tuple) and getattr(self.module, "sends_router_sums", False):
+            loss, outputs = result
+            result = loss, outputs and outputs[0]  # None but on the last stage
+        return result
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by the norm of all stages, unless each has clipped its own gradients already."""
+        if not self.update.clips_alone:
+            super().clip_fp32_gradients()
+
+    def drain(self) -> None:
+        """Empty the pipeline, so that all stages hold the same version; all ranks must call it."""
+        if not self.link.is_closed:
+            self.update.drain()
+
+    def settle(self) -> None:
+        """Wait for the verdict on all steps so far; all ranks call it.
+
+        Raises:
+            CommError: A step began and did not end, so that ranks may be at different steps.
+            NumericsError: A step had a number that is not finite.
+        """
+        self.check_whole()
+        super().settle()
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint, also after a step that did not end.
+
+        Raises:
+            CommError: Ranks that share stages cannot meet any more.
+        """
+        if not self._has_groups:
+            reason = f"{self.broken}, and the ranks that share a stage were parted"
+            raise CommError("load_checkpoint", args[:1], reason, "Start all processes again")
+        return super().load_checkpoint(*args, **kwargs)
+
+    def reset_activation_shape(self) -> None:
+        """Forget the shapes of earlier micro-batches; all stages must call it."""
+        self.drain()
+        super().reset_activation_shape()
+        self.link.reset_shapes()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches per step; all ranks must call it."""
+        self.drain()
+        before = self.train_batch_size()
+        super().set_train_batch_size(train_batch_size)
+        try:
+            self._prepare_plan()
+        except WavemareError:
+            super().set_train_batch_size(before)
+            raise
+        self.update.sizes_changed()
+
+    def reset_state(self) -> None:
+        """Discard what belonged to replaced weights, and what was read ahead; all ranks call it."""
+        super().reset_state()
+        self._micro_batches.clear()
+        self._labels.clear()
+        self.update.reset()
+        if any(gather(self.link.is_closed)):
+            self.link.close()
+            self.link = self._new_link()
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return what this rank's next step needs besides weights and optimizer."""
+        return {**super().extra_state(), **self.update.state()}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Load an `extra_state`."""
+        super().load_extra_state(state)
+        self.update.load_state(state)
+
+    @property
+    def step_lead(self) -> int:
+        """How many optimizer steps more than rank 0 another rank may have done."""
+        return int(self.update.lead)
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return the figures of the last step, by name; those of stages on the first one."""
+        return {**self.update.metrics(), **super().step_metrics()}
+
+    def destroy(self) -> None:
+        """Release the engine's resources; all ranks should call it."""
+        link, self.link = self.link, None  # DeepSpeed's destructor comes here again
+        if link is not None:
+            # Graphs of forward passes that are ahead would keep the engine alive.
+            self._micro_batches.clear()
+            try:
+                if not self.is_collected:  # by the garbage collector, in any thread
+                    link.close()
+            finally:
+                super().destroy()
+            return
+        super().destroy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_tb
@@ -19,6 +19,10 @@ from wavemare.errors import DataError
 Tensors = Tensor | tuple[Tensor, ...]
 
 
+class DataEndedError(Exception):
+    """The data had ended before a step or an evaluation, on all ranks of the pipeline."""
+
+
 @dataclass
 class MicroBatch:
     """What a stage holds of a micro-batch between its forward and its backward pass.
@@ -26,7 +30,6 @@ class MicroBatch:
     Args:
         inputs: What the first layer gets; leaves.
         ended: Whether this is only the notice that the data has ended.
-        source: Number of the iterator that it came from.
         batch: As it was read, on the first stage: it may have to be given back.
         labels: On the last stage.
         outputs: For the next stage.
@@ -37,7 +40,6 @@ class MicroBatch:
 
     inputs: Tensors = ()
     ended: bool = False
-    source: int = 0
     batch: Any = None
     labels: Any = None
     outputs: Tensors = ()
@@ -123,92 +125,68 @@ def naming_ids(model: nn.Module) -> Iterator[None]:
 
 
 class Feed:
-    """Reads the training iterators that a caller gives, one after the other.
+    """Reads the micro-batches of a run, in the order in which the caller's iterators give them.
 
-    The first stage reads ahead: when the caller changes to another iterator, micro-batches of the
-    one before are still on their way. Each is stamped with its iterator's number, so that the last
-    stage takes its labels from the same one.
+    The first stage has one for the inputs, the last stage one for the labels. The first stage of an
+    asynchronous pipeline reads ahead of its step. The last one then reads as far (`prefetch`), so
+    that both iterators are at the same place whenever anybody else reads from them between steps.
 
     Args:
         read: Reads and prepares the next batch of an iterator; raises StopIteration at its end.
-        keeps_older: Whether older iterators are still read from: on the last stage.
     """
 
-    def __init__(self, read: Callable[[Iterator[Any]], Any], *, keeps_older: bool = True) -> None:
+    def __init__(self, read: Callable[[Iterator[Any]], Any]) -> None:
         self._read = read
-        self._keeps_older = keeps_older
-        self._iterators: dict[int, Iterator[Any]] = {}
-        self._put_back: deque[tuple[int, Any]] = deque()
-        self._ended: int | None = None
-
-    @property
-    def newest(self) -> int:
-        """Number of the iterator given last; 0 before the first."""
-        return max(self._iterators, default=0)
+        self._iterator: Iterator[Any] | None = None
+        self._ended: Iterator[Any] | None = None
+        self._waiting: deque[Any] = deque()
 
     @property
     def goes_on(self) -> bool:
-        """Whether an iterator has been given since one ended."""
-        return self._ended is None or self._ended < self.newest
+        """Whether there is an iterator that has not ended."""
+        return self._iterator is not None and self._iterator is not self._ended
 
     def use(self, iterator: Iterator[Any] | None) -> None:
-        """Read from an iterator from now on; the same one again, or none, changes nothing."""
-        newest = self.newest
-        if iterator is None or iterator is self._iterators.get(newest):
-            return
-        if not self._keeps_older:
-            self._iterators.clear()
-        self._iterators[newest + 1] = iterator
+        """Read from an iterator from now on, after what is waiting; None changes nothing."""
+        if iterator is not None and iterator is not self._iterator:
+            self._iterator = iterator
+            self._ended = None
 
-    def next_inputs(self) -> tuple[int, Any] | None:
-        """Return the next batch and its iterator's number; None if the data ended.
+    def serves(self, iterator: Any) -> bool:
+        """Whether this is the iterator that training reads from."""
+        return iterator is not None and iterator is self._iterator
+
+    def next(self) -> Any:
+        """Return the next batch.
 
         Raises:
+            StopIteration: The data has ended.
             DataError: There has been no iterator.
         """
-        if self._put_back:
-            return self._put_back.popleft()
-        number = self.newest
-        if not number:
+        if self._waiting:
+            return self._waiting.popleft()
+        if self._iterator is None:
             reason = "there is no iterator, and initialize had no training_data"
             raise DataError("data_iter", None, reason, "Give train_batch an iterator")
         try:
-            return number, self._read(self._iterators[number])
+            return self._read(self._iterator)
         except StopIteration:
-            self._ended = number
-            return None
+            self._ended = self._iterator
+            raise
 
-    def next_labels(self, number: int) -> Any:
-        """Return the next batch of an iterator; those before it are let go.
-
-        Raises:
-            DataError: The iterator has ended, or there has been none of this number.
-        """
-        for older in [n for n in self._iterators if n < number]:
-            del self._iterators[older]
-        if number in self._iterators:
+    def prefetch(self, count: int) -> None:
+        """Read until so many batches are waiting, or the data ends."""
+        while len(self._waiting) < count and self.goes_on:
+            assert self._iterator is not None
             try:
-                return self._read(self._iterators[number])
+                self._waiting.append(self._read(self._iterator))
             except StopIteration:
-                pass
-        raise DataError(
-            "data_iter",
-            f"iterator {number}",
-            "the last stage has fewer micro-batches than the first stage read",
-            "Give the first and last stage iterators over the same data",
-        )
+                self._ended = self._iterator
 
-    def drop_put_back(self) -> list[int]:
-        """Forget what was given back; return the iterator's number of each batch."""
-        dropped = [number for number, _ in self._put_back]
-        self._put_back.clear()
-        return dropped
-
-    def skip(self, numbers: Iterable[int]) -> None:
-        """Pass over a batch of each of these iterators, as the first stage has done."""
-        for number in numbers:
-            self.next_labels(number)
-
-    def put_back(self, batches: list[tuple[int, Any]]) -> None:
+    def put_back(self, batches: Sequence[Any]) -> None:
         """Give batches back, in their order, to be the next ones."""
-        self._put_back.extendleft(reversed(batches))
+        self._waiting.extendleft(reversed(batches))
+
+    def drop_waiting(self) -> None:
+        """Forget what was read ahead or given back."""
+        self._waiting.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import math
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from deepspeed import comm as dist
 from torch import Tensor, distributed
 
 from wavemare.engine.pipe.micro_batch import Tensors, as_leaves, as_tuple
+from wavemare.engine.seams import destroy_groups, fail_group
 from wavemare.errors import CommError, ModelError
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind
 
@@ -113,11 +115,17 @@ class MessageLayout:
 
     def tensors(self, message: Tensor) -> list[Tensor]:
         """Return the tensors of a message, as views of it."""
+        if len(self.shapes) == 1 and not self.numbers:
+            return [message.view(self.dtypes[0]).view(self.shapes[0])]
         views = []
         for start, shape, dtype in zip(self.offsets, self.shapes, self.dtypes, strict=False):
             length = math.prod(shape) * dtype.itemsize
             views.append(message[start : start + length].view(dtype).view(shape))
         return views
+
+    def with_header(self, numbers: int) -> MessageLayout:
+        """Return the layout of the same tensors behind a header of another length."""
+        return _layout(numbers, self.shapes, self.dtypes, self.single)
 
     def describe(self) -> list[float]:
         """Return the layout as numbers, for a message of its own; see `DESCRIPTION`.
@@ -138,7 +146,7 @@ class MessageLayout:
         return numbers
 
     @classmethod
-    def described(cls, description: Sequence[float], numbers: int) -> MessageLayout:
+    def described(cls, description: Sequence[float]) -> MessageLayout:
         """Return the layout that `describe` turned into numbers."""
         values = iter(int(number) for number in description)
         count, single = next(values), bool(next(values))
@@ -146,12 +154,12 @@ class MessageLayout:
         for _ in range(count):
             dtypes.append(_DTYPES[next(values)])
             shapes.append(tuple(next(values) for _ in range(next(values))))
-        return cls(numbers, tuple(shapes), tuple(dtypes), single)
+        return _layout(0, tuple(shapes), tuple(dtypes), single)
 
 
 @lru_cache(maxsize=256)
 def _layout(
-    numbers: int, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], single: bool
+    numbers: int, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], single: bool
 ) -> MessageLayout:
     return MessageLayout(numbers, tuple(map(tuple, shapes)), dtypes, single)
 
@@ -166,14 +174,26 @@ _pending: list[deque[tuple[Tensor, Any, bool]]] = []
 holds it, and the receiver would wait for it forever."""
 
 
+_links = itertools.count()
+"""All ranks make their links together, and so count alike."""
+
+
+def _store() -> Any:
+    return distributed.distributed_c10d._get_default_store()
+
+
 @atexit.register
 def _flush_at_exit() -> None:
+    for sends in _pending:
+        _flush(sends)
+
+
+def _flush(sends: Iterable[tuple[Tensor, Any, bool]]) -> None:
     """Give slow receivers the time to take what was sent, unless they have gone."""
     until = time.monotonic() + _EXIT_S
-    for sends in _pending:
-        with contextlib.suppress(RuntimeError):  # the receiver has gone, or does not take it
-            for _, work, _ in sends:
-                work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+    with contextlib.suppress(RuntimeError):  # the receiver has gone, or does not take it
+        for _, work, _ in sends:
+            work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
 
 class SendQueue:
@@ -190,22 +210,42 @@ class SendQueue:
 
     def __init__(self, rank: int, group: Any, slots: int) -> None:
         self._rank = rank
-        self._group = group
+        self.group: Any = group
         self.slots = slots
+        self._taken = 0  # slots
         self._sends: deque[tuple[Tensor, Any, bool]] = deque()
         _pending.append(self._sends)
 
+    def close(self) -> None:
+        """Forget what is pending, and destroy the group."""
+        self._sends.clear()
+        if any(sends is self._sends for sends in _pending):
+            _pending[:] = [sends for sends in _pending if sends is not self._sends]
+        group, self.group = [self.group], None  # while anything refers to it, it stays open
+        destroy_groups(group)
+
+    @property
+    def pending(self) -> Sequence[tuple[Tensor, Any, bool]]:
+        """The messages that may not be sent yet."""
+        return self._sends
+
     def send(self, message: Tensor, *, extra: bool = False) -> None:
         """Send a message; nobody may change it afterwards. An extra one takes no slot."""
-        while not extra and sum(not each for *_, each in self._sends) >= self.slots:
-            self._sends.popleft()[1].wait()
-        work = distributed.isend(message, self._rank, group=self._group)
+        while not extra and self._taken >= self.slots:
+            self._wait_for_oldest()
+        work = distributed.isend(message, self._rank, group=self.group)
         self._sends.append((message, work, extra))
+        self._taken += not extra
+
+    def _wait_for_oldest(self) -> None:
+        _, work, extra = self._sends.popleft()
+        work.wait()
+        self._taken -= not extra
 
     def flush(self) -> None:
         """Wait until all messages are sent."""
         while self._sends:
-            self._sends.popleft()[1].wait()
+            self._wait_for_oldest()
 
 
 class RecvQueue:
@@ -223,20 +263,29 @@ class RecvQueue:
 
     Attributes:
         expected: Receives of the plan that are not posted yet, in the sender's order.
+        gates: Receives after which none is posted before they have arrived.
+        has_ended: Whether one of them has said that nothing follows in this step.
         arrived: What has come and is not taken yet: its layout, header and message.
     """
 
     def __init__(self, rank: int, group: Any, device: torch.device) -> None:
         self._rank = rank
-        self._group = group
+        self.group: Any = group
         self._device = device
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._posted: deque[tuple[Receive | None, MessageLayout, Tensor, Any]] = deque()
         self.expected: deque[Receive] = deque()
+        self.gates: frozenset[Receive] = frozenset()
+        self.has_ended = False
+        self._gate: Receive | None = None
         self.arrived: dict[Receive, tuple[MessageLayout, list[float], Tensor]] = {}
 
-    def expect(self, receives: Sequence[Receive]) -> None:
-        """Note the next receives; the first may be posted already, in a step that had no data.
+    def expect(self, receives: Sequence[Receive], gates: frozenset[Receive] = frozenset()) -> None:
+        """Set the receives of this step; those that are posted already must be the first of them.
+
+        Args:
+            receives: In the sender's order.
+            gates: Those whose header may say that the data has ended.
 
         Raises:
             CommError: Others are posted: that step was another plan's.
@@ -250,6 +299,8 @@ class RecvQueue:
                 "Train with as many micro-batches as before, or start all processes again",
             )
         self.expected = deque(receives[len(posted) :])
+        self._gate = next((receive for receive in posted if receive in gates), None)
+        self.gates, self.has_ended = gates, False
 
     def post_expected(
         self, layout_of: Callable[[Receive], MessageLayout | None], slots: int, *, now: bool = False
@@ -259,18 +310,28 @@ class RecvQueue:
         ``now`` says that the host is about to wait. Returns whether a receive is posted.
         """
         limit = slots if self._beside is None else int(now)
-        while self.expected and len(self._posted) < limit:
+        while self.expected and len(self._posted) < limit and self._gate is None:
             layout = layout_of(self.expected[0])
             if layout is None:
                 break
+            if self.expected[0] in self.gates:
+                self._gate = self.expected[0]
             self.post(self.expected.popleft(), layout)
         return bool(self._posted)
 
     def post(self, receive: Receive | None, layout: MessageLayout) -> None:
         """Post a receive; None stands for one that no plan has."""
         message = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
-        work = distributed.irecv(message, self._rank, group=self._group)
+        work = distributed.irecv(message, self._rank, group=self.group)
         self._posted.append((receive, layout, message, work))
+
+    def close(self) -> None:
+        """Forget what is expected, and destroy the group."""
+        self._posted.clear()
+        self.expected.clear()
+        self.arrived.clear()
+        group, self.group = [self.group], None  # while anything refers to it, it stays open
+        destroy_groups(group)
 
     def wait(self) -> list[float]:
         """Wait for the message whose receive was posted first; return its header.
@@ -288,6 +349,9 @@ class RecvQueue:
             header = layout.header(message)
         if receive is not None:
             self.arrived[receive] = layout, header, message
+            self.has_ended |= receive in self.gates and bool(header[0])
+            if receive == self._gate and not self.has_ended:  # else nothing follows in this step
+                self._gate = None
         return header
 
 
@@ -309,6 +373,7 @@ class PeerLink:
         device: The rank's device. Messages over gloo, which takes nothing else, are on the CPU.
         homes: For each stage its rank in the pipeline.
         activation_numbers: Length of an activation's header.
+        in_each_activation: Whether every activation has that header, or only the first of a step.
         grad_numbers: Length of a gradient's header.
         dynamic: Whether micro-batches differ in shape.
     """
@@ -320,6 +385,7 @@ class PeerLink:
         homes: Sequence[int],
         *,
         activation_numbers: int = 0,
+        in_each_activation: bool = True,
         grad_numbers: int = 0,
         dynamic: bool = False,
     ) -> None:
@@ -327,17 +393,22 @@ class PeerLink:
         self._device = torch.device("cpu") if distributed.get_backend() == "gloo" else device
         self._homes = tuple(homes)
         self._activation_numbers = activation_numbers
+        self._in_each_activation = in_each_activation
         self._grad_numbers = grad_numbers
         self._dynamic = dynamic
+        self._first, self._may_end = 0, False
         self._slots = 1
         self._sent: dict[int, MessageLayout] = {}
         self._received: dict[int, MessageLayout] = {}
         self._grads: dict[tuple[int, int], MessageLayout] = {}
         self._to: dict[int, SendQueue] = {}
         self._from: dict[int, RecvQueue] = {}
+        self._key = f"wavemare/pipeline/{next(_links)}"
+        self.is_closed = False
         neighbours = {(a, b) for a, b in pairwise(self._homes) if a != b}
         pairs = sorted(neighbours | {(b, a) for a, b in neighbours})
         me = dist.get_rank()
+        self._rank = next(list(ranks).index(me) for ranks in grid.pipe_groups if me in ranks)
         for ranks in grid.pipe_groups:
             for sender, receiver in pairs:
                 group = dist.new_group([ranks[sender], ranks[receiver]])
@@ -346,22 +417,62 @@ class PeerLink:
                 elif me == ranks[receiver]:
                     self._from[sender] = RecvQueue(ranks[sender], group, self._device)
 
-    def begin(self, actions: Iterable[Action], slots: int) -> None:
+    @property
+    def _queues(self) -> list[SendQueue | RecvQueue]:
+        return [*self._to.values(), *self._from.values()]
+
+    def close(self) -> None:
+        """Wait until neighbours have taken what was sent, and destroy all channels."""
+        if not self.is_closed and distributed.is_initialized():
+            _flush([sends for queue in self._to.values() for sends in queue.pending])
+        self._close()
+
+    def _close(self) -> None:
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for queue in self._queues:
+            queue.close()
+        self._grads.clear()
+
+    def abort(self, reason: str) -> None:
+        """Leave word for the ranks of this pipeline and its replicas, and destroy all channels.
+
+        Whoever waits for a message of this rank fails at once. The first word counts.
+        """
+        if not self.is_closed:
+            with contextlib.suppress(RuntimeError):  # the store is gone with its rank
+                _store().compare_set(self._key, "", reason)
+            for queue in self._queues:
+                fail_group(queue.group)
+        self._close()
+
+    def told(self) -> str | None:
+        """Return the word that a rank has left in `abort`; None if none has, or cannot be asked."""
+        with contextlib.suppress(RuntimeError):
+            if _store().check([self._key]):
+                return str(_store().get(self._key).decode())
+        return None
+
+    def begin(
+        self, receives: Iterable[Action], slots: int, *, first: int = 0, may_end: bool = False
+    ) -> None:
         """Note a step's receives, and post the first of them.
 
         Args:
-            actions: Among others the receives, those of one sender in its order.
+            receives: Those of one sender in its order.
             slots: Messages that may be pending in one direction.
+            first: Number of the step's first micro-batch.
+            may_end: Whether the header of its activation may say that no other message follows.
         """
-        self._slots = slots
+        self._slots, self._first, self._may_end = slots, first, may_end
         for sends in self._to.values():
             sends.slots = slots
         expected: dict[int, list[Receive]] = {sender: [] for sender in self._from}
-        for action in actions:
-            if action.kind in RECEIVES:
-                expected[self._sender(action)].append(action[:3])
+        for action in receives:
+            expected[self._sender(action)].append(action[:3])
         for sender, queue in self._from.items():
-            queue.expect(expected[sender])
+            queue.expect(expected[sender], frozenset(filter(self._is_gate, expected[sender])))
             queue.post_expected(self._layout_of, slots)
 
     def flush(self) -> None:
@@ -376,24 +487,27 @@ class PeerLink:
     def send_activation(
         self, action: Action, outputs: Tensors, header: Sequence[float | Tensor] = ()
     ) -> None:
-        """Send a micro-batch's outputs to the next stage; an empty tuple when the data ended."""
+        """Send a micro-batch's outputs to the next stage; an empty tuple when the data ended.
+
+        Raises:
+            ModelError: They have other shapes or types than those before.
+        """
         queue, stage = self._to[self._homes[action.stage + 1]], action.stage
-        tensors = as_tuple(outputs)
-        layout = known = self._sent.get(stage)
-        if tensors or layout is None:
-            layout = MessageLayout.of(self._activation_numbers, outputs)
+        tensors, known = as_tuple(outputs), self._sent.get(stage)
+        layout = known if known is not None and not tensors else MessageLayout.of(0, outputs)
         if known is None or self._dynamic:
             queue.send(DESCRIPTION.pack(layout.describe(), (), self._device), extra=True)
         elif known != layout:
             raise ModelError(
                 "activations",
-                layout.shapes,
-                f"the micro-batches before had the shapes {known.shapes}, and the next stage "
-                "expects them again",
-                'Set "dynamic_shape": true in wavemare.pipeline',
+                _described(layout),
+                f"the micro-batches before had {_described(known)}, and the next stage expects "
+                "them again",
+                'Set "dynamic_shape": true in wavemare.pipeline, or in the PipelineModule',
             )
         if tensors:
             self._sent[stage] = layout
+        layout = layout.with_header(self._header_of(action.micro_batch))
         queue.send(layout.pack(header, tensors, self._device))
 
     def receive_activation(self, action: Action) -> tuple[list[float], Tensors]:
@@ -446,8 +560,40 @@ class PeerLink:
         if kind is Kind.RECV_GRAD:
             return self._grads.get((stage, micro_batch))
         if kind is Kind.RECV_ACTIVATION:
-            return None if self._dynamic else self._received.get(stage)
+            known = None if self._dynamic else self._received.get(stage)
+            return known and known.with_header(self._header_of(micro_batch))
         return _NUMBER_ALONE
+
+    def end_step(self, number: int, numbers: int) -> None:
+        """Tell the next ranks that a step has no data, and hear the others tell it.
+
+        So no receive stays posted. One notice goes through each channel for activations: the first
+        activation of the step.
+
+        Args:
+            number: The step's first micro-batch.
+            numbers: Length of an activation's header.
+        """
+        firsts: dict[tuple[int, int], int] = {}
+        for stage, (sender, receiver) in enumerate(pairwise(self._homes)):
+            firsts.setdefault((sender, receiver), stage)
+        for (sender, receiver), stage in firsts.items():
+            if sender == self._rank != receiver:
+                notice = Action(Kind.SEND_ACTIVATION, stage, number)
+                self.send_activation(notice, (), [1.0] * numbers)
+        for (sender, receiver), stage in firsts.items():
+            if sender != self._rank == receiver and not self._from[sender].has_ended:
+                self.receive_activation(Action(Kind.RECV_ACTIVATION, stage + 1, number))
+
+    def _is_gate(self, receive: Receive) -> bool:
+        """Return whether a message may be the notice that no other comes in this step."""
+        kind, _, micro_batch = receive
+        return self._may_end and kind is Kind.RECV_ACTIVATION and micro_batch == self._first
+
+    def _header_of(self, micro_batch: int) -> int:
+        """Return the length of an activation's header."""
+        has_header = self._in_each_activation or micro_batch == self._first
+        return self._activation_numbers if has_header else 0
 
     def _take(self, action: Action) -> tuple[MessageLayout, list[float], list[Tensor]]:
         queue, wanted = self._from[self._sender(action)], action[:3]
@@ -457,13 +603,22 @@ class PeerLink:
             queue.wait()
         queue.post_expected(self._layout_of, self._slots)
         layout, header, message = queue.arrived.pop(wanted)
-        return layout, header, [t.to(self._rank_device) for t in layout.tensors(message)]
+        tensors = layout.tensors(message)
+        if self._device != self._rank_device:
+            tensors = [tensor.to(self._rank_device) for tensor in tensors]
+        return layout, header, tensors
 
     def _post_described(self, queue: RecvQueue) -> None:
         """Receive the description of the next activation, and post its receive."""
         queue.post(None, DESCRIPTION)
-        layout = MessageLayout.described(queue.wait(), self._activation_numbers)
+        layout = MessageLayout.described(queue.wait())
         receive = queue.expected.popleft()
         if layout.shapes:  # else the data ended
             self._received[receive[1]] = layout
-        queue.post(receive, layout)
+        queue.post(receive, layout.with_header(self._header_of(receive[2])))
+
+
+def _described(layout: MessageLayout) -> str:
+    """Return shapes and types in words."""
+    pairs = zip(layout.shapes, layout.dtypes, strict=True)
+    return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in pairs)

@@ -1,159 +1,137 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The asynchronous pipeline engine: PipeMare on DeepSpeed's ``PipelineEngine``.
+"""The update of an asynchronous pipeline: PipeMare.
 
 Each stage steps its own weights after every ``gradient_accumulation_steps`` micro-batches and
-continues at once; nothing is ever flushed. A stage runs a checked plan, one optimizer step at a
-time (:mod:`wavemare.pipeline.plan.run_plan`).
+continues at once; nothing is ever flushed. The schedule is endless, and comes from a finite plan
+that is proved (`RunPlan.step`). Losses and gradient norms travel with activations and gradients.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
+from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.recorder import Telemetry
-from wavemare.engine.pipe.engine import Handlers, StepSchedule
-from wavemare.engine.pipe.linked import LinkedEngine, StagePasses
-from wavemare.engine.pipe.micro_batch import Feed, MicroBatch
-from wavemare.engine.pipe.p2p import PeerLink
+from wavemare.engine.pipe.micro_batch import DataEndedError, MicroBatch
 from wavemare.engine.pipe.stage_optimizer import StageNorms, StageOptimizer
 from wavemare.engine.seams import keeping_versions
 from wavemare.errors import ConfigError, ModelError
-from wavemare.pipeline.plan.lowering import ahead
-from wavemare.pipeline.plan.plan import Action, Kind
-from wavemare.pipeline.plan.run_plan import RunPlan
-from wavemare.pipeline.plan.schedules import SEND_SLOTS, steps_to_drain
+from wavemare.pipeline.plan.orders import SEND_SLOTS, ahead, steps_to_drain
+from wavemare.pipeline.plan.plan import RECEIVES, Action, Kind
 from wavemare.pipeline.staleness.correction import make_correction
 from wavemare.pipeline.staleness.staleness import max_staleness
 
+if TYPE_CHECKING:
+    from wavemare.engine.pipe.engine import Handlers, PipelineEngine
+
 logger = logging.getLogger("wavemare")
 
-_GAP_INTERVAL = 10
-"""Optimizer steps between two measurements of the update gap, which read all weights."""
 
+class PipeMare:
+    """Steps each stage alone, with corrected weights, rates and norms.
 
-class PipeMareEngine(LinkedEngine):
-    """A pipeline that never flushes.
+    Args:
+        engine: Its DeepSpeed part is built; its messages are not yet.
 
-    ``train_batch``, ``eval_batch`` and checkpoints are used as with ``deepspeed.PipelineEngine``.
-    ``train_batch`` returns the exact mean loss of its own step on every rank, without a barrier:
-    the loss travels with the gradients.
+    Raises:
+        ModelError: Stages share a weight.
+        ConfigError: The optimizer, or the grid of ranks, needs more than one stage.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.pipemare = self.settings.pipeline.pipemare
-        _check_model(self)
-        self._trained_parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self._clip = max(float(self.gradient_clipping()), 0.0)
-        self._norms = StageNorms(self)
-        self._stage_optimizer = StageOptimizer(self, clip=self._clip, config=self.pipemare)
-        self._passes = None
-        if self.settings.pipeline.overlap_forward_backward:
-            if not self.pipemare.slack and self.num_stages > 1 and self.global_rank == 0:
-                logger.warning(
-                    "pipemare: with overlap_forward_backward and without slack, neighbouring "
-                    "stages wait for each other's pairs; set wavemare.pipeline.pipemare.slack to 1"
-                )
-            self._passes = StagePasses(self, self._forward, self._forward_context)
-        self._telemetry = Telemetry(self.stage_id, self.num_stages)
-        self._link = PeerLink(
-            self.grid,
-            self.device,
-            range(self.num_stages),
-            activation_numbers=3,
-            grad_numbers=1 + len(self._telemetry.pack()),
-            dynamic=self.dynamic_shape,
-        )
-        self._feed = Feed(self._read, keeps_older=self.is_last_stage())
-        self._feed.use(self.data_iterator)
-        self._evaluating = False
-        self._first = 0
-        self._end: int | None = None
-        self._version = 0
-        self._in_flight: list[Action] = []
+    activation_numbers = 2
+    """Length of an activation's header: whether the data has ended, and the squared norm."""
+    in_each_activation = True
+    trains_short_steps = clips_alone = True
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine = engine
+        self._config = engine.settings.pipeline.pipemare
+        _check_model(engine)
+        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._clip = max(float(engine.gradient_clipping()), 0.0)
+        self._norms = StageNorms(engine)
+        self._optimizer = StageOptimizer(engine, clip=self._clip, config=self._config)
+        self._telemetry = Telemetry(engine.stage_id, engine.num_stages)
+        self.grad_numbers = 1 + len(self._telemetry.pack())
+        self._first = self._next = 0  # micro-batch of the present step, and of the next one
+        self._end: int | None = None  # the first micro-batch without data, if it is known
+        self._since_empty = 0  # steps since the pipeline was empty
+        self._version = 0  # of this stage's weights
+        self._in_flight: list[Action] = []  # activations of later steps that are on their way here
         self._loss_sum: Tensor | float = 0.0
-        self._update_gap = math.nan
-        self._start_schedule()
+        self._mean_loss: Tensor | None = None
+        self.sizes_changed()
 
-    def _start_schedule(self) -> None:
-        """Begin with an empty pipeline; the stages' staleness follows from the settings."""
-        settings = self.pipemare.discrepancy_correction
-        self._correction = make_correction(
-            settings.mode,
-            self._trained_parameters,
-            max_staleness(self.stage_id, self.num_stages, self.micro_batches, self.pipemare.slack),
-            decay_base=settings.decay,
-        )
-        self._plan = RunPlan.of(
-            self.settings.pipeline, self.num_stages, self.micro_batches, clips=self._clip > 0
-        )
-        self._next = 0
-        self._since_empty = 0
+    @property
+    def handlers(self) -> Handlers:
+        """What does the kinds of action that only asynchronous plans have."""
+        return {
+            Kind.RECV_NORM: self._receive_norm,
+            Kind.SEND_NORM: lambda it: self._link.send_number(it, self._norms.from_here),
+            Kind.RECV_TOTAL: lambda it: self._norms.set_exact(self._link.receive_number(it)),
+            Kind.SEND_TOTAL: self._send_total,
+            Kind.CORRECT: self._correct,
+            Kind.RESTORE: lambda _: self._correction.restore(),
+        }
 
-    # --- training -------------------------------------------------------------------------------
+    @property
+    def _link(self) -> Any:
+        return self._engine.link
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Train one optimizer step of this rank's stage.
+    @property
+    def lead(self) -> int:
+        """How many optimizer steps more than rank 0 another rank may have done."""
+        engine = self._engine
+        return ahead(0, engine.num_stages, self._config.slack) // engine.micro_batches
 
-        The first stage reads micro-batches ahead of the step; `ahead` says how many. If the data
-        ends within a step, the step trains the micro-batches that were read.
+    # --- a step -----------------------------------------------------------------------------------
 
-        Args:
-            data_iter: Gives micro-batches to the first and last stage, as in DeepSpeed. If omitted,
-                the iterator of the call before, or the ``training_data`` given to ``initialize``.
+    def train(self) -> None:
+        """Run the plan's next step; its first stage reads micro-batches ahead, as `ahead` says.
 
-        Returns:
-            The mean loss of this very step over micro-batches and data ranks, on every rank;
-            scalar, float32.
+        If the data ends within a step, the step trains the micro-batches that were read.
 
         Raises:
-            StopIteration: The data had ended before the step; on all ranks.
+            DataEndedError: The data had ended before the step; on all ranks.
         """
-        if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch() requires gradients: use eval_batch() to evaluate")
-        if torch.is_autocast_enabled(self.device.type):
-            raise RuntimeError("train_batch() under torch.autocast: use bf16 in the configuration")
-        self._feed.use(data_iter)
-        self.module.train()
-        self._compute_loss = True
-        with self.training_step():
-            trained = self._train_step() or (self._goes_on() and self._train_step())
-            if not trained:
-                raise StopIteration
-            self._report_step()
-        return self.agg_train_loss
+        if not (self._train_step() or (self._goes_on() and self._train_step())):
+            raise DataEndedError
+        shares = self._engine.recorder.shares()
+        self._telemetry.end_step(shares)
 
     def _train_step(self) -> int:
         """Run one step of the plan; return how many micro-batches it trained."""
-        first, size = self._next, self.micro_batches
-        left = steps_to_drain(
-            self.global_steps, self.pipemare.warmup_steps, self.pipemare.drain_interval
-        )
-        actions = self._plan.step(
-            self.stage_id, self._since_empty, left, first=first, version=self._version
-        )
+        engine, first = self._engine, self._next
+        size, settings = engine.micro_batches, self._config
+        left = steps_to_drain(engine.global_steps, settings.warmup_steps, settings.drain_interval)
+        run, place = engine.run_plan, (self._since_empty, left)
+        actions = run.step(engine.stage_id, *place, first=first, version=self._version)
         self._first, self._loss_sum, self._next = first, 0.0, first + size
         self._since_empty = 0 if left == 1 else self._since_empty + 1
         self._norms.exact = None
         self._telemetry.begin_step()
         self._in_flight = [
-            Action(Kind.RECV_ACTIVATION, self.stage_id, self._next + number)
-            for number in self._plan.unreceived(self.stage_id, left)
+            Action(Kind.RECV_ACTIVATION, engine.stage_id, self._next + number)
+            for number in run.unreceived(engine.stage_id, left)
         ]
-        self._link.begin([*actions, *self._in_flight], SEND_SLOTS + self.pipemare.slack)
+        receives = [*(each for each in actions if each.kind in RECEIVES), *self._in_flight]
+        slots = SEND_SLOTS + settings.slack
+        engine.begin_messages(receives, slots, first=first, may_end=False)
         try:
-            self._exec_schedule(StepSchedule(actions, overlap=self._passes is not None))
-        except Exception:
+            engine.run_actions(actions)
+        except BaseException:
             self._correction.restore()
             raise
+        if engine.is_last_stage() and not engine.is_first_stage():
+            # The first stage's iterator is so far ahead.
+            engine.feed.prefetch(run.read_ahead(left))
         trained = self._trained
         if trained < size:
             self._empty(first + trained)
@@ -162,13 +140,15 @@ class PipeMareEngine(LinkedEngine):
     @property
     def _trained(self) -> int:
         """Number of micro-batches in the present step, as far as the end of the data is known."""
-        end = self._first + self.micro_batches
+        end = self._first + self._engine.micro_batches
         return max(min(end, self._end if self._end is not None else end) - self._first, 0)
 
     def _goes_on(self) -> bool:
         """Whether another iterator follows the one that ended; all stages must ask."""
-        flag = torch.tensor(float(self.is_first_stage() and self._feed.goes_on), device=self.device)
-        dist.all_reduce(flag, group=self.grid.get_pipe_parallel_group())
+        engine = self._engine
+        goes_on = engine.is_first_stage() and engine.feed.goes_on
+        flag = torch.tensor(float(goes_on), device=engine.device)
+        dist.all_reduce(flag, group=engine.grid.get_pipe_parallel_group())
         return bool(flag.item())
 
     def drain(self) -> None:
@@ -180,210 +160,192 @@ class PipeMareEngine(LinkedEngine):
         self._empty(None)
 
     def _empty(self, end: int | None) -> None:
+        engine = self._engine
         self._link.discard(self._in_flight)
         self._in_flight = []
-        if self.is_first_stage():
-            read = [m for m in self._micro_batches.values() if not m.ended]
-            self._feed.put_back([(m.source, m.batch) for m in read])
-        self._micro_batches.clear()
+        engine.put_back()
         self._next = self._next if end is None else end
         self._since_empty = 0
-        if self._stage_watch is not None:
-            self._stage_watch.discard()
         self._end = None
         self._correction.discard_versions()
 
-    # --- the actions ----------------------------------------------------------------------------
+    # --- passes and messages ----------------------------------------------------------------------
 
-    def _handlers(self) -> Handlers:
-        return {
-            **super()._handlers(),
-            Kind.RECV_NORM: self._do_recv_norm,
-            Kind.SEND_NORM: lambda it: self._link.send_number(it, self._norms.from_here),
-            Kind.RECV_TOTAL: lambda it: self._norms.set_exact(self._link.receive_number(it)),
-            Kind.SEND_TOTAL: self._do_send_total,
-            Kind.CORRECT: self._do_correct,
-            Kind.RESTORE: lambda _: self._correction.restore(),
-        }
+    def next_batch(self, action: Action) -> Any:
+        """Return the batch of a micro-batch; None if the data has ended."""
+        if self._end is not None:
+            return None
+        try:
+            return self._engine.feed.next()
+        except StopIteration:
+            self.note_end(action)
+            return None
 
-    def _do_load(self, action: Action) -> None:
+    def note_end(self, action: Action) -> None:
+        """Note that the data has ended before a micro-batch."""
         number = action.micro_batch
-        if self.is_first_stage():
-            found = None if self._end is not None else self._feed.next_inputs()
-            if found is None:
-                self._note_end(number)
-                self._micro_batches[action.place] = MicroBatch(ended=True)
-                return
-            source, batch = found
-            self._micro_batches[action.place] = MicroBatch(
-                inputs=self._first_inputs(batch[0]), source=source, batch=batch
-            )
-        micro_batch = self._micro_batches[action.place]
-        if self.is_last_stage() and not micro_batch.ended:
-            if not self.is_first_stage():
-                batch = self._feed.next_labels(micro_batch.source)
-            micro_batch.labels = batch[1]
-
-    def _read(self, iterator: Iterator[Any]) -> Any:
-        self.data_iterator = iterator
-        return self._next_batch()
-
-    def _note_end(self, number: int) -> None:
         self._end = number if self._end is None else min(self._end, number)
 
-    def _do_recv_activation(self, action: Action) -> None:
-        header, inputs = self._link.receive_activation(action)
-        ended, source = bool(header[0]), int(header[1])
-        self._norms.earlier_stages_sq_norm = header[2]
-        if ended:
-            self._note_end(action.micro_batch)
-            inputs = ()
-        self._micro_batches[action.place] = MicroBatch(inputs=inputs, ended=ended, source=source)
-
-    def _forward_context(self, number: int) -> AbstractContextManager[None]:
-        if self._stage_watch is not None:
-            self._stage_watch.begin(number, self._first)
+    def forward_context(self, action: Action) -> AbstractContextManager[None]:
+        """Return the context of a forward pass."""
         # Micro-batches of later steps run backward so many weight versions later.
-        return self._correction.forward((number - self._first) // self.micro_batches)
+        staleness = (action.micro_batch - self._first) // self._engine.micro_batches
+        return self._correction.forward(staleness)
 
-    def _end_forward(self, action: Action, micro_batch: MicroBatch) -> None:
+    def note_forward(self, action: Action, micro_batch: MicroBatch, *, is_last: bool) -> None:
+        """See the result of a forward pass.
+
+        Raises:
+            ModelError: The module has losses beside the one that is trained.
+        """
         micro_batch.version = self._version
-        super()._end_forward(action, micro_batch)
+        module = self._engine.module
+        if is_last and module.get_additional_losses() is not None:
+            raise ModelError(
+                "get_additional_losses",
+                type(module).__name__,
+                "the schedule pipemare carries one loss",
+                "Add them up in the loss function, or use schedule 1f1b",
+            )
 
-    def _do_send_activation(self, action: Action) -> None:
-        micro_batch = self._micro_batches[action.place]
-        header = [float(micro_batch.ended), float(micro_batch.source), self._norms.up_to_here]
-        outputs = () if micro_batch.ended else micro_batch.outputs
-        self._link.send_activation(action, outputs, header)
+    def activation_header(self, action: Action, micro_batch: MicroBatch) -> list[Any]:
+        """Return the numbers that go with an activation."""
+        return [float(micro_batch.ended), self._norms.up_to_here]
 
-    def _do_recv_grad(self, action: Action) -> None:
-        header, grads = self._link.receive_grad(action)
-        self._micro_batches[action.place].grads = grads
+    def read_activation_header(self, action: Action, header: list[float]) -> bool:
+        """Take these numbers; return whether the data has ended."""
+        ended, self._norms.earlier_stages_sq_norm = bool(header[0]), header[1]
+        if ended:
+            self.note_end(action)
+        return ended
+
+    def note_backward(self, action: Action, micro_batch: MicroBatch, *, is_last: bool) -> None:
+        """See the result of a backward pass."""
+        if micro_batch.ended:
+            return
+        self._telemetry.note_staleness(self._version - micro_batch.version)
+        if is_last:
+            loss = micro_batch.loss.detach()
+            self._loss_sum = self._loss_sum + loss.float()
+            engine = self._engine
+            if engine.guard is not None:
+                number = action.micro_batch - self._first + 1
+                engine.guard.note_loss(number, loss, micro_batch.labels)
+
+    def grads_expected(self, action: Action, outputs: list[Tensor]) -> list[Tensor]:
+        """Return tensors of the shapes and types that the message of gradients will have."""
+        return outputs
+
+    def grads_received(
+        self, action: Action, header: list[float], grads: list[Tensor]
+    ) -> list[Tensor]:
+        """Return the gradients of a message."""
         self._loss_sum = header[0]
         self._telemetry.unpack(header[1:])
+        return grads
 
-    def _end_backward(self, action: Action, micro_batch: MicroBatch) -> None:
+    def grads_to_send(self, action: Action, grads: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
+        """Return the header and the tensors of a message of gradients."""
+        return [self._loss_sum, *self._telemetry.pack()], grads
+
+    def _correct(self, action: Action) -> None:
+        micro_batch = self._engine.micro_batch_of(action)
         if not micro_batch.ended:
-            self._telemetry.note_staleness(self._version - micro_batch.version)
-            if self.is_last_stage():
-                self._loss_sum = self._loss_sum + micro_batch.loss.detach().float()
-        super()._end_backward(action, micro_batch)
+            self._correction.correct(self._version - micro_batch.version)
 
-    def _do_send_grad(self, action: Action) -> None:
-        micro_batch = self._micro_batches.pop(action.place)
-        header = [self._loss_sum, *self._telemetry.pack()]
-        self._link.send_grad(action, micro_batch.input_grads(), header)
+    # --- the optimizer step -----------------------------------------------------------------------
 
-    def _do_reduce(self, action: Action) -> None:
-        trained = self._trained
+    def reduce(self, action: Action) -> None:
+        """Average the gradients and the loss over the ranks that have this stage."""
+        engine, trained = self._engine, self._trained
         if not trained:
             return
-        if trained < self.micro_batches:
-            self._stage_optimizer.scale_gradients(self.micro_batches / trained)
-        if self.is_data_parallel or self.zero_optimization():
-            self._exec_reduce_grads()
+        if trained < engine.micro_batches:
+            self._optimizer.scale_gradients(engine.micro_batches / trained)
+        engine._exec_reduce_tied_grads()  # of weights that are tied within the stage: none
+        if engine.is_data_parallel or engine.zero_optimization():
+            engine._exec_reduce_grads()
         loss = self._loss_sum
         if not isinstance(loss, Tensor):
-            loss = torch.full((), loss, dtype=torch.float32, device=self.device)
+            loss = torch.full((), loss, dtype=torch.float32, device=engine.device)
         loss = loss / trained
-        if self.is_data_parallel:
-            dist.all_reduce(loss, group=self.grid.get_data_parallel_group())
-            loss /= self.dp_world_size
-        self.agg_train_loss = loss
+        if engine.is_data_parallel:
+            dist.all_reduce(loss, group=engine.grid.get_data_parallel_group())
+            loss /= engine.dp_world_size
+        self._mean_loss = loss
         if self._clip:
-            self._norms.own = self._stage_optimizer.norm_squared()
+            self._norms.own = self._optimizer.norm_squared()
 
-    def _do_recv_norm(self, action: Action) -> None:
+    def _receive_norm(self, action: Action) -> None:
         self._norms.later_stages_sq_norm = self._link.receive_number(action)
 
-    def _do_send_total(self, action: Action) -> None:
-        if self.is_first_stage():
+    def _send_total(self, action: Action) -> None:
+        if self._engine.is_first_stage():
             self._norms.set_exact(self._norms.from_here)
         self._link.send_number(action, self._norms.total)
 
-    def _do_step(self, action: Action) -> None:
+    def step(self, action: Action) -> None:
+        """Step this stage's optimizer, unless the data had ended."""
         if self._trained:
             self._step()
         self._version += 1
 
     def _step(self) -> None:
-        norms = self._norms
-        if self.guard is not None:
-            norm = norms.from_here if self._clip else None
-            self.guard.expect(self._first + self.micro_batches, norm)
+        engine, norms = self._engine, self._norms
         if self._clip:
-            self._stage_optimizer.clip(norms.own, norms.total)
-        self._stage_optimizer.note_staleness(self._telemetry.mean_staleness)
+            engine.norm.take(norms.from_here)
+            self._optimizer.clip(norms.own, norms.total)
+        self._optimizer.note_staleness(self._telemetry.mean_staleness)
         self._correction.before_step()
-        with keeping_versions(tuple(self._trained_parameters)):
-            self._exec_optimizer_step()
-        self._stage_optimizer.end_step()
+        missing = engine.micro_batches - self._trained
+        engine.global_samples -= missing * engine.micro_batch_size * engine.dp_world_size
+        with keeping_versions(tuple(self._parameters)):
+            engine._exec_optimizer_step()
+        self._optimizer.end_step()
         self._correction.after_step()
         norms.end_step()
         if self._clip:
-            self._global_grad_norm = math.sqrt(norms.total)
-        missing = self.micro_batches - self._trained
-        self.global_samples -= missing * self.micro_batch_size * self.dp_world_size
+            engine._global_grad_norm = math.sqrt(norms.total)
 
-    def clip_fp32_gradients(self) -> None:
-        """Do nothing: DeepSpeed's way is a barrier, and the gradients are clipped already."""
+    def mean_loss(self) -> Tensor:
+        """Return the mean loss of the very step over micro-batches and data ranks: scalar, fp32."""
+        assert self._mean_loss is not None
+        return self._mean_loss
 
-    def _do_correct(self, action: Action) -> None:
-        micro_batch = self._micro_batches[action.place]
-        if not micro_batch.ended:
-            self._correction.correct(self._version - micro_batch.version)
+    # --- between steps ----------------------------------------------------------------------------
 
-    # --- evaluation, checkpoints, changes of size -------------------------------------------------
+    def sizes_changed(self) -> None:
+        """Begin with an empty pipeline; the stages' staleness follows from the settings."""
+        engine, settings = self._engine, self._config.discrepancy_correction
+        slack = self._config.slack
+        self._correction = make_correction(
+            settings.mode,
+            self._parameters,
+            max_staleness(engine.stage_id, engine.num_stages, engine.micro_batches, slack),
+            decay_base=settings.decay,
+        )
+        self._next = self._since_empty = 0
+        self._in_flight, self._end = [], None  # also of a step that did not end
 
-    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as `PipelineEngine.eval_batch`, at one version of the weights on all stages."""
-        self.drain()
-        self._evaluating = True
-        try:
-            return super().eval_batch(*args, **kwargs)
-        finally:
-            self._evaluating = False
-
-    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Set the iterator of the next training steps."""
-        super().set_dataiterator(iterator)
-        if not self._evaluating:
-            self._feed.use(iterator)
-
-    def set_dataloader(self, loader: Any) -> None:
-        """Set the loader of the next training steps."""
-        super().set_dataloader(loader)
-        if hasattr(self, "_feed"):  # DeepSpeed's constructor calls this, too
-            self._feed.use(self.data_iterator)
-
-    def reset_state(self) -> None:
+    def reset(self) -> None:
         """Discard what belonged to replaced weights, and what was read ahead."""
-        super().reset_state()
-        self._drop_read_ahead()
+        self._engine.feed.drop_waiting()
         self._norms.reset()
-        self._start_schedule()
+        self.sizes_changed()
 
-    def _drop_read_ahead(self) -> None:
-        """Skip on the last stage what the first one has read and never trained."""
-        read_ahead = self._feed.drop_put_back()
-        most = ahead(0, self.num_stages, self.pipemare.slack) + self.micro_batches
-        sources = torch.zeros(most, dtype=torch.int64, device=self.device)
-        sources[: len(read_ahead)] = torch.tensor(read_ahead, dtype=torch.int64)
-        dist.all_reduce(sources, group=self.grid.get_pipe_parallel_group())
-        if self.is_last_stage() and not self.is_first_stage():
-            self._feed.skip(number for number in sources.tolist() if number)
+    def metrics(self) -> dict[str, float]:
+        """Return staleness and waiting by stage, and the bubble; on the first stage.
 
-    def extra_state(self) -> dict[str, Any]:
-        """Return what this rank's next step needs besides weights and optimizer."""
-        return {
-            **super().extra_state(),
-            "norms": self._norms.state_dict(),
-            "correction": self._correction.state_dict(),
-        }
+        The figures of later stages are one step old.
+        """
+        return self._telemetry.metrics()
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Load an `extra_state`; another schedule or correction has saved none."""
-        super().load_extra_state(state)
+    def state(self) -> dict[str, Any]:
+        """Return what the next step needs beside weights and optimizer."""
+        return {"norms": self._norms.state_dict(), "correction": self._correction.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load a `state`; another schedule or correction has saved none."""
         if "norms" in state:
             self._norms.load_state_dict(state["norms"])
         correction = state.get("correction", {})
@@ -392,60 +354,30 @@ class PipeMareEngine(LinkedEngine):
         elif self._correction.mode == "ema":
             logger.warning("pipemare: the moving average of the weight changes starts anew")
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches per step; all ranks must call it."""
-        self.drain()
-        super().set_train_batch_size(train_batch_size)
-        self._start_schedule()
 
-    def reset_activation_shape(self) -> None:
-        """Forget the shapes of earlier micro-batches; all stages must call it."""
-        self.drain()
-        super().reset_activation_shape()
-
-    # --- figures of a step ------------------------------------------------------------------------
-
-    @property
-    def step_lead(self) -> int:
-        """How many optimizer steps more than rank 0 another rank may have done."""
-        return ahead(0, self.num_stages, self.pipemare.slack) // self.micro_batches
-
-    def step_metrics(self) -> dict[str, float]:
-        """Return staleness, waiting and update gap by stage, and the bubble; on the first stage.
-
-        The figures of later stages are one step old. `EngineMixin.step_metrics` adds others.
-        """
-        return {**self._telemetry.metrics(), **super().step_metrics()}
-
-    def _report_step(self) -> None:
-        if self.global_steps % _GAP_INTERVAL == 0:
-            self._update_gap = self._correction.update_gap()
-        self._telemetry.end_step(self.recorder.shares(), self._update_gap)
-        if self.global_rank != 0:
-            return
-        if self.global_steps % self.steps_per_print() == 0:
-            print(f"steps: {self.global_steps} loss: {self.agg_train_loss:0.4f}")
-        if self.monitor.enabled:
-            loss = self.agg_train_loss.item()
-            self.monitor.write_events([("Train/Samples/train_loss", loss, self.global_samples)])
-
-
-def _check_model(engine: PipeMareEngine) -> None:
-    """Check the model and topology of an engine.
+def _check_model(engine: PipelineEngine) -> None:
+    """Check the model and topology of an engine; all ranks fail alike.
 
     Raises:
         ConfigError: The topology has a model axis with an unknown distribution of weights.
-        ModelError: Weights are tied.
+        ModelError: Stages share a weight.
     """
-    tied = engine.module.tied_comms
+    grid = engine.grid
+    # Ranks of one stage that share a weight of one layer do no more than its other layers.
+    shared = [
+        key
+        for key, comm in engine.module.tied_comms.items()
+        if len({grid._topo.get_coord(rank).pipe for rank in comm["ranks"]}) > 1
+    ]
+    tied = sorted({key for keys in gather(shared) for key in keys})
     if tied:
         raise ModelError(
             "tied layers",
-            ", ".join(sorted(tied)),
+            ", ".join(tied),
             "stages that share a weight must synchronize at each step; asynchronous ones never do",
             "Use LayerSpec instead of TiedLayerSpec (to_pipeline: untie=True), or schedule 1f1b",
         )
-    splits = engine.grid.get_slice_parallel_world_size() > 1
+    splits = grid.get_slice_parallel_world_size() > 1
     if splits and not getattr(engine.module, "sends_whole", False):
         raise ConfigError(
             "wavemare.pipeline.schedule",

@@ -57,14 +57,18 @@ class SplitBackward:
 
     Args:
         module: The layers of the chunk.
+        direct: Whether W may add to ``weight.grad`` without autograd, where a weight has no hooks:
+            nobody else notices when its gradient is accumulated.
 
     Raises:
         ModelError: ``torch.compile`` has been applied to the module or to a part of it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        _check_eager(module)
-        self._module = module
+    def __init__(self, module: nn.Module, *, direct: bool = False) -> None:
+        self._parts = list(module.named_modules())
+        _check_eager(self._parts)
+        self._candidates = list(_layers(module, self))
+        self._direct = direct
         self._split: list[_Layer] = []
         self._queues: dict[Hashable, dict[_Layer, list[_Product]]] = {}
         self._micro_batch: Hashable = None
@@ -79,9 +83,16 @@ class SplitBackward:
             ModelError: A part has been compiled meanwhile.
             PlanError: At its end, a micro-batch has had no W.
         """
-        _check_eager(self._module)
-        self._split = list(_layers(self._module, self))
-        self._exchange()
+        _check_eager(self._parts)
+        # A forward function of the instance's own is another library's.
+        self._split = [
+            layer
+            for layer in self._candidates
+            if layer.module.weight.requires_grad and layer.method not in vars(layer.module)
+        ]
+        for layer in self._split:
+            layer.is_direct = self._direct and not _has_hooks(layer.module.weight)
+            setattr(layer.module, layer.method, layer)
         try:
             yield
             if self._queues:
@@ -92,26 +103,10 @@ class SplitBackward:
                     "Put its W before the step's end",
                 )
         finally:
-            self._restore()
+            for layer in self._split:
+                delattr(layer.module, layer.method)
             self._split = []
             self._queues.clear()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Run whole passes in this context, forward and backward."""
-        self._restore()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        for layer in self._split:
-            setattr(layer.module, layer.method, layer)
-
-    def _restore(self) -> None:
-        for layer in self._split:
-            delattr(layer.module, layer.method)
 
     @contextmanager
     def input_pass(self, micro_batch: Hashable) -> Iterator[None]:
@@ -135,12 +130,19 @@ class SplitBackward:
         if queue is None:
             reason = "there is no queue of weight gradients for it"
             raise PlanError("micro_batch", micro_batch, reason, "Put one W after each I")
+        hooked = []
+        for layer, products in queue.items():
+            if layer.is_direct:
+                layer.add_to_grad(products)
+            else:
+                hooked.append((layer, products))
         # Autograd begins with the node made last: the last layer is to be the first, as in I.
         passes = [
             _WeightGradient.apply(layer.module.weight, layer, products)
-            for layer, products in reversed(queue.items())
+            for layer, products in reversed(hooked)
         ]
-        torch.autograd.backward(passes)
+        if passes:
+            torch.autograd.backward(passes)
 
     @property
     def kept_bytes(self) -> dict[Hashable, int]:
@@ -179,6 +181,7 @@ class _Layer:
         self.name = name
         self.module: Any = module
         self.method = method
+        self.is_direct = False
         self.whole: Callable[..., Tensor] = getattr(module, method)
         self.put = splitter.put
         self.transposed = getattr(module, "transposed", not isinstance(module, nn.Linear))
@@ -192,6 +195,17 @@ class _Layer:
         rows = inputs.view(-1, inputs.shape[-1])
         outputs: Tensor = _SplitLinear.apply(rows, bias, self)
         return outputs.view(*inputs.shape[:-1], outputs.shape[-1])
+
+    def add_to_grad(self, products: list[_Product]) -> None:
+        """Add the sum of the products to the weight's gradient, as autograd does."""
+        with torch.no_grad():
+            grad = self.weight_grad(products)
+            products.clear()  # frees them before the next layer's turn
+            weight = self.module.weight
+            if weight.grad is None:
+                weight.grad = grad
+            else:
+                weight.grad += grad
 
     def weight_grad(self, products: list[_Product]) -> Tensor:
         """Return the sum of the products, in their order."""
@@ -248,9 +262,9 @@ class _WeightGradient(torch.autograd.Function):
         return total, None, None
 
 
-def _check_eager(module: nn.Module) -> None:
-    """Refuse a module of which a part is compiled."""
-    for name, part in module.named_modules():
+def _check_eager(parts: list[tuple[str, nn.Module]]) -> None:
+    """Refuse modules of which one is compiled, given by their names."""
+    for name, part in parts:
         # torch has no public question for either form of compilation.
         if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
             raise ModelError(
@@ -261,8 +275,13 @@ def _check_eager(module: nn.Module) -> None:
             )
 
 
+def _has_hooks(weight: Any) -> bool:
+    """Return whether somebody notices when the weight's gradient is computed or accumulated."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
 def _layers(module: nn.Module, splitter: SplitBackward) -> Iterator[_Layer]:
-    """Yield the layers that can defer their weight gradient."""
+    """Yield the layers that can defer their weight gradient while it is trained."""
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     owners = Counter(
         id(weight)
@@ -270,14 +289,13 @@ def _layers(module: nn.Module, splitter: SplitBackward) -> Iterator[_Layer]:
         for weight in part.parameters(recurse=False)
     )
     for name, part in module.named_modules():
-        # A forward function of the instance's own is another library's.
         method = _LOCAL_PRODUCT if hasattr(part, _LOCAL_PRODUCT) else "forward"
         known = method == _LOCAL_PRODUCT or type(part) in {nn.Linear, conv1d}
-        if not known or method in vars(part):
+        if not known:
             continue
         weight = part.weight
         plain = type(weight) is nn.Parameter and weight.is_contiguous()
-        if plain and weight.requires_grad and owners[id(weight)] == 1:
+        if plain and owners[id(weight)] == 1:
             yield _Layer(name, part, method, splitter)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.gradient_rows import Slot
-from wavemare.engine.context import EngineContext
 from wavemare.engine.experts import is_divided
 from wavemare.engine.optim.adapter import ZeroAdapter
 from wavemare.engine.sparse.buckets import Bucket, BucketReducer, embedding_weights
 from wavemare.engine.sparse.gradients import ReplicatedGradients, SparseGradients
 from wavemare.errors import ConfigError
 
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
+
 
 def attach_sparse_gradients(
-    engine: EngineContext, config: SparseCollectiveConfig, timeout_s: float
+    engine: EngineMixin, config: SparseCollectiveConfig, timeout_s: float
 ) -> SparseGradients:
     """Reduce an engine's gradients by the sparse collective; collective over all ranks.
 
@@ -51,7 +53,7 @@ def attach_sparse_gradients(
     return ReplicatedGradients(engine, config, timeout_s, early=early)
 
 
-def _check_model(engine: EngineContext, config: SparseCollectiveConfig) -> None:
+def _check_model(engine: EngineMixin, config: SparseCollectiveConfig) -> None:
     reason = None
     if engine.has_moe_layers and not any(map(is_divided, engine.module.parameters())):
         reason = "the model has experts, whose gradients belong to groups of their own"
@@ -62,7 +64,7 @@ def _check_model(engine: EngineContext, config: SparseCollectiveConfig) -> None:
         raise ConfigError(key, config.mode, reason, f'Set {key} to "off"')
 
 
-def _check_tables(engine: EngineContext) -> None:
+def _check_tables(engine: EngineMixin) -> None:
     """Refuse sparse gradients for optimizers that flatten gradients."""
     tables = embedding_weights(engine.module.modules(), sparse=True)
     named = [
@@ -98,7 +100,7 @@ class PartitionedGradients(SparseGradients):
     """
 
     def __init__(
-        self, engine: EngineContext, config: SparseCollectiveConfig, timeout_s: float
+        self, engine: EngineMixin, config: SparseCollectiveConfig, timeout_s: float
     ) -> None:
         super().__init__(engine, config, timeout_s)
         optimizer = self._optimizer = engine.optimizer

@@ -233,6 +233,13 @@ class BucketReducer:
             self._take()
         self._begin()
 
+    def drop(self) -> None:
+        """Forget the gradients of a round that did not end, once those that were sent are back."""
+        for handle in self._handles[self._num_written :]:
+            handle.wait()
+        self._buffers.clear()
+        self._begin()
+
     def _send(self) -> None:
         number = self.num_sent
         bucket, flat = self.buckets[number], self._buffer(number)

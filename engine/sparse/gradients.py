@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
@@ -18,8 +18,8 @@ from wavemare.comm.collective_queue import Handle
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.gradient_rows import GradientRows
 from wavemare.comm.sparse import SparseComm
-from wavemare.engine.context import EngineContext, Feature
 from wavemare.engine.experts import is_divided
+from wavemare.engine.feature import Feature
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.sparse.buckets import (
     LARGEST_BUCKET,
@@ -31,6 +31,9 @@ from wavemare.engine.sparse.buckets import (
     make_buckets,
 )
 from wavemare.errors import CheckpointError, ModelError
+
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
 
 
 class SparseGradients(Feature, ABC):
@@ -52,7 +55,7 @@ class SparseGradients(Feature, ABC):
     _rows_of_step: GradientRows | None = None
 
     def __init__(
-        self, engine: EngineContext, config: SparseCollectiveConfig, timeout_s: float
+        self, engine: EngineMixin, config: SparseCollectiveConfig, timeout_s: float
     ) -> None:
         assert config.mode != "off"
         self._engine = engine
@@ -135,7 +138,8 @@ class SparseGradients(Feature, ABC):
         self.comm.load_state_dict(state)
 
     def reset(self) -> None:
-        """Drop the compressor's residuals, which belong to the weights before a load."""
+        """Drop what belongs to the weights before a load: gradients, the compressor's residuals."""
+        self.reducer.drop()
         compressor = self.comm.compressor
         if compressor is not None:
             compressor.load_state_dict({**compressor.state_dict(), "residuals": {}})
@@ -181,7 +185,7 @@ class ReplicatedGradients(SparseGradients):
 
     def __init__(
         self,
-        engine: EngineContext,
+        engine: EngineMixin,
         config: SparseCollectiveConfig,
         timeout_s: float,
         *,
@@ -237,6 +241,11 @@ class ReplicatedGradients(SparseGradients):
             self._take_rows(name, handle)
         self._usual, self._fired = self._fired, Counter()
         self.record_metrics()
+
+    def reset(self) -> None:
+        """Drop what belongs to the weights before a load."""
+        super().reset()
+        self._fired = Counter()
 
     def close(self) -> None:
         """Remove the hooks and close the collectives."""

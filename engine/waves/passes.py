@@ -59,10 +59,10 @@ class Recorder(Protocol):
 
 
 class PassRunner:
-    """Runs the passes of an engine: a pair's second one in the caller's thread.
+    """Runs the passes of an engine, alone or in pairs of a backward and a forward pass.
 
-    The first one, which is the backward pass, has a thread of its own. Only one thread computes at
-    any time.
+    The forward pass runs in the caller's thread, the backward pass in another one. Only one thread
+    computes at any time. Collectives of `wavemare.parallel` call `wait`, which gives way.
 
     Args:
         device: Of the model.
@@ -88,7 +88,7 @@ class PassRunner:
     def pair(self, first: Pass, second: Pass) -> tuple[Any, Any]:
         """Run two passes in turns; return what they return.
 
-        Random numbers go on from the second one's. An error in one ends both.
+        Afterwards the generators have the forward pass's state. An error in one ends both.
         """
         turns, others = _Turns(self, first), _Turns(self, second)
         turns.other, others.other = others, turns

@@ -9,20 +9,19 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 from torch import distributed as dist
 
-from wavemare.engine.context import EngineContext
-from wavemare.engine.seams import discard_open_step
 from wavemare.engine.waves.passes import Pass, PassRunner
 from wavemare.pipeline.config import WaveletConfig
 from wavemare.pipeline.plan.plan import Action, Kind
 from wavemare.pipeline.wave.gain import Decision, costs_of_segments, decide, predict
+
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
 
 logger = logging.getLogger("wavemare")
 
@@ -44,16 +43,13 @@ class Wavelet:
 
     def __init__(
         self,
-        engine: EngineContext,
+        engine: EngineMixin,
         config: WaveletConfig,
         loss: Callable[[Any, Callable[..., Any]], Tensor],
     ) -> None:
         self._engine = engine
         self._loss = loss
-        self._protocol = AccumulationProtocol(engine)
         self._runner = PassRunner(engine.device)
-        if config.compile:
-            engine.module.compile()
         self._steps = 0
         self.paired = config.mode != "auto"
         if not self.paired:
@@ -64,11 +60,7 @@ class Wavelet:
         self._steps += 1
         if self._runner.recorder is not None:
             self._watch(len(batches))
-        try:
-            losses = self._train(batches)
-        except BaseException:
-            self._protocol.discard_step()
-            raise
+        losses = self._train(batches)
         if self._steps == 1 and not self._runner.collectives and dist.get_rank() == 0:
             logger.warning(
                 "wavelet: a pass has no collective that could run behind another pass, so waves "
@@ -94,10 +86,10 @@ class Wavelet:
         return [*losses, loss.detach()]
 
     def _forward(self, number: int, batch: Any) -> Pass:
-        return Pass(Kind.FORWARD, number, partial(self._loss, batch, self._protocol.forward))
+        return Pass(Kind.FORWARD, number, partial(self._loss, batch, self._engine.call_module))
 
     def _backward(self, number: int, loss: Tensor) -> Pass:
-        return Pass(Kind.BACKWARD, number, partial(self._protocol.backward, loss))
+        return Pass(Kind.BACKWARD, number, partial(self._engine.backward_from, loss))
 
     def _watch(self, micro_batches: int) -> None:
         """Continue to measure, or decide from the measurements."""
@@ -111,7 +103,7 @@ class Wavelet:
 
 
 def attach_wavelet(
-    engine: EngineContext,
+    engine: EngineMixin,
     config: WaveletConfig,
     loss: Callable[[Any, Callable[..., Any]], Tensor],
 ) -> Wavelet | None:
@@ -122,7 +114,7 @@ def attach_wavelet(
         config: The section ``wavelet``.
         loss: See `Wavelet`.
     """
-    if config.mode in ("off", "model_parallel"):
+    if config.mode == "off":
         return None
     reason = ""
     if engine.gradient_accumulation_steps() == 1:
@@ -178,62 +170,3 @@ class WaveProbe:
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
         costs = costs_of_segments(dict(zip(places, medians.tolist(), strict=True)))
         return decide(predict(*costs, micro_batches))
-
-
-class AccumulationProtocol:
-    """Shows DeepSpeed plain gradient accumulation: backward passes never overlap.
-
-    The engine's own ``forward`` would reset what ZeRO has counted of a backward pass under way.
-
-    Args:
-        engine: Of DeepSpeed's.
-    """
-
-    def __init__(self, engine: EngineContext) -> None:
-        self._engine = engine
-        self._within = False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        with autocast_if_enabled(self._engine):
-            return self._engine.module(*args, **kwargs)
-
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch's loss."""
-        engine = self._engine
-        loss = engine.before_backward(loss) / engine.gradient_accumulation_steps()
-        if isinstance(engine.optimizer, ZeROOptimizer):
-            loss = engine.optimizer.scale_if_loss(loss)
-        elif engine.torch_autocast_z0_gradscaler:
-            loss = engine.torch_autocast_z0_gradscaler.scale(loss)
-        self.accumulate(loss.backward)
-
-    def accumulate(self, backward: Callable[[], None]) -> None:
-        """Run a backward pass."""
-        engine = self._engine
-        if isinstance(engine.optimizer, ZeROOptimizer):
-            engine.optimizer.clear_backward_seen_flag()
-        # As within engine.backward: DeepSpeed's hooks leave the end of the backward pass to us.
-        with engine._running_engine_backward_lock:
-            engine._running_engine_backward_count += 1
-            engine._running_engine_backward = True
-        self._within = True
-        engine._unmanaged_backward_count += 1  # read if the configuration says so
-        engine._backward_prologue()
-        backward()
-        engine._backward_epilogue()
-        self._leave()
-
-    def discard_step(self) -> None:
-        """Drop the gradients of a step that an error has ended."""
-        self._leave()
-        discard_open_step(self._engine)
-
-    def _leave(self) -> None:
-        if not self._within:
-            return
-        self._within = False
-        engine = self._engine
-        with engine._running_engine_backward_lock:
-            engine._running_engine_backward_count -= 1
-            engine._running_engine_backward = engine._running_engine_backward_count > 0

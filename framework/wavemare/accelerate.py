@@ -51,7 +51,6 @@ class Accelerator(accelerate.Accelerator):
         tensor_ranks: Number of them that share each layer.
         stages: Stages of the pipeline.
         weighs_losses: Whether the engine weighs the losses of data ranks.
-        own_loss: Whether only the engine may set a pipeline's loss function.
         whole_step_key: The key that makes the engine train whole steps only; None without one.
         whole_steps: Whether the caller trains by ``engine.train_batch``, as
             `wavemare.hf.Trainer` does.
@@ -60,7 +59,7 @@ class Accelerator(accelerate.Accelerator):
 
     section: dict[str, Any] | None = None
     model_ranks = tensor_ranks = stages = 1
-    weighs_losses = own_loss = False
+    weighs_losses = False
     whole_step_key: str | None = None
     whole_steps = False
     build: Callable[..., Any] = staticmethod(initialize)
@@ -93,7 +92,6 @@ class Accelerator(accelerate.Accelerator):
         self.tensor_ranks = ours.tensor_parallel.size
         self.stages = ours.pipeline.stages
         self.weighs_losses = ours.balance.is_active
-        self.own_loss = self.weighs_losses or ours.pipeline.overlap_forward_backward
 
     @property
     def data_ranks(self) -> int:
@@ -219,7 +217,7 @@ def _whole_step_key(ours: WavemareConfig) -> str | None:
     """Return the key that makes an engine train whole steps only, or None."""
     if ours.pipeline.stages > 1:
         return "pipeline.stages"
-    if ours.wavelet.mode not in ("off", "model_parallel"):
+    if ours.wavelet.mode != "off":
         return "wavelet.mode"
     return None
 

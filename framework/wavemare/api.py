@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -17,13 +17,14 @@ from torch import Tensor
 from wavemare import engine
 from wavemare.engine import build_engine
 from wavemare.engine.config.refusals import check_sequence_parallel
-from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, zero_section
+from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config
 from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.config.shape import check_complete
 from wavemare.engine.health.watchdog import acquire
-from wavemare.engine.initialize import file_plan, read_config
+from wavemare.engine.initialize import homes_of_stages, read_config
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
+from wavemare.engine.seams import destroy_groups, hold_grid, noting_groups
 from wavemare.errors import ConfigError, PlanError
 from wavemare.failure import watch_failures
 from wavemare.parallel import ProcessGrid
@@ -34,7 +35,7 @@ from wavemare.parallel.layout.grid import (
     replica_size,
     same_grid,
 )
-from wavemare.pipeline.plan.plan import Plan
+from wavemare.pipeline.plan.files import GivenPlan
 
 if TYPE_CHECKING:
     from wavemare.engine import DualPipeVEngine, Engine, PipelineEngine
@@ -72,6 +73,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    plan: GivenPlan | None = None,
 ) -> tuple[Engine | PipelineEngine | DualPipeVEngine, Any, Any, Any]:
     """Build a training engine; parameters, their order and results are ``deepspeed.initialize``'s.
 
@@ -96,6 +98,9 @@ def initialize(
         config: Path or mapping of the JSON configuration.
         mesh_param: Shape of the (data, sequence) mesh.
         config_params: Older name of ``config``.
+        plan: Not of DeepSpeed: what a pipeline's ranks do in an optimizer step, in place of
+            ``wavemare.pipeline.schedule``. A `Plan`, or a function from (ranks, micro-batches) to
+            one; passes alone will do.
 
     Returns:
         Engine, optimizer, loader (or None) and scheduler (or None).
@@ -110,6 +115,7 @@ def initialize(
     check_complete(values)
     ours = WavemareConfig.of(values)
     watchdog = acquire(ours.watchdog) if SECTION in values and ours.watchdog.enabled else None
+    made: list[Any] = []
     try:
         with PROGRESS.doing("initialize"):
             if dist_init_required is not False:
@@ -130,12 +136,15 @@ def initialize(
                 collate_fn=collate_fn,
                 mesh_param=mesh_param,
                 given=config if config is not None else config_params,
+                plan=plan,
+                made=made,
             )
             if watchdog is not None:  # DeepSpeed has made groups
                 watchdog.extend_deadline()
     except BaseException:
         if watchdog is not None:
             watchdog.release(notify=False)
+        destroy_groups(made)
         raise
     result[0].watchdog = watchdog
     return result
@@ -151,12 +160,17 @@ def _build(
     lr_scheduler: Any,
     mpu: Any,
     given: Any,
+    plan: GivenPlan | None,
+    made: list[Any],
     **arguments: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """Lay the model out as the configuration says, and build its engine."""
-    if ours.wavelet.mode == "model_parallel":
-        values = _weights_in_turns(values)
-    layout = schedule_plan = None
+    """Lay the model out as the configuration says, and build its engine.
+
+    The list gets the process groups that only this engine knows of; it destroys them.
+    """
+    layout = None
+    if isinstance(model, deepspeed.PipelineModule):
+        _check_cut(ours)
     if ours.parallel.given or is_annotated(model) or hasattr(model, PLAN):
         layout, values = _planned(model, values)
         ours = WavemareConfig.of(values)
@@ -165,7 +179,8 @@ def _build(
     if ours.tensor_parallel.size > 1:
         check_config(values, world_size=dist.get_world_size())
         _check_whole("tensor_parallel", optimizer, model_parameters, mpu)
-        mesh = ProcessGrid.of(tensor=ours.tensor_parallel.size)
+        with noting_groups(made):
+            mesh = ProcessGrid.of(tensor=ours.tensor_parallel.size)
         model = _split(model, mesh.get_model_parallel_group())
         mpu = mesh if ours.pipeline.stages == 1 else None  # a pipeline's is its grid
     if ours.expert_parallel.size > 1:
@@ -174,24 +189,27 @@ def _build(
         model = _divided(model, ours.expert_parallel.size, ours.pipeline.stages)
     if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
         check_config(values, world_size=dist.get_world_size())
-        schedule_plan = file_plan(ours.pipeline, ours.pipeline.stages)
-        whole, model = model, _converted(model, ours, schedule_plan)
+        homes = homes_of_stages(values, ours, plan)
+        with noting_groups(made):
+            whole, model = model, _converted(model, ours, homes)
         # An untied head is trained wherever the embedding that it was tied to was meant to be.
         copies = {id(whole.get_parameter(n)): p for n, p in model.untied_parameters().items()}
         optimizer, model_parameters = _of_this_stage(
             model, optimizer, model_parameters, lr_scheduler, copies
         )
     if mpu is not None:
-        mpu = process_grid(mpu)
+        with noting_groups(made):
+            mpu = process_grid(mpu)
         if isinstance(model, deepspeed.PipelineModule):
             same_grid(mpu, model.mpu())
             mpu = None  # DeepSpeed takes the module's own
     if ours.local_steps.mode != "off":
         check_config(values, world_size=dist.get_world_size())
-        mpu = _replicas(ours.local_steps, model, mpu or arguments["mesh_param"])
+        with noting_groups(made):
+            mpu = _replicas(ours.local_steps, model, mpu or arguments["mesh_param"])
     result = build_engine(
         values,
-        plan=schedule_plan,
+        plan=plan,
         model=model,
         optimizer=optimizer,
         model_parameters=model_parameters,
@@ -200,6 +218,7 @@ def _build(
         **arguments,
     )
     engine = result[0]
+    hold_grid(engine.mpu, engine, made)
     engine.layout = layout
     if engine.config == given:
         engine.config = given  # as with DeepSpeed the caller's own, where nothing was filled in
@@ -221,12 +240,11 @@ def _planned(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return plan, values
 
 
-def _converted(model: Any, ours: WavemareConfig, plan: Plan | None) -> Any:
+def _converted(model: Any, ours: WavemareConfig, homes: Sequence[int]) -> Any:
     from transformers import PreTrainedModel
 
     from wavemare.models import to_pipeline
     from wavemare.models.adapters import base_of
-    from wavemare.pipeline.plan.run_plan import homes_of
 
     if not isinstance(base_of(model), PreTrainedModel):
         raise ConfigError(
@@ -242,8 +260,19 @@ def _converted(model: Any, ours: WavemareConfig, plan: Plan | None) -> Any:
         inputs=ours.pipeline.inputs,
         dynamic_shape=ours.pipeline.dynamic_shape,
         untie=ours.pipeline.unties,
-        homes=homes_of(ours.pipeline, ours.pipeline.stages) if plan is None else plan.rank_of,
+        homes=homes,
     )
+
+
+def _check_cut(ours: WavemareConfig) -> None:
+    """Refuse what says how a model becomes a pipeline, of one that is a pipeline already."""
+    for name in sorted(ours.pipeline.model_fields_set & {"partition", "inputs", "untie"}):
+        raise ConfigError(
+            f"wavemare.pipeline.{name}",
+            getattr(ours.pipeline, name),
+            "the model is a PipelineModule, which is cut into stages already",
+            "Leave it out, or give the transformers model itself",
+        )
 
 
 def _split(model: Any, group: Any) -> Any:
@@ -290,24 +319,6 @@ def _check_whole(section: str, optimizer: Any, model_parameters: Any, mpu: Any) 
     if mpu is not None:
         reason = "the ranks that share a model are given twice"
         raise ConfigError(key, type(mpu).__name__, reason, f"Leave out mpu, or {key}")
-
-
-def _weights_in_turns(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration that does what Wavelet's model-parallel form comes down to.
-
-    There all devices hold the same part of the model at a time and hand activations round. Left
-    where they are, these need no messages, and what remains is ZeRO-3.
-    """
-    zero = dict(zero_section(values))
-    if zero.get("stage", 3) not in (0, 3):
-        reason = "wavelet's mode 'model_parallel' is done by ZeRO-3"
-        raise ConfigError(
-            "zero_optimization.stage", zero["stage"], reason, "Use 3, or leave it out"
-        )
-    logger.info(
-        "wavelet model_parallel: weights come in turns by ZeRO-3, and activations stay in place"
-    )
-    return {**values, "zero_optimization": {**zero, "stage": 3}}
 
 
 def _of_this_stage(

@@ -30,7 +30,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from wavemare.engine.launch.group import end_mpich_helper, environment_rank, exit_now
+from wavemare.engine.launch.group import (
+    end_mpich_helper,
+    environment_rank,
+    exit_now,
+    peer_loss,
+)
 from wavemare.errors import CommError, WavemareError
 
 _STORE_KEY = "wavemare/failure"
@@ -45,16 +50,6 @@ _ENDING_SECONDS = 30.0
 _SAVE_SECONDS = 600.0
 _INTERRUPTED = 130
 _TORCH_HOOK = "torch.distributed.distributed_c10d"
-# How gloo, NCCL and TCPStore report a lost peer.
-_PEER_LOSS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "remote process exited",
-    "socket closed",
-    "failed to recv, got 0 bytes",
-)
 
 
 def run_main(main: Callable[[], object], *, grace_s: float = _GRACE_SECONDS) -> None:
@@ -103,6 +98,8 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
         # The watchdog ends this process; the error is a consequence.
         threading.Event().wait(_ENDING_SECONDS)
     if isinstance(error, WavemareError):
+        if isinstance(error, CommError) and error.__cause__ and peer_loss(error.__cause__):
+            time.sleep(grace_s)  # in which that peer claims its failure
         if _should_print(_count_failures(1), grace_s):
             where = f" on rank {environment_rank()}" if _group_exists() else ""
             notes = getattr(error, "__notes__", [])  # where in the plan, for example
@@ -112,7 +109,7 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
             _finish_saves()
         _leave(error.exit_code)
     # A lost peer is not claimed: the peer may be about to report its error.
-    if (loss := _peer_loss(error)) is None:
+    if (loss := peer_loss(error)) is None:
         _count_failures(1)
     elif (summary := _explain_lost_peers()) is not None:
         sys.stderr.write(f"{summary}\n")
@@ -199,13 +196,6 @@ def _group_exists() -> bool:
     # Looked up, not imported: the command line fails fast, before torch is loaded.
     distributed = sys.modules.get("torch.distributed")
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
-
-
-def _peer_loss(error: BaseException) -> str | None:
-    """Return the words by which an error tells of a lost peer; None if it is another one."""
-    if not isinstance(error, RuntimeError | ConnectionError):
-        return None
-    return next((phrase for phrase in _PEER_LOSS if phrase in str(error).lower()), None)
 
 
 def _report_to_torchrun(error: BaseException) -> None:

@@ -35,7 +35,7 @@ from wavemare.models.convert import cut_chain, give_own_weights, tied_weights
 from wavemare.models.families import family_of
 from wavemare.models.proof import prove
 from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.plan.lowering import ahead
+from wavemare.pipeline.plan.orders import ahead
 from wavemare.pipeline.staleness.replay import Replay
 
 Delays = Literal["pipeline", "one-step", "dataflow"]

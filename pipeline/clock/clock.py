@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.plan import (
@@ -30,9 +31,8 @@ def execute(
 ) -> list[list[float]]:
     """Run a plan: every rank in its order, each action as soon as it can.
 
-    With `Plan.send_slots` a send costs its rank nothing while fewer than so many messages to its
-    receiver are unreceived, else it waits. Without slots it waits for its receive, and both end
-    when the message has arrived. A rank may receive in another order than its sender's. The ranks'
+    A send costs its rank nothing while fewer than `Plan.send_slots` messages to its receiver are
+    unreceived, else it waits. A rank may receive in another order than its sender's. The ranks'
     norms end together. The result does not depend on the order in which ranks are looked at: each
     rank waits for one thing at a time.
 
@@ -47,16 +47,61 @@ def execute(
     Raises:
         PlanError: Ranks wait for each other, or for what never comes.
     """
-    ranks = {action.stage: rank for rank, actions in enumerate(plan.ranks) for action in actions}
+    times = _times(plan, plan.send_slots, duration, latency)
+    if not _has_ended(plan, times):
+        raise _stuck(plan, [len(done) for done in times])
+    return times
+
+
+def fewest_slots(plan: Plan) -> int:
+    """Return the smallest number of `Plan.send_slots` with which a plan ends.
+
+    Raises:
+        PlanError: It ends with no number.
+    """
+    most = 1 + max(sum(action.kind in SENDS for action in actions) for actions in plan.ranks)
+    slots = 1
+    while not _ends(plan, slots):
+        if slots == 1:
+            execute(replace(plan, send_slots=most), _no_time, _no_latency)
+        slots += 1
+    return slots
+
+
+def _no_time(kind: Kind, stage: int) -> float:
+    return 0.0
+
+
+def _no_latency(stage: int) -> float:
+    return 0.0
+
+
+def _ends(plan: Plan, slots: int) -> bool:
+    return _has_ended(plan, _times(plan, slots, _no_time, _no_latency))
+
+
+def _has_ended(plan: Plan, times: Sequence[Sequence[float]]) -> bool:
+    return all(len(done) == len(actions) for done, actions in zip(times, plan.ranks, strict=True))
+
+
+def _ranks_of(plan: Plan) -> dict[int, int]:
+    """Return the rank of each stage that does something."""
+    return {stage: r for r, actions in enumerate(plan.ranks) for stage in {a[1] for a in actions}}
+
+
+def _times(
+    plan: Plan, slots: int, duration: Callable[[Kind, int], float], latency: _Latency
+) -> list[list[float]]:
+    """Return for each rank the ends of its actions, up to the one that waits for ever."""
+    ranks = _ranks_of(plan)
     ready = deque(range(len(plan.ranks)))
     channels: dict[tuple[int, int], _Channel] = {}
     norms = Counter(a.micro_batch for row in plan.ranks for a in row if a.kind is Kind.NORM)
     joined: defaultdict[int, dict[int, float]] = defaultdict(dict)
 
     def channel(sender: int, receiver: int) -> _Channel:
-        kind = _Channel if plan.send_slots else _Rendezvous
-        new = kind(plan.send_slots, latency, (sender, receiver), ready)
-        return channels.setdefault((sender, receiver), new)
+        ends = sender, receiver
+        return channels.setdefault(ends, _Channel(slots, latency, ends, ready))
 
     def sum_norms(action: Action, clock: float) -> float | None:
         times, complete = joined[action.micro_batch], norms[action.micro_batch]
@@ -84,8 +129,6 @@ def execute(
     while ready:
         rank = ready.popleft()
         _advance(plan.ranks[rank], times[rank], operations)
-    if any(len(done) < len(actions) for done, actions in zip(times, plan.ranks, strict=True)):
-        raise _stuck(plan, ranks, [len(done) for done in times])
     return times
 
 
@@ -95,12 +138,14 @@ def _advance(
     operations: Mapping[tuple[Kind, int], _Operation],
 ) -> None:
     """Do a rank's actions up to the first that must wait."""
-    while len(times) < len(actions):
-        action = actions[len(times)]
-        end = operations[action[:2]](action, times[-1] if times else 0)
+    clock = times[-1] if times else 0
+    for position in range(len(times), len(actions)):
+        action = actions[position]
+        end = operations[action[:2]](action, clock)
         if end is None:
             return
         times.append(end)
+        clock = end
 
 
 class _Channel:
@@ -130,7 +175,11 @@ class _Channel:
                 self.sender_waits = True
                 return None
             clock = max(clock, self.received[blocking])
-        self._start(action, clock)
+        self.pending[message_of(action)] = clock
+        self.num_sent += 1
+        if self.receiver_waits:
+            self.receiver_waits = False
+            self.ready.append(self.receiver)
         return clock
 
     def receive(self, action: Action, clock: float) -> float | None:
@@ -139,45 +188,17 @@ class _Channel:
         if message not in self.pending:
             self.receiver_waits = True
             return None
-        clock = self._arrival(message, clock)
+        clock = max(clock, self.pending.pop(message) + self.latency(message[1]))
         self.received.append(clock)
         if self.sender_waits:
             self.sender_waits = False
             self.ready.append(self.sender)
         return clock
 
-    def _arrival(self, message: Message, clock: float) -> float:
-        return max(clock, self.pending.pop(message) + self.latency(message[1]))
 
-    def _start(self, action: Action, clock: float) -> None:
-        self.pending[message_of(action)] = clock
-        self.num_sent += 1
-        if self.receiver_waits:
-            self.receiver_waits = False
-            self.ready.append(self.receiver)
-
-
-class _Rendezvous(_Channel):
-    """The same without slots: a message starts when both ranks have come to it."""
-
-    completed = 0
-
-    def send(self, action: Action, clock: float) -> float | None:
-        """Start a message at a time; return when it has arrived."""
-        if self.num_sent == self.completed:
-            self._start(action, clock)
-        if len(self.received) == self.completed:
-            self.sender_waits = True
-            return None
-        self.completed += 1
-        return self.received[-1]
-
-    def _arrival(self, message: Message, clock: float) -> float:
-        return max(clock, self.pending.pop(message)) + self.latency(message[1])
-
-
-def _stuck(plan: Plan, ranks: Mapping[int, int], positions: list[int]) -> PlanError:
+def _stuck(plan: Plan, positions: Sequence[int]) -> PlanError:
     """Return the error that shows where every stuck rank stands, and who waits in a circle."""
+    ranks = _ranks_of(plan)
     awaited = {
         rank: _awaited(plan, ranks, rank, positions)
         for rank, position in enumerate(positions)
@@ -204,12 +225,12 @@ def _awaited(plan: Plan, ranks: Mapping[int, int], rank: int, positions: Sequenc
     actions, position = plan.ranks[rank], positions[rank]
     action = actions[position]
     if action.kind in RECEIVES:
-        kind, stage, micro_batch, wave = message_of(action)
-        return Action(kind, stage, micro_batch, wave=wave)
+        return Action(*message_of(action))
     if action.kind is Kind.NORM:
         for row, done in zip(plan.ranks, positions, strict=True):
             norms = [a for a in row if a.kind is Kind.NORM]
-            if norms and action[::2] not in [a[::2] for a in row[: done + 1]]:
+            begun = {(a.kind, a.micro_batch) for a in row[: done + 1]}
+            if norms and (action.kind, action.micro_batch) not in begun:
                 return action._replace(stage=norms[0].stage, version=-1)
     receiver = ranks.get(action.stage + SENDS[action.kind][1], -1)
     sends = [a for a in actions[: position + 1] if a.kind in SENDS]

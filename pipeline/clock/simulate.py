@@ -166,10 +166,9 @@ class Costs:
 def simulate(plan: Plan, costs: Costs) -> Timeline:
     """Run a plan on the clock.
 
-    Each rank does its actions in their order. With `Plan.send_slots` a send takes its rank no time
-    unless all slots are in use; without, sender and receiver wait for each other and both for
-    the message. Loading, reductions and corrections take no time. Sums over ranks are events of the
-    one rank that they belong to, beside those of its passes (see `_overlap`).
+    Each rank does its actions in their order. A send takes its rank no time unless all of
+    `Plan.send_slots` are in use. Loading, reductions and corrections take no time. Sums over ranks
+    are events of the one rank that they belong to, beside those of its passes (see `_overlap`).
 
     Args:
         plan: What the ranks do; checked or not.
@@ -188,7 +187,7 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
 
     title = f"{plan.schedule}, simulated"
     for name in _OF_SEGMENTS:
-        if any(by_stage[name]) and not plan.in_waves:
+        if any(by_stage[name]) and len(plan.ranks) > 1:
             reason = f"the plan has {len(plan.ranks)} ranks"
             raise PlanError(name, getattr(costs, name), reason, "Give it for plans of one rank")
     if any(by_stage["sum_output_s"]) or any(by_stage["sum_gradient_s"]):
@@ -222,7 +221,7 @@ def _overlap(
     ends: dict[int, float] = {}  # by micro-batch, of the collective for which its next pass waits
     clock = free_s = 0.0
     for action in actions:
-        kind, stage, micro_batch, version, wave = action
+        kind, stage, micro_batch, version = action
         if kind is Kind.REDUCE:
             clock = max(clock, free_s)
         elif kind in _COLLECTIVE_AFTER:
@@ -234,7 +233,7 @@ def _overlap(
         if collective is not None and (length_s := duration(collective, stage)):
             begin_s, free_s = max(clock, free_s), max(clock, free_s) + length_s
             ends[micro_batch] = free_s
-            sums = Action(collective, stage, micro_batch, version, wave)
+            sums = Action(collective, stage, micro_batch, version)
             events.append(Event(sums, begin_s, free_s))
     return tuple(sorted(events, key=lambda event: event.start_s))
 

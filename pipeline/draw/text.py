@@ -34,10 +34,9 @@ def grid(plan: Plan, *, width: int = 80) -> str:
     times = execute(plan, lambda kind, _: int(kind in COMPUTE), lambda _: 0)
     for actions, ends in zip(plan.ranks, times, strict=True):
         row: dict[int, str] = {}
-        for (kind, stage, micro_batch, _, wave), end in zip(actions, ends, strict=True):
+        for (kind, stage, micro_batch, _), end in zip(actions, ends, strict=True):
             if kind in COMPUTE:
-                text = f"{stage if several else ''}{kind.value}{micro_batch}"
-                row[int(end) - 1] = text + f"/{wave}" * (wave > 0)
+                row[int(end) - 1] = f"{stage if several else ''}{kind.value}{micro_batch}"
             elif kind is Kind.STEP and row:
                 # Stages on one rank step together.
                 row[max(row)] = row[max(row)].removesuffix(_STEP_MARK) + _STEP_MARK

@@ -3,7 +3,7 @@
 
 A list schedule takes, again and again, the pass that can start first. Settings say which of several
 comes first, and what gap the gradients of the weights fill. The best of all settings and of the
-known orders is taken. Ranks hold their activations until the last gradient of a micro-batch.
+known orders is taken. A micro-batch's activations are kept until its W.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import product
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.plan.check import Memory
-from wavemare.pipeline.plan.chunked import passes_to_plan, vee, zbv
+from wavemare.pipeline.plan.orders import passes_to_plan, vee, zbv
 from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan, check_numbers
 
 EQUAL_PASSES = Costs(forward_s=0.5, backward_s=1.0, weight_s=0.5)

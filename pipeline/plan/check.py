@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise, zip_longest
 
 from wavemare.errors import PlanError, check_number
@@ -34,25 +35,23 @@ _MESSAGES = {
 
 @dataclass(frozen=True)
 class Memory:
-    """What activations take on each stage.
+    """What activations take on each stage, in micro-batches of a whole rank.
 
     Args:
         activations: What a micro-batch keeps from its forward pass until all of its gradients
             are there.
         limit: The most on each rank; None for none.
-        unit: Of all these numbers.
     """
 
     activations: tuple[float, ...]
     limit: float | None = None
-    unit: str = "bytes"
 
     @classmethod
     def in_micro_batches(cls, plan: Plan, limit: float | None = None) -> Memory:
         """Count activations of whole ranks."""
         stages = Counter(plan.rank_of)
         shares = tuple(1 / stages[rank] for rank in plan.rank_of)
-        return cls(shares, limit, "micro-batches")
+        return cls(shares, limit)
 
     def check(self, plan: Plan) -> None:
         """Check that it is for this plan, and its limit a positive number.
@@ -102,7 +101,6 @@ class Report:
             whose backward pass was not, or not all of it; 0 where there are no backward passes.
         peak_memory: For each rank the most that it keeps (see `Memory`); empty for plans without
             homes unless a memory was given.
-        memory_unit: Its unit.
         staleness: For each stage and, in their order, each micro-batch: the optimizer steps of the
             stage between the micro-batch's forward and backward pass. Empty without backward
             passes.
@@ -115,7 +113,6 @@ class Report:
     actions: tuple[int, ...]
     peak_activations: tuple[int, ...]
     peak_memory: tuple[float, ...]
-    memory_unit: str
     staleness: tuple[tuple[int, ...], ...]
     ticks: int
     idle_ticks: tuple[int, ...]
@@ -173,10 +170,8 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
       pass with its messages.
     * Each message is sent once and received once, and the first and last stage load in the same
       order. Without homes, split passes and `NORM`, messages are received in the order in which
-      they are sent, and only then may sends block.
+      they are sent.
     * No ranks wait for each other in a circle, with the plan's `send_slots`.
-    * Only waves, which have all stages on one rank and no homes, may have a second wave. Their last
-      stage goes backward right after its forward pass, and a wave has one micro-batch at a time.
 
     Raises:
         PlanError: The plan is wrong; the message names the actions in question.
@@ -187,7 +182,7 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
         _check_messages(after.sent[-1], before.received[-1], in_order=not plan.flushes)
     if cursors[-1].loads:  # both stages read the same stream of micro-batches
         for one, other in zip(cursors[0].loads, cursors[-1].loads, strict=True):
-            if one[2::2] != other[2::2]:
+            if one.micro_batch != other.micro_batch:
                 reason = f"stage {one.stage} loads {one} there"
                 raise PlanError(
                     "action", str(other), reason, "Load in the same order on both stages"
@@ -200,8 +195,11 @@ def check(plan: Plan, memory: Memory | None = None) -> Report:
     return _report(plan, cursors, times, memory)
 
 
-def check_stages(plan: Plan) -> list[PlanCursor]:
+@lru_cache(maxsize=1)
+def check_stages(plan: Plan) -> Sequence[PlanCursor]:
     """Check each stage's actions and their order, but neither messages nor that the plan ends.
+
+    The last result is kept: `lower` and `check` both ask for it.
 
     Returns:
         For each stage what was found.
@@ -215,9 +213,6 @@ def check_stages(plan: Plan) -> list[PlanCursor]:
         rows = {s: list[Action]() for s, home in enumerate(plan.rank_of) if home == rank}
         first = min(rows)
         for action in actions:
-            if action.wave and not plan.in_waves:
-                reason = "only a plan with all stages on one rank has a second wave"
-                raise PlanError("action", str(action), reason, f"Write {action._replace(wave=0)}")
             of_all = plan.homes and action.kind in OF_A_STEP
             if of_all and action.stage != first:
                 reason = f"a rank steps once, for all its stages, as stage {first}"
@@ -227,8 +222,6 @@ def check_stages(plan: Plan) -> list[PlanCursor]:
                 rows[stage].append(action)
         for stage, row in rows.items():
             cursors[stage].follow(row)
-    if plan.in_waves:
-        _check_waves(plan)
     if any(one == other for one, other in pairwise(plan.rank_of)):
         for actions in plan.ranks:
             _check_local(plan, actions)
@@ -242,13 +235,10 @@ def check_shape(plan: Plan) -> None:
         PlanError: They are wrong; the message names the number or an action.
     """
     check_numbers(plan.num_stages, plan.micro_batches, plan.num_steps)
-    check_number(PlanError, "send_slots", plan.send_slots, whole=True)
+    check_number(PlanError, "send_slots", plan.send_slots, 1, whole=True)
     if plan.homes and len(plan.homes) != plan.num_stages:
         reason = f"these are {len(plan.homes)} ranks for {plan.num_stages} stages"
         raise PlanError("homes", plan.homes, reason, "Give the rank of each stage")
-    if plan.flushes and not plan.send_slots:
-        reason = "sends that block are for plans of whole passes without homes and N"
-        raise PlanError("send_slots", plan.send_slots, reason, "Give 1 or more")
     homes: dict[int, int] = {}
     own = plan.homes or (range(plan.num_stages) if len(plan.ranks) == plan.num_stages else None)
     for rank, actions in enumerate(plan.ranks):
@@ -266,8 +256,8 @@ def check_shape(plan: Plan) -> None:
     if idle or missing is not None:
         reason = f"rank {idle[0]} does nothing" if idle else f"stage {missing} does nothing"
         raise PlanError("plan", plan.schedule, reason, "Give each stage its actions")
-    if not plan.homes and len(plan.ranks) not in {1, plan.num_stages}:
-        reason = f"there are {plan.num_stages} stages on {len(plan.ranks)} ranks"
+    if not plan.homes and len(plan.ranks) != plan.num_stages:
+        reason = f"there are {plan.num_stages} stages, and {len(plan.ranks)} ranks"
         given = ",".join(str(homes[stage]) for stage in range(plan.num_stages))
         raise PlanError("homes", "", reason, f"Add homes={given} to the plan's header")
 
@@ -275,19 +265,19 @@ def check_shape(plan: Plan) -> None:
 def _check_local(plan: Plan, actions: Sequence[Action]) -> None:
     """Check the order of what a rank's stages hand each other without a message."""
     homes, head = plan.rank_of, plan.num_stages - 1
-    done: set[tuple[bool, int, int, int]] = set()
+    done: set[tuple[bool, int, int]] = set()
     for action in actions:
-        kind, stage, micro_batch, _, wave = action
+        kind, stage, micro_batch, _ = action
         forward = kind is Kind.FORWARD
         if not forward and kind not in INPUT_GRADIENTS:
             continue
         other = stage - 1 if forward else stage + 1
         local = 0 <= other <= head and homes[other] == homes[stage]
-        if local and (forward, other, micro_batch, wave) not in done:
-            needed = Action(kind, other, micro_batch, wave=wave)
+        if local and (forward, other, micro_batch) not in done:
+            needed = Action(kind, other, micro_batch)
             reason = f"{needed} does not come before it"
             raise PlanError("action", str(action), reason, f"Put {needed} before it")
-        done.add((forward, stage, micro_batch, wave))
+        done.add((forward, stage, micro_batch))
 
 
 def _check_messages(sent: list[Action], received: list[Action], *, in_order: bool) -> None:
@@ -300,7 +290,7 @@ def _check_messages(sent: list[Action], received: list[Action], *, in_order: boo
         if send is None:
             raise PlanError("action", str(receive), "its message is never sent", "Add the send")
         kind, step = SENDS[send.kind]
-        expected = Action(kind, send.stage + step, send.micro_batch, wave=send.wave)
+        expected = Action(kind, send.stage + step, send.micro_batch)
         if receive is None:
             raise PlanError("action", str(send), "its message is never received", f"Add {expected}")
         if receive._replace(version=-1) != expected:
@@ -310,39 +300,8 @@ def _check_messages(sent: list[Action], received: list[Action], *, in_order: boo
             raise PlanError("action", str(receive), reason, remedy)
 
 
-def _check_waves(plan: Plan) -> None:
-    """Check that the head's passes follow each other, and that each wave has one micro-batch."""
-    head = plan.num_stages - 1
-    if not head or not plan.num_steps:
-        return
-    actions = plan.ranks[0]
-    under_way: dict[int, int] = {}
-    for action, following in zip_longest(actions, actions[1:]):
-        kind, stage, _, _, wave = action
-        if kind is Kind.FORWARD and stage == head:
-            backward = action._replace(kind=Kind.BACKWARD, version=-1)
-            if following is None or following._replace(version=-1) != backward:
-                reason = f"the last stage does not go backward next, but {following}"
-                raise PlanError("action", str(action), reason, f"Put {backward} right behind it")
-        if kind is Kind.FORWARD and stage == 0:
-            _check_wave(action, under_way)
-        elif kind is Kind.BACKWARD and stage == 0:
-            del under_way[wave]
-
-
-def _check_wave(action: Action, under_way: dict[int, int]) -> None:
-    """Check that an action may begin its wave's next micro-batch, and note it."""
-    if action.wave > 1:
-        raise PlanError("action", str(action), "there are two waves", "Put it into wave 0 or 1")
-    if action.wave in under_way:
-        reason = f"wave {action.wave} still has micro-batch {under_way[action.wave]} under way"
-        remedy = f"Put 0B{under_way[action.wave]} before it, or it into the other wave"
-        raise PlanError("action", str(action), reason, remedy)
-    under_way[action.wave] = action.micro_batch
-
-
 def _report(
-    plan: Plan, cursors: list[PlanCursor], times: list[list[float]], memory: Memory | None
+    plan: Plan, cursors: Sequence[PlanCursor], times: list[list[float]], memory: Memory | None
 ) -> Report:
     """Put together what the cursors and the execution in ticks have found."""
     ends = [
@@ -356,7 +315,6 @@ def _report(
         actions=tuple(map(len, plan.ranks)),
         peak_activations=tuple(cursor.peak if plan.num_steps else 0 for cursor in cursors),
         peak_memory=tuple(map(memory.peak, plan.ranks)) if memory else (),
-        memory_unit=memory.unit if memory else "",
         staleness=tuple(
             tuple(s for _, s in sorted(cursor.staleness.items())) for cursor in cursors
         ),
@@ -371,9 +329,7 @@ def _table(report: Report) -> list[str]:
     columns: list[list[object]] = [["rank", *range(len(report.actions))]]
     columns += [["actions", *report.actions], ["idle ticks", *report.idle_ticks]]
     if report.peak_memory:
-        columns.append(
-            [f"peak memory ({report.memory_unit})", *(f"{p:.6g}" for p in report.peak_memory)]
-        )
+        columns.append(["peak memory (micro-batches)", *(f"{p:.6g}" for p in report.peak_memory)])
     ranks = [tuple(map(str, row)) for row in zip(*columns, strict=True)]
     stages = [("stage", "peak activations", "max staleness", "mean")]
     stages += [

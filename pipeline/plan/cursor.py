@@ -18,9 +18,6 @@ from wavemare.pipeline.plan.plan import (
     Plan,
 )
 
-_Key = tuple[int, ...]
-"""A micro-batch and its wave."""
-
 OF_A_STEP = frozenset(
     {
         Kind.REDUCE,
@@ -48,7 +45,7 @@ class PlanCursor:
         sent: The stage's sends, to the next stage (1) and to the one before (-1).
         received: Its receives, of messages that go to the next stage (1) or to the one before (-1).
         loads: Its loads.
-        staleness: By micro-batch and wave, the optimizer steps between forward and backward pass.
+        staleness: By micro-batch, the optimizer steps between forward and backward pass.
         peak: The most micro-batches that were forwarded and whose gradients of the weights were not
             yet there.
     """
@@ -57,7 +54,7 @@ class PlanCursor:
         self.sent: dict[int, list[Action]] = {1: [], -1: []}
         self.received: dict[int, list[Action]] = {1: [], -1: []}
         self.loads: list[Action] = []
-        self.staleness: dict[_Key, int] = {}
+        self.staleness: dict[int, int] = {}
         self.peak = 0
         self._stage = stage
         self._plan = plan
@@ -65,9 +62,9 @@ class PlanCursor:
         self._logs = {Kind.LOAD: self.loads}
         self._logs |= {kind: self.sent[step] for kind, (_, step) in SENDS.items()}
         self._logs |= {kind: self.received[-step] for kind, (_, step) in RECEIVES.items()}
-        self._done: defaultdict[_Key, set[Kind]] = defaultdict(set)
+        self._done: defaultdict[int, set[Kind]] = defaultdict(set)
         self._done_for_step: set[Kind] = set()
-        self._forward_version: dict[_Key, int] = {}
+        self._forward_version: dict[int, int] = {}
         self._steps = 0
         self._reduced = 0  # optimizer steps whose gradients are complete
         self._complete = 0  # micro-batches whose gradients are
@@ -80,7 +77,7 @@ class PlanCursor:
             PlanError: An action may not come where it is, or one is missing.
         """
         for action in actions:
-            kind, key = action.kind, action[2::2]
+            kind, _, key, version = action
             if kind not in self._needs:
                 raise _refusal(action, "this stage has nothing of this kind to do", "Leave it out")
             done = self._done_for_step if kind in OF_A_STEP else self._done[key]
@@ -94,16 +91,16 @@ class PlanCursor:
             if self._corrected is not None or kind is Kind.CORRECT:
                 self._meet_correction(action, done)
             expected = self._forward_version[key] if kind is Kind.CORRECT else self._steps
-            if -1 != action.version != expected:
+            if -1 != version != expected:
                 reason = f"the weights' version is {expected} here"
-                raise _refusal(action, reason, "Let 'Versions' count the optimizer steps")
+                raise _refusal(action, reason, f"Write @{expected}, or leave the version out")
             if kind in OF_A_STEP:
                 self._meet_step(action)
             done.add(kind)
             if kind is Kind.STEP:
                 done.clear()
             if kind in COMPUTE:
-                self._meet_pass(action, key)
+                self._meet_pass(action)
             if kind in self._logs:
                 self._logs[kind].append(action)
         self._finish()
@@ -114,7 +111,7 @@ class PlanCursor:
         split = kind is Kind.BACKWARD and self._plan.is_split
         return Kind.BACKWARD_INPUT if split else kind
 
-    def _meet_pass(self, action: Action, key: _Key) -> None:
+    def _meet_pass(self, action: Action) -> None:
         """Check that a pass is between the right optimizer steps, and count it."""
         kind, micro_batch, plan = action.kind, action.micro_batch, self._plan
         step = micro_batch // plan.micro_batches
@@ -125,18 +122,18 @@ class PlanCursor:
             reason = f"it belongs to optimizer step {step}, but {self._steps} steps come before it"
             raise _refusal(action, reason, "Put it between the steps to which it belongs")
         if kind is Kind.FORWARD:
-            self._forward_version[key] = self._steps
+            self._forward_version[micro_batch] = self._steps
             self.peak = max(self.peak, len(self._forward_version) - self._complete)
         if kind in INPUT_GRADIENTS:
             # I counts as the backward pass for later actions; after B neither part is left to do.
-            self._done[key] |= {Kind.BACKWARD} if kind is Kind.BACKWARD_INPUT else _SPLIT
-            self.staleness[key] = self._steps - self._forward_version[key]
+            self._done[micro_batch] |= {Kind.BACKWARD} if kind is Kind.BACKWARD_INPUT else _SPLIT
+            self.staleness[micro_batch] = self._steps - self._forward_version[micro_batch]
         if kind in WEIGHT_GRADIENTS:
-            if micro_batch > self._complete:
+            if micro_batch != self._complete:
                 reason = f"the stage's next gradients of the weights are those of {self._complete}"
                 remedy = "Add them up in the order of micro-batches, for the same bits each time"
                 raise _refusal(action, reason, remedy)
-            self._complete += micro_batch == self._complete  # else it is done in another wave, too
+            self._complete += 1
 
     def _meet_step(self, action: Action) -> None:
         """Check what is done once per optimizer step, and count the steps."""
@@ -145,10 +142,8 @@ class PlanCursor:
         if action.micro_batch != end - 1:
             reason = f"the next optimizer step is that of micro-batch {end - 1}"
             raise _refusal(action, reason, f"Put a step after every {size} micro-batches")
-        if action.wave:
-            raise _refusal(action, "an optimizer step is that of both waves", "Leave out its wave")
         if action.kind is Kind.REDUCE and self._complete < end:
-            begun = any(m == self._complete for m, _ in self.staleness)
+            begun = self._complete in self.staleness
             kind = Kind.BACKWARD_WEIGHT if begun else self._first({Kind.BACKWARD})
             missing = Action(kind, self._stage, self._complete)
             raise _refusal(action, f"{missing} does not come before it", f"Put {missing} before it")
@@ -165,7 +160,7 @@ class PlanCursor:
                 raise _refusal(action, reason, "Put it before the backward pass")
             self._corrected = action
             return
-        if action.kind not in _OF_A_CORRECTION or action[2::2] != self._corrected[2::2]:
+        if action.kind not in _OF_A_CORRECTION or action.micro_batch != self._corrected.micro_batch:
             reason = f"it would see the weights that {self._corrected} has put in place"
             raise _refusal(action, reason, "Put the newest weights back before it")
         if action.kind is Kind.RESTORE:
@@ -177,21 +172,26 @@ class PlanCursor:
             reason = "the newest weights are not put back after it"
             raise _refusal(self._corrected, reason, "Add the action that does so")
         plan, stage = self._plan, self._stage
+        total = plan.micro_batches * max(1, plan.num_steps)
+        # What a micro-batch lacks says more than the steps that do not come after it.
+        self._find_missing(sorted(number for number in self._done if number < total))
         if self._steps != plan.num_steps:
             reason = f"stage {stage} does {self._steps} optimizer steps"
             raise PlanError("steps", plan.num_steps, reason, "Give each stage all steps")
-        total = plan.micro_batches * max(1, plan.num_steps)
+        if extra := [micro_batch for micro_batch in self._done if micro_batch >= total]:
+            reason = f"the plan has {total} micro-batches"
+            raise _refusal(Action(Kind.FORWARD, stage, extra[0]), reason, "Leave it out")
+        self._find_missing(range(total))
+
+    def _find_missing(self, micro_batches: Iterable[int]) -> None:
+        """Check that the stage has done all that these micro-batches need."""
         needed = self._needs.keys() - OF_A_STEP - _OPTIONAL
-        waves: dict[int, int] = {}
-        for micro_batch, wave in self._done:
-            if micro_batch >= total or waves.setdefault(micro_batch, wave) != wave:
-                action = Action(Kind.FORWARD, stage, micro_batch, wave=wave)
-                reason = f"the plan has {total} micro-batches, each in one wave"
-                raise _refusal(action, reason, "Leave it out")
-        for micro_batch in range(total):
-            wave = waves.get(micro_batch, 0)
-            if missing := needed - self._done.get((micro_batch, wave), set()):
-                action = Action(self._first(missing), stage, micro_batch, wave=wave)
+        for micro_batch in micro_batches:
+            done = self._done.get(micro_batch, set())
+            # A whole backward pass counts as both parts.
+            parts = _SPLIT if Kind.BACKWARD_INPUT in done else frozenset()
+            if missing := (needed | parts) - done:
+                action = Action(self._first(missing), self._stage, micro_batch)
                 raise _refusal(action, "it is missing", "Add it")
 
 

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 from wavemare.errors import PlanError, check_number
@@ -103,11 +102,11 @@ before. The messages from one rank to another keep their order."""
 RECEIVES = {receive: (send, -step) for send, (receive, step) in SENDS.items()}
 """The same from the receiver's side."""
 
-Message = tuple[Kind, int, int, int]
-"""The kind, stage, micro-batch and wave of a send."""
+Message = tuple[Kind, int, int]
+"""The kind, stage and micro-batch of a send."""
 
 _NUMBER = "([0-9]{1,18})"
-_TEXT = re.compile(f"{_NUMBER}([A-Z]+){_NUMBER}(?:@{_NUMBER})?(?:/{_NUMBER})?")
+_TEXT = re.compile(f"{_NUMBER}([A-Z]+){_NUMBER}(?:@{_NUMBER})?")
 
 
 class Action(NamedTuple):
@@ -121,15 +120,13 @@ class Action(NamedTuple):
             micro-batch of the optimizer step.
         version: Of the stage's weights, counted in its optimizer steps: the newest when the action
             starts; for `CORRECT`, the version that the micro-batch's forward pass used. -1 where
-            no pass has filled it in.
-        wave: 0, or 1 for the second of two interleaved waves.
+            nobody has filled it in.
     """
 
     kind: Kind
     stage: int
     micro_batch: int
     version: int = -1
-    wave: int = 0
 
     @property
     def place(self) -> tuple[int, int]:
@@ -138,8 +135,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         version = f"@{self.version}" if self.version >= 0 else ""
-        wave = f"/{self.wave}" if self.wave else ""
-        return f"{self.stage}{self.kind.value}{self.micro_batch}{version}{wave}"
+        return f"{self.stage}{self.kind.value}{self.micro_batch}{version}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -151,33 +147,51 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text)
         if match is None or match[2] not in _KINDS:
             codes = ", ".join(kind.value for kind in Kind)
-            remedy = f"Write STAGE CODE MICRO_BATCH [@VERSION] [/WAVE], as in 2F5@1; codes: {codes}"
+            remedy = f"Write STAGE CODE MICRO_BATCH [@VERSION], as in 2F5@1; codes: {codes}"
             raise PlanError("action", text, "this is no action", remedy)
-        stage, code, micro_batch, version, wave = match.groups()
-        return cls(
-            _KINDS[code],
-            int(stage),
-            int(micro_batch),
-            int(version) if version is not None else -1,
-            int(wave or 0),
-        )
+        stage, code, micro_batch, version = match.groups()
+        number = int(version) if version is not None else -1
+        return cls(_KINDS[code], int(stage), int(micro_batch), number)
 
 
 def message_of(action: Action) -> Message:
     """Return what a send and its receive have in common."""
-    kind, stage, micro_batch, _, wave = action
+    kind, stage, micro_batch, _ = action
     if kind in RECEIVES:
         kind, step = RECEIVES[kind]
         stage += step
-    return kind, stage, micro_batch, wave
+    return kind, stage, micro_batch
 
 
 _KINDS = {kind.value: kind for kind in Kind}
 
 
+_GRADIENTS = Kind.SEND_GRAD, Kind.RECV_GRAD
 _DIGITS = 18
 _HEADER = ("schedule", "stages", "micro_batches", "steps", "send_slots")
 _HOMES = "homes"  # written if there are any
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A rank's part of a plan, with all that an engine would otherwise derive in each step.
+
+    Args:
+        actions: What the rank does, in its order.
+        receives: The messages that it receives; those of one sender in the sender's order.
+        loads: Its loads.
+        carriers: Kind, stage and micro-batch of the last gradient message of each stage, as the
+            rank sends or receives it. All losses are known before such a message is sent.
+        send_slots: See `Plan`.
+        is_split: Whether the plan splits backward passes.
+    """
+
+    actions: tuple[Action, ...]
+    receives: tuple[Action, ...]
+    loads: tuple[Action, ...]
+    carriers: frozenset[tuple[Kind, int, int]]
+    send_slots: int
+    is_split: bool
 
 
 @dataclass(frozen=True)
@@ -185,14 +199,13 @@ class Plan:
     """What every rank does; immutable, and equal to what its text form parses to.
 
     Args:
-        schedule: Name of the schedule.
+        schedule: Name of the schedule; white space in it becomes underscores.
         num_stages: Number of pipeline stages.
         micro_batches: Micro-batches per optimizer step.
         num_steps: Optimizer steps; 0 for inference.
-        ranks: For each rank its actions. Without homes each rank has one stage, or a single rank
-            has all: the segments of a model, in waves.
+        ranks: For each rank its actions.
         send_slots: How many messages from one rank to another may be unreceived before a send
-            waits: 0 where a send waits for its receive (DeepSpeed's blocking sends).
+            waits; 1 or more.
         homes: For each stage its rank; stages on one rank exchange no messages. Left out, and
             empty here, where each rank has the stage of its number.
     """
@@ -202,24 +215,23 @@ class Plan:
     micro_batches: int
     num_steps: int
     ranks: tuple[tuple[Action, ...], ...]
-    send_slots: int = 0
+    send_slots: int = 1
     homes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # White space would end the name in the text form.
+        object.__setattr__(self, "schedule", "_".join(self.schedule.split()))
         if self.num_stages == len(self.ranks) and self.homes == tuple(range(self.num_stages)):
             object.__setattr__(self, "homes", ())
 
-    @property
-    def in_waves(self) -> bool:
-        """Whether one rank has all stages, as the segments of one model."""
-        return len(self.ranks) == 1 and not self.homes
+    def __hash__(self) -> int:
+        # Caches look plans up; to hash all actions would take longer than what they keep.
+        return hash((self.schedule, self.num_stages, self.micro_batches, self.num_steps))
 
     @property
     def rank_of(self) -> Sequence[int]:
         """For each stage its rank."""
-        if self.homes:
-            return self.homes
-        return (0,) * self.num_stages if self.in_waves else range(self.num_stages)
+        return self.homes or range(self.num_stages)
 
     @cached_property
     def is_split(self) -> bool:
@@ -233,17 +245,41 @@ class Plan:
 
     @cached_property
     def flushes(self) -> bool:
-        """Whether its kind of schedule must empty the pipeline at each step."""
+        """Whether `check` asks for an empty pipeline at each optimizer step."""
         return bool(self.homes) or self.is_split or self.has_norms
 
-    def receives(self, rank: int) -> Iterator[Action]:
-        """Yield the receives of a rank, those of one sender in the sender's order."""
-        for action in chain(*self.ranks):
-            if action.kind in SENDS:
-                kind, distance = SENDS[action.kind]
-                stage = action.stage + distance
-                if self.rank_of[stage] == rank:
-                    yield Action(kind, stage, action.micro_batch)
+    def of_rank(self, rank: int) -> RankPlan:
+        """Return a rank's part, prepared once for each rank."""
+        if rank not in self._parts:
+            actions, receives = self.ranks[rank], tuple(self._receives[rank])
+            grads = (a for a in (*actions, *receives) if a.kind in _GRADIENTS)
+            last = {a[:2]: a.micro_batch for a in grads}  # of receives, the sender's last
+            self._parts[rank] = RankPlan(
+                actions=actions,
+                receives=receives,
+                loads=tuple(action for action in actions if action.kind is Kind.LOAD),
+                carriers=frozenset((*place, micro_batch) for place, micro_batch in last.items()),
+                send_slots=self.send_slots,
+                is_split=self.is_split,
+            )
+        return self._parts[rank]
+
+    @cached_property
+    def _parts(self) -> dict[int, RankPlan]:
+        return {}
+
+    @cached_property
+    def _receives(self) -> list[list[Action]]:
+        """For each rank its receives, in the order in which each sender sends."""
+        found: list[list[Action]] = [[] for _ in self.ranks]
+        rank_of = self.rank_of
+        for actions in self.ranks:
+            for action in actions:
+                if action.kind in SENDS:
+                    kind, distance = SENDS[action.kind]
+                    stage = action.stage + distance
+                    found[rank_of[stage]].append(Action(kind, stage, action.micro_batch))
+        return found
 
     def __str__(self) -> str:
         values = (
@@ -315,5 +351,6 @@ def _number(values: dict[str, str], key: str) -> int:
 def _rank(line: str, number: int) -> tuple[Action, ...]:
     rank, colon, actions = line.partition(":")
     if not colon or rank != str(number):
-        raise PlanError("plan", line[:40], f"this is not the line of rank {number}", "Number them")
+        remedy = f"Begin line {number} with '{number}:', from 0"
+        raise PlanError("plan", line[:40], f"this is not the line of rank {number}", remedy)
     return tuple(map(Action.parse, actions.split()))

@@ -1,40 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer steps that a pipeline engine runs, taken from plans that `check` has proved.
 
-A run is a sequence of optimizer steps. It begins with an empty pipeline and drains it at the end,
-or never. The middle steps of a long run are alike: the checked plan has one of them, and the
+A run is a sequence of optimizer steps. It begins with an empty pipeline and drains it at its end,
+if it has one. The middle steps of a long run are alike: the checked plan has one of them, and the
 engine repeats it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from typing import Any
+from pathlib import Path
 
 from wavemare.pipeline.clock.simulate import Costs
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.automatic import EQUAL_PASSES
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.chunked import loop, vee
-from wavemare.pipeline.plan.lowering import ahead
+from wavemare.pipeline.plan.files import GivenPlan, plan_of, read_plan
+from wavemare.pipeline.plan.orders import ahead
 from wavemare.pipeline.plan.plan import Action, Kind, Plan
-from wavemare.pipeline.plan.schedules import (
-    OVERLAP_SLACK,
-    SCHEDULES,
-    overlapped_one_f_one_b,
-    pipemare,
-)
+from wavemare.pipeline.plan.schedules import CHUNKS, SCHEDULES
 
-_CHUNKS = 2
+_SCHEDULE_KEY = "wavemare.pipeline.schedule"
 
 
 def homes_of(config: PipelineConfig, num_ranks: int) -> tuple[int, ...]:
-    """Return for each stage of a configuration's schedule its rank."""
-    if config.schedule == "interleaved":
-        return loop(num_ranks, config.chunks or _CHUNKS)
-    return vee(num_ranks) if config.schedule in ("zbv", "auto") else tuple(range(num_ranks))
+    """Return for each stage of a configuration's schedule its rank; not for plans in files."""
+    return SCHEDULES[config.schedule].homes(num_ranks, config.chunks or CHUNKS)
 
 
 @dataclass(frozen=True)
@@ -42,46 +35,66 @@ class RunPlan:
     """The plan of all runs of one pipeline.
 
     Args:
-        num_stages: Length of the pipeline in ranks.
+        num_stages: Number of ranks of the pipeline, each of which may have several stages of the
+            model. The name is that of DeepSpeed's engine.
         micro_batches: Per optimizer step.
-        schedule: Of the engine; but for PipeMare each run is one step.
-        overlap: See `overlap_forward_backward`.
+        schedule: Its name in `SCHEDULES`; except with PipeMare, each run is one step.
         norms: Whether stages exchange gradient norms.
-        correct: See `Versions`.
+        correct: See `lower`.
         slack: See `ahead`.
         chunks: Stages per rank of an interleaved schedule.
         memory_limit: Of the schedule ``auto``; see `automatic`.
         costs: The same.
+        plan: A proved plan of one step, in place of the schedule's.
     """
 
     num_stages: int
     micro_batches: int
     schedule: str = "1f1b"
-    overlap: bool = False
     norms: bool = False
     correct: bool = False
     slack: int = 0
-    chunks: int = 0
+    chunks: int = CHUNKS
     memory_limit: float = 1.0
     costs: Costs = EQUAL_PASSES
+    plan: Plan | None = None
 
     @classmethod
     def of(
-        cls, config: PipelineConfig, num_stages: int, micro_batches: int, *, clips: bool
+        cls,
+        config: PipelineConfig,
+        num_ranks: int,
+        micro_batches: int,
+        *,
+        clips: bool,
+        plan: GivenPlan | None = None,
     ) -> RunPlan:
-        """Return the plan for a configuration; ``clips`` says whether gradients are clipped."""
-        overlap, settings = config.overlap_forward_backward, config.pipemare
-        sizes = num_stages, micro_batches, config.schedule
+        """Return the plan for a configuration.
+
+        Args:
+            config: The section ``pipeline``.
+            num_ranks: Length of the pipeline.
+            micro_batches: Per optimizer step.
+            clips: Whether gradients are clipped.
+            plan: The caller's, in place of the schedule; see `plan_of`.
+
+        Raises:
+            ConfigError: The schedule is a file that cannot be read.
+            PlanError: The plan given, or that in the file, is wrong.
+        """
+        sizes = num_ranks, micro_batches
+        if plan is not None:
+            return cls(*sizes, plan=plan_of(plan, *sizes))
+        if config.file is not None:
+            given = read_plan(Path(config.file), _SCHEDULE_KEY)
+            return cls(*sizes, plan=plan_of(given, *sizes, key=_SCHEDULE_KEY))
         if not config.is_asynchronous:
-            chunks = (config.chunks or _CHUNKS) if config.schedule == "interleaved" else 0
-            slack = OVERLAP_SLACK if overlap else 0
-            limit = config.memory_share
-            if config.memory_bytes is not None:  # the least, until stages are measured
-                limit = 1 / min(num_stages, micro_batches)
-            return cls(*sizes, overlap=overlap, slack=slack, chunks=chunks, memory_limit=limit)
+            chunks = config.chunks or CHUNKS
+            return cls(*sizes, config.schedule, chunks=chunks, memory_limit=config.memory_share)
+        settings = config.pipemare
         return cls(
             *sizes,
-            overlap=overlap,
+            config.schedule,
             norms=clips,
             correct=settings.discrepancy_correction.mode not in ("off", "predict"),
             slack=settings.slack,
@@ -97,9 +110,9 @@ class RunPlan:
         Raises:
             PlanError: A number is out of range, or a plan is wrong.
         """
-        if warmup_steps or not self._is_asynchronous:
+        if warmup_steps or not self.is_asynchronous:
             _checked(self, 1)
-        if self._is_asynchronous:
+        if self.is_asynchronous:
             _checked(self, min(drain_interval or self._longest, self._longest))
 
     def step(
@@ -139,6 +152,15 @@ class RunPlan:
         rest = (left - 1) * self.micro_batches  # of the run, after the step
         return range(min(own, rest), min(before, rest))
 
+    def read_ahead(self, left: int | None) -> int:
+        """Return how many micro-batches of later steps the first stage has read when a step ends.
+
+        Args:
+            left: See `step`.
+        """
+        most = ahead(0, self.num_stages, self.slack)
+        return most if left is None else min(most, (left - 1) * self.micro_batches)
+
     @property
     def whole(self) -> Plan:
         """The plan of a run of one step, proved.
@@ -149,8 +171,21 @@ class RunPlan:
         return _checked(self, 1)
 
     @property
-    def _is_asynchronous(self) -> bool:
-        return self.schedule == "pipemare"
+    def homes(self) -> tuple[int, ...]:
+        """For each stage its rank."""
+        if self.plan is not None:
+            return tuple(self.plan.rank_of)
+        return SCHEDULES[self.schedule].homes(self.num_stages, self.chunks)
+
+    @property
+    def send_slots(self) -> int:
+        """The plan's `Plan.send_slots`, of runs of any length."""
+        return self.whole.send_slots
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether stages step by themselves, and the pipeline is not emptied at each step."""
+        return self.plan is None and not SCHEDULES[self.schedule].flushes
 
     @cached_property
     def _delay(self) -> int:
@@ -170,28 +205,20 @@ class RunPlan:
         from_end = 0 if left is None else longest - left
         return longest, max(min(number, self._delay), from_end)
 
-    def _plan(self, num_steps: int) -> Plan:
-        if not self._is_asynchronous:
-            make = overlapped_one_f_one_b if self.overlap else SCHEDULES[self.schedule]
-            options: dict[str, Any] = {"chunks": self.chunks} if self.chunks else {}
-            if self.schedule == "auto":
-                options = {"costs": self.costs, "memory_limit": self.memory_limit}
-            return make(self.num_stages, self.micro_batches, num_steps, **options)
-        return pipemare(
-            self.num_stages,
-            self.micro_batches,
-            num_steps,
-            norms=self.norms,
-            correct=self.correct,
-            slack=self.slack,
-            overlap=self.overlap,
-        )
+    def _make(self, num_steps: int) -> Plan:
+        """Make the plan of a run of so many steps; a given plan has one."""
+        if self.plan is not None:
+            return self.plan
+        row = SCHEDULES[self.schedule]
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name in row.options}
+        return row.make(self.num_stages, self.micro_batches, num_steps, **options)
 
 
 @lru_cache(maxsize=16)
 def _checked(run: RunPlan, num_steps: int) -> Plan:
-    plan = run._plan(num_steps)
-    check(plan)
+    plan = run._make(num_steps)
+    if plan is not run.plan:
+        check(plan)
     return plan
 
 
@@ -207,6 +234,6 @@ def _shifted(actions: Sequence[Action], micro_batches: int, versions: int = 0) -
     if not micro_batches and not versions:
         return actions
     return [
-        Action(kind, stage, number + micro_batches, version + versions, wave)
-        for kind, stage, number, version, wave in actions
+        Action(kind, stage, number + micro_batches, version + versions)
+        for kind, stage, number, version in actions
     ]

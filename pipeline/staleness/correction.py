@@ -12,9 +12,7 @@ therefore saves parameter and offset (`Correction.forward`), and its backward pa
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -54,8 +52,7 @@ def make_correction(
     if resolved == "exact":
         return WeightStashing(parameters, max_staleness)
     if resolved == "ema":
-        decay = ema_decay(max_staleness, decay_base)
-        return VelocityCorrection(parameters, decay, max_staleness)
+        return VelocityCorrection(parameters, ema_decay(max_staleness, decay_base))
     return (WeightPrediction if resolved == "predict" else Correction)(parameters)
 
 
@@ -163,21 +160,6 @@ class Correction:
         for held, value in zip(self._state, loaded, strict=True):
             held.copy_(value)
 
-    def update_gap(self) -> float:
-        """Return ``||w_newest - w_oldest|| / ||w_newest||`` for the oldest version in use.
-
-        Where older weights are not kept, the difference is the estimate's; nan if unknown.
-        """
-        self._check_newest("measure")
-        weights = self._weights()
-        differences = self._differences(weights)
-        if not differences:
-            return math.nan
-        return _norm(differences) / max(_norm(weights), sys.float_info.min)
-
-    def _differences(self, weights: list[Tensor]) -> list[Tensor]:
-        return []
-
     def _before_step(self, weights: list[Tensor]) -> None:
         pass
 
@@ -220,11 +202,6 @@ class WeightStashing(Correction):
         """Drop all older versions."""
         self._held = 0
 
-    def _differences(self, weights: list[Tensor]) -> list[Tensor]:
-        if not self._held:
-            return []
-        return list(torch._foreach_sub(weights, self._ring[self._slot(self._held)]))
-
     def _slot(self, age: int) -> int:
         return (self._latest - age + 1) % len(self._ring)
 
@@ -251,7 +228,6 @@ class VelocityCorrection(Correction):
     Args:
         parameters: See `Correction`.
         decay: Of the moving average, from 0 to below 1.
-        depth: The largest staleness, for `update_gap`.
 
     Raises:
         ModelError: Parameters share a part of their memory.
@@ -261,18 +237,14 @@ class VelocityCorrection(Correction):
     _state_key = "deltas"
     _corrects_backward = True
 
-    def __init__(self, parameters: Iterable[Tensor], decay: float, depth: int = 1) -> None:
+    def __init__(self, parameters: Iterable[Tensor], decay: float) -> None:
         super().__init__(parameters)
         self._decay = decay
-        self._depth = depth
         self._estimate = [_unfilled(w) for w in self._weights()]
         self._state = [
             torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
             for w in self._weights()
         ]
-
-    def _differences(self, weights: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_mul(self._state, self._depth))
 
     def _before_step(self, weights: list[Tensor]) -> None:
         # No estimate is in place during a step, so its memory is free.
@@ -332,9 +304,6 @@ class WeightPrediction(Correction):
         finally:
             torch._foreach_copy_(weights, self._saved)
 
-    def _differences(self, weights: list[Tensor]) -> list[Tensor]:
-        return list(self._state)
-
     def _before_step(self, weights: list[Tensor]) -> None:
         torch._foreach_copy_(self._state, weights)
 
@@ -360,8 +329,3 @@ def _unfilled(weight: Tensor) -> Tensor:
     """Return memory with a weight's layout, so that references to parts fit both."""
     size, stride = weight.size(), weight.stride()
     return torch.empty_strided(size, stride, dtype=weight.dtype, device=weight.device)
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    norms = torch._foreach_norm([tensor.detach() for tensor in tensors])
-    return float(torch.stack([norm.float() for norm in norms]).norm())

@@ -22,8 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.optim.soap_muon import SOAP
-from wavemare.pipeline.plan.lowering import ahead
-from wavemare.pipeline.plan.schedules import steps_to_drain
+from wavemare.pipeline.plan.orders import ahead, steps_to_drain
 from wavemare.pipeline.staleness.staleness import ema_decay, lr_factor, resolve_mode
 
 Value = Any
@@ -74,7 +73,7 @@ class Replay:
         make_scheduler: Makes a stage's learning-rate scheduler, stepped after its optimizer.
         warmup_steps: Number of synchronous first steps (T3).
         drain_interval: Steps between later drains; 0 for none.
-        slack: See `lowering.ahead`.
+        slack: See `orders.ahead`.
         delays: For each stage the micro-batches it forwards ahead of its backward passes; those of
             the pipeline and ``slack`` if omitted. ``micro_batches`` everywhere is PipeDream-2BW,
             ``2 (P - 1 - s) + 1`` PipeMare's dataflow machine.

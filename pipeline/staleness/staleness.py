@@ -2,14 +2,14 @@
 """Staleness in an asynchronous pipeline, and the factors of PipeMare's T1 and T2.
 
 The *version* of a stage's weights is its number of optimizer steps. The *delay* is the number of
-micro-batches that a stage forwards ahead of its backward passes (`lowering.ahead`). *Staleness* is
+micro-batches that a stage forwards ahead of its backward passes (`orders.ahead`). *Staleness* is
 the number of versions between a micro-batch's forward pass and its backward pass.
 """
 
 from __future__ import annotations
 
 from wavemare.errors import PlanError, did_you_mean
-from wavemare.pipeline.plan.lowering import ahead
+from wavemare.pipeline.plan.orders import ahead
 
 MODES = ("off", "exact", "ema", "predict", "auto")
 """Corrections of the weight discrepancy: none, PipeDream's weight stashing, PipeMare's T2,
@@ -29,7 +29,7 @@ def mean_staleness(stage: int, num_stages: int, micro_batches: int, slack: int =
         stage: Counted from 0.
         num_stages: Length of the pipeline.
         micro_batches: Micro-batches per optimizer step.
-        slack: See `lowering.ahead`.
+        slack: See `orders.ahead`.
     """
     return ahead(stage, num_stages, slack) / micro_batches
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of waves on one rank: one micro-batch goes forward while another goes backward.
 
-The stages of such a plan are the segments of a model. The last one, the head, has the loss and goes
-backward right after its forward pass. Micro-batch ``m`` belongs to wave
-``m % 2``. Tick-tock pairs the backward passes of one wave with the forward passes of the next
-(Wavelet, MLSys 2021; here in its synchronous form, which adds up the gradients of plain
-accumulation in the same order):
+The stages of such a plan are the segments of a model, all on rank 0. The last one, the head, has
+the loss and goes backward right after its forward pass. No engine runs these plans: they predict
+and show what `wavemare.engine.waves` does. Tick-tock pairs the backward passes of one wave with the
+forward passes of the next (Wavelet, MLSys 2021; here in its synchronous form, which adds up the
+gradients of plain accumulation in the same order):
 
     F_1 | B_1 with F_2 | B_2 with F_3 | ... | B_M | reduce | step
 
@@ -17,11 +17,12 @@ therefore alternate by groups of segments that end where a collective starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import chain, product, zip_longest
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import product, zip_longest
 from typing import NamedTuple
 
 from wavemare.errors import PlanError
+from wavemare.pipeline.plan.orders import passes_to_plan
 from wavemare.pipeline.plan.plan import Action, Kind, Plan, check_numbers
 
 Group = tuple[int, ...]
@@ -100,15 +101,14 @@ def accumulation(num_segments: int, micro_batches: int, num_steps: int = 1) -> P
     Raises:
         PlanError: A number is out of range.
     """
-    head = num_segments - 1
-
-    def actions(window: _Window) -> Iterator[Action]:
-        for micro_batch in window.micro_batches:
-            yield from window.forward(range(head), micro_batch)
-            yield from window.head(micro_batch)
-            yield from window.backward(range(head - 1, -1, -1), micro_batch)
-
-    return _plan("accumulation", actions, num_segments, micro_batches, num_steps)
+    check_numbers(num_segments, micro_batches, num_steps)
+    segments = range(num_segments)
+    passes = (
+        action
+        for micro_batch in range(micro_batches)
+        for action in (*_forward(segments, micro_batch), *_backward(segments[::-1], micro_batch))
+    )
+    return _plan("accumulation", passes, num_segments, micro_batches, num_steps)
 
 
 def in_phase(
@@ -134,19 +134,20 @@ def in_phase(
     Raises:
         PlanError: A number is out of range, or see `group_segments`.
     """
+    check_numbers(num_segments, micro_batches, num_steps)
     groups = group_segments(num_segments, sums_output, sums_gradient)
 
-    def actions(window: _Window) -> Iterator[Action]:
-        for tick in window.micro_batches[::2]:
-            waves = range(tick, min(tick + 2, window.micro_batches.stop))
+    def passes() -> Iterator[Action]:
+        for tick in range(0, micro_batches, 2):
+            waves = range(tick, min(tick + 2, micro_batches))
             for group, micro_batch in product(groups.forward, waves):
-                yield from window.forward(group, micro_batch)
+                yield from _forward(group, micro_batch)
             for micro_batch in waves:
-                yield from window.head(micro_batch)
+                yield from _head(num_segments, micro_batch)
             for group, micro_batch in product(groups.below_head, waves):
-                yield from window.backward(group, micro_batch)
+                yield from _backward(group, micro_batch)
 
-    return _plan("in-phase", actions, num_segments, micro_batches, num_steps)
+    return _plan("in-phase", passes(), num_segments, micro_batches, num_steps)
 
 
 def tick_tock(
@@ -173,22 +174,23 @@ def tick_tock(
     Raises:
         PlanError: A number is out of range, or see `group_segments`.
     """
+    check_numbers(num_segments, micro_batches, num_steps)
     phase = _phase(group_segments(num_segments, sums_output, sums_gradient))
+    below_head, last = range(num_segments - 1), micro_batches - 1
 
-    def actions(window: _Window) -> Iterator[Action]:
-        first, last = window.micro_batches[0], window.micro_batches[-1]
-        yield from window.forward(range(num_segments - 1), first)
-        for micro_batch in range(first, last):
-            yield from window.head(micro_batch)
+    def passes() -> Iterator[Action]:
+        yield from _forward(below_head, 0)
+        for micro_batch in range(last):
+            yield from _head(num_segments, micro_batch)
             for kind, group in phase:
                 if kind is Kind.BACKWARD:
-                    yield from window.backward(group, micro_batch)
+                    yield from _backward(group, micro_batch)
                 else:
-                    yield from window.forward(group, micro_batch + 1)
-        yield from window.head(last)
-        yield from window.backward(range(num_segments - 2, -1, -1), last)
+                    yield from _forward(group, micro_batch + 1)
+        yield from _head(num_segments, last)
+        yield from _backward(below_head[::-1], last)
 
-    return _plan("tick-tock", actions, num_segments, micro_batches, num_steps)
+    return _plan("tick-tock", passes(), num_segments, micro_batches, num_steps)
 
 
 def _phase(groups: Groups) -> list[tuple[Kind, Group]]:
@@ -202,52 +204,24 @@ def _phase(groups: Groups) -> list[tuple[Kind, Group]]:
     return phase
 
 
-class _Window:
-    """Makes the actions of one optimizer step; its micro-batches are counted over the run."""
+def _forward(segments: Iterable[int], micro_batch: int) -> Iterator[Action]:
+    return (Action(Kind.FORWARD, segment, micro_batch) for segment in segments)
 
-    def __init__(self, num_segments: int, micro_batches: int, step: int) -> None:
-        self.micro_batches = range(step * micro_batches, (step + 1) * micro_batches)
-        self._num_segments = num_segments
-        self._step = step
 
-    def forward(self, segments: Iterable[int], micro_batch: int) -> Iterator[Action]:
-        """Return forward passes, and the micro-batch's loading before the first segment's."""
-        for segment in segments:
-            if segment == 0:
-                yield self._action(Kind.LOAD, segment, micro_batch)
-            yield self._action(Kind.FORWARD, segment, micro_batch)
+def _backward(segments: Iterable[int], micro_batch: int) -> Iterator[Action]:
+    return (Action(Kind.BACKWARD, segment, micro_batch) for segment in segments)
 
-    def backward(self, segments: Iterable[int], micro_batch: int) -> Iterator[Action]:
-        """Return backward passes."""
-        for segment in segments:
-            yield self._action(Kind.BACKWARD, segment, micro_batch)
 
-    def head(self, micro_batch: int) -> Iterator[Action]:
-        """Return both passes of the last segment."""
-        head = [self._num_segments - 1]
-        yield from self.forward(head, micro_batch)
-        yield from self.backward(head, micro_batch)
-
-    def end(self) -> Iterator[Action]:
-        """Return the optimizer step of all segments."""
-        last = self.micro_batches[-1]
-        for kind in (Kind.REDUCE, Kind.STEP):
-            for segment in range(self._num_segments):
-                yield Action(kind, segment, last, self._step)
-
-    def _action(self, kind: Kind, segment: int, micro_batch: int) -> Action:
-        return Action(kind, segment, micro_batch, self._step, micro_batch % 2)
+def _head(num_segments: int, micro_batch: int) -> tuple[Action, ...]:
+    head = (num_segments - 1,)
+    return (*_forward(head, micro_batch), *_backward(head, micro_batch))
 
 
 def _plan(
     schedule: str,
-    actions: Callable[[_Window], Iterable[Action]],
+    passes: Iterable[Action],
     num_segments: int,
     micro_batches: int,
     num_steps: int,
 ) -> Plan:
-    sizes = num_segments, micro_batches
-    check_numbers(*sizes, num_steps)
-    windows = (_Window(*sizes, step) for step in range(num_steps))
-    row = tuple(chain.from_iterable((*actions(window), *window.end()) for window in windows))
-    return Plan(schedule, *sizes, num_steps, (row,))
+    return passes_to_plan(schedule, (0,) * num_segments, [passes], micro_batches, num_steps)

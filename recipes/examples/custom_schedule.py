@@ -1,42 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline schedule of one's own: written as data, checked, priced and drawn.
+"""A pipeline schedule of one's own: written as data, checked, drawn and trained with.
 
-python recipes/examples/custom_schedule.py
+wavemare launch --nproc 2 recipes/examples/custom_schedule.py
 """
 
-from pathlib import Path
+import torch
+from deepspeed.pipe import PipelineModule
+from torch import nn
 
-from wavemare.pipeline.clock.simulate import Costs, bubble, simulate
-from wavemare.pipeline.draw import grid, svg
+import wavemare
+from wavemare.pipeline.draw import grid
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.lowering import lower
 from wavemare.pipeline.plan.plan import Action, Kind, Plan
-from wavemare.pipeline.plan.schedules import one_f_one_b
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "steps_per_print": None,
+    "wavemare": {},
+}
 
 
-def gpipe(num_stages: int, micro_batches: int) -> Plan:
-    """Return GPipe's schedule: all forward passes, then all backward passes, then the step."""
+def gpipe(num_ranks: int, micro_batches: int) -> Plan:
+    """Return GPipe's order of passes: all forward passes, then all backward passes."""
     kinds = Kind.FORWARD, Kind.BACKWARD
     ranks = tuple(
-        tuple(Action(kind, stage, m) for kind in kinds for m in range(micro_batches))
-        for stage in range(num_stages)
+        tuple(Action(kind, rank, number) for kind in kinds for number in range(micro_batches))
+        for rank in range(num_ranks)
     )
-    # Steps, sends, receives and loads follow from the order of the passes.
-    return lower(Plan("gpipe", num_stages, micro_batches, 1, ranks))
+    # The optimizer step, sends, receives and loads follow from the order of the passes.
+    return Plan("gpipe", num_ranks, micro_batches, 1, ranks)
 
 
 def main() -> None:
-    """Compare GPipe with 1F1B."""
-    costs = Costs(forward_s=0.01, backward_s=0.02)
-    timelines = []
-    for plan in (gpipe(4, 8), one_f_one_b(4, 8)):
-        print(check(plan))  # refuses an incomplete plan, or one in which ranks wait forever
-        print(grid(plan))
-        timelines.append(simulate(plan, costs))
-        print(f"{plan.schedule}: bubble {bubble(timelines[-1]):.0%}\n")
-    target = Path("build/custom-schedule.svg")
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(svg(timelines, title="GPipe above, 1F1B below"))
+    """Train two stages by GPipe's schedule."""
+    wavemare.init_distributed()
+    torch.manual_seed(1)
+    layers = [nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+    engine, *_ = wavemare.initialize(model=model, config=CONFIG, plan=gpipe)
+    inputs = torch.randn(32, 8)
+    batches = [(part, torch.sin(part)) for part in inputs.split(8)]
+    if engine.global_rank == 0:
+        print(check(engine.plan), grid(engine.plan), sep="\n")
+    for step in range(1, 21):
+        loss = engine.train_batch(iter(batches))
+        if step % 5 == 1 and engine.global_rank == 0:
+            print(f"step {step}: loss {float(loss):.3f}")
 
 
 if __name__ == "__main__":

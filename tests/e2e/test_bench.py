@@ -2,6 +2,7 @@
 """``wavemare bench`` as a person types it: one small run of each in CI, more of them at night."""
 
 import json
+from statistics import median
 
 import pytest
 
@@ -90,6 +91,7 @@ def test_pipelines_have_rows_and_timelines(bench, tmp_path, systems):
     for (name, count), row in rows.items():
         stock = rows["deepspeed-1f1b", count]["median_s"]
         assert row["ratio"] == pytest.approx(stock / row["median_s"])
+        assert row["cpu_s"] == pytest.approx(median(row["cpu_rounds_s"]))
         trace = (tmp_path / "trace" / f"trace-m{count}.json").read_text()
         assert (f"{name}, M={count}" in trace) == (not name.startswith("torch"))
         if not name.startswith("torch"):

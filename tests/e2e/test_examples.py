@@ -8,7 +8,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "examples"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
-ONE_PROCESS = {"planner": "predicted", "custom_schedule": "gpipe: bubble 27%"}
+ONE_PROCESS = {"planner": "predicted"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

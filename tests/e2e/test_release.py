@@ -114,7 +114,7 @@ def test_wheel_and_archive_hold_the_tree(built):
 
 def test_the_changelog_and_the_citation_have_the_version():
     version = wavemare.__version__
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest
     assert newest[1] == version
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())

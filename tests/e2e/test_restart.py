@@ -27,7 +27,7 @@ def figures(run):
     The latter has gaps in the first step after a restart, which has no step before it.
     """
     lines = read_run(run).metrics
-    told = ("tokens_per_second", "waiting_", "bubble", "staleness_", "update_gap_")
+    told = ("tokens_per_second", "waiting_", "bubble", "staleness_")
     return [{k: v for k, v in line.items() if not k.startswith(told)} for line in lines]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from wavemare.bench.pipeline.request import SYSTEMS
+from wavemare.bench.pipeline.request import OURS, SYSTEMS, UNGUARDED
 
 SYNCHRONOUS = [name for name, system in SYSTEMS.items() if not system.steady]
 
@@ -21,6 +21,8 @@ def test_synchronous_systems_train_what_one_process_trains(launch_once, counts):
             assert entry["difference"] < 1e-6, key
             assert entry["way"] > 1e-4, key  # it has learnt at all
             assert entry["ordered"], key
+            name = key.split()[0]
+            assert entry["guarded"] == (name.startswith(OURS) and UNGUARDED not in name), key
         for name, slept in waits.items():
             parts = SYSTEMS[name].parts_per_stage
             forwards = slept.pop(str(10.0 / parts))

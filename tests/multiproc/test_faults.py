@@ -34,7 +34,9 @@ def told(finished, words):
 def test_the_rank_that_holds_up_the_others_is_named(launch, fault, engine, codes, suspect, count):
     finished = launch(PROGRAM, fault, engine, "--timeout", TIMEOUT_S, own=True)
     assert finished.codes == codes, finished.outputs
-    suspected = "no single rank" if fault == "receive" else "rank 1 ("
+    # The last stage of an asynchronous pipeline reads ahead, and so holds up a later step.
+    waits_for_each_other = (fault, engine) == ("receive", "data")
+    suspected = "no single rank" if waits_for_each_other else "rank 1 ("
     assert told(finished, f"suspect: {suspected}") == [0], finished.outputs
     assert suspect in finished.outputs[0]
     assert len(reports(finished)) == count

@@ -9,8 +9,6 @@ import pytest
 
 ACTIVATION, GRADIENT = "activation", "gradient"
 TROUBLES = [[stage, what, 5] for stage in (0, 1) for what in (ACTIVATION, GRADIENT)]
-# Of a gradient that only the first stage has the last one does not hear.
-HEARD = [t for t in TROUBLES if t[:2] != [0, GRADIENT]]
 
 
 def troubled(name, trouble, micro_batches=2, **settings):
@@ -30,22 +28,44 @@ REPLAYS = {
     ]
 }
 ZEROS = [{"gradient_clipping": 0.5, "zero_optimization": {"stage": zero}} for zero in (0, 1)]
+UNCLIPPED = {"zero_optimization": {"stage": 1}}
+BF16 = {"bf16": {"enabled": True}}
+AT_ONCE = {
+    "clipping": ZEROS[0],
+    "clipping ZeRO-1": ZEROS[1],
+    "ZeRO-1": UNCLIPPED,
+    "bf16": BF16,
+    "bf16 zb-h1": {**BF16, "schedule": "zb-h1"},
+    "zbv clipping": {**ZEROS[0], "schedule": "zbv", "homes": HOMES["zbv"]},
+    "zbv ZeRO-1": {**UNCLIPPED, "schedule": "zbv", "homes": HOMES["zbv"]},
+}
+LATER = {
+    "1f1b": {},
+    "zb-h1": {"schedule": "zb-h1"},
+    "pipemare": {"section": {}},
+    "pipemare ahead": {"section": {}, "micro_batches": 1},
+    "pipemare ZeRO-1": {"section": {}, **UNCLIPPED},
+    "pipemare bf16": {"section": {}, **BF16},
+}
 CASES = {
     2: {
         **{f"skip {t}": troubled("skip", t) for t in TROUBLES},
         "skip ZeRO-1": troubled("skip", [0, GRADIENT, 5], **ZEROS[1]),
-        **{f"stop 1f1b {t}": troubled("stop", t) for t in TROUBLES},
-        **{f"stop split {t}": troubled("stop", t, schedule="zb-h1") for t in TROUBLES},
+        **{f"later {n} {t}": troubled("stop", t, **LATER[n]) for n in LATER for t in TROUBLES},
         **{
             f"stop {schedule} {trouble}": troubled(
                 "stop", trouble, schedule=schedule, homes=HOMES[schedule]
             )
             for schedule, trouble in CHUNKED
         },
-        **{f"stop pipemare {t}": troubled("stop", t, section={}) for t in HEARD},
+        **{f"at once {n}": troubled("stop", [0, GRADIENT, 5], **AT_ONCE[n]) for n in AT_ONCE},
         **{
             f"stop clipping {zero}": troubled("stop", [1, "weight", 5], section={}, **ZEROS[zero])
             for zero in (0, 1)
+        },
+        **{
+            f"last {n}": troubled("last", [0, GRADIENT, 5], folder=n, **LATER[n])
+            for n in ("1f1b", "pipemare")
         },
     },
     4: REPLAYS,
@@ -57,14 +77,16 @@ def found(launch_cases):
     return partial(launch_cases, "guard_pipeline.py", CASES)
 
 
-def place(stage, what, call, homes=(0, 1)):
-    """Where a message says that it was."""
+def place(stage, what, call, homes=(0, 1), micro_batches=2):
+    """Where a message says that it was: at the loss, or where gradients begin to be bad."""
+    last = len(homes) - 1
+    if what == ACTIVATION:
+        return (
+            f"rank {homes[last]} (stage {last}), micro-batch {call % micro_batches + 1}: the loss"
+        )
+    name = f"{4 * stage}.{'weight' if what == 'weight' else 'bias'}"
     where = f"rank {homes[stage]} (stage {stage})"
-    if what == "weight" or (stage == 0 and what == GRADIENT):
-        # No gradients leave the first stage: it knows those of its weights, after the last pass.
-        name = f"{4 * stage}.{'weight' if what == 'weight' else 'bias'}"
-        return f"{where}: the gradient of module '{4 * stage}' (of its parameter '{name}')"
-    return f"{where}, micro-batch 2: the {what} of module '{4 * stage + 2}'"
+    return f"{where}: the gradient of module '{4 * stage}' (of its parameter '{name}')"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES[2] if name.startswith("skip")])
@@ -82,8 +104,9 @@ def test_all_stages_of_a_synchronous_pipeline_skip_the_step(found, name):
 
 @pytest.mark.parametrize("name", REPLAYS)
 def test_an_asynchronous_pipeline_skips_as_its_replay_version_by_version(found, name):
-    stage, what, call = REPLAYS[name][1]["trouble"]
-    bad = call // REPLAYS[name][1]["micro_batches"]
+    settings = REPLAYS[name][1]
+    (stage, what, call), micro_batches = settings["trouble"], settings["micro_batches"]
+    bad = call // micro_batches
     for rank, ours in enumerate(found(name)):
         losses, expected = ours["losses"]
         assert math.isnan(losses[bad]) == (what == ACTIVATION)
@@ -93,22 +116,41 @@ def test_an_asynchronous_pipeline_skips_as_its_replay_version_by_version(found, 
         assert ours["applied"] == [not (skips and step == bad) for step in range(14)]
         assert ours["finite"]
         assert ours["distance"] < 1e-6
-        named = f"the {what} of module '{4 * stage + 2}'"
-        assert [named in line for line in ours["said"]] == ([rank == stage] if skips else [])
+        named = f"(stage {rank}): the gradient of module '{4 * rank + 3}'"
+        if what == ACTIVATION and rank == 3:
+            named = f"(stage 3), micro-batch {call % micro_batches + 1}: the loss"
+        elif what == GRADIENT and rank == stage:
+            named = f"(stage {rank}): the gradient of module '{4 * rank}'"
+        assert [named in line for line in ours["said"]] == [True] * skips
 
 
-@pytest.mark.parametrize("passes", ["1f1b", "split"])
+@pytest.mark.parametrize("name", LATER)
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_a_synchronous_pipeline_stops_with_one_voice(found, trouble, passes):
-    first, second = found(f"stop {passes} {trouble}")
+def test_all_stages_stop_later_with_one_voice(found, trouble, name):
+    """No stage waits for the others before it steps, and the bad one keeps its weights."""
+    first, second = found(f"later {name} {trouble}")
+    micro_batches = LATER[name].get("micro_batches", 2)
+    bad, where = trouble[2] // micro_batches, place(*trouble, micro_batches=micro_batches)
+    assert first["error"] == second["error"]
+    assert first["lead"] == (micro_batches == 1)
     for ours in (first, second):
-        # The second pass, which finds the layer, leaves nothing to a micro-batch's W.
-        assert len(set(ours.pop("kept"))) == (passes == "split")
-    assert first == second
-    assert first["type"] == "NumericsError"
-    assert first["at"] == 2
-    assert first["finite"]
-    assert f"first on {place(*trouble)}" in first["error"]
+        assert ours["type"] == "NumericsError"
+        assert ours["at"] == bad + 1 + first["lead"]
+        assert ours["finite"]
+        told = f"in optimizer step {bad + 1} a number is not finite; first on {where}"
+        assert told in ours["error"]
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_with_a_norm_of_all_stages_they_stop_at_once(found, name):
+    first, second = found(f"at once {name}")
+    settings = AT_ONCE[name]
+    where = place(0, GRADIENT, 5, settings.get("homes") or (0, 1))
+    for ours in (first, second):
+        assert ours["error"] == first["error"]
+        assert ours["type"] == "NumericsError"
+        assert (ours["at"], ours["finite"]) == (2, True)
+        assert f"in optimizer step 3 a number is not finite; first on {where}" in ours["error"]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES[2] if name.split()[1] in HOMES])
@@ -118,22 +160,7 @@ def test_a_stage_among_several_of_a_rank_is_named(found, name):
     assert first["error"] == second["error"]
     assert f"first on {place(*settings['trouble'], settings['homes'])}" in first["error"]
     assert first["type"] == "NumericsError"
-    assert (first["at"], first["finite"]) == (0, True)
-
-
-@pytest.mark.parametrize("trouble", HEARD)
-def test_each_asynchronous_stage_stops_before_it_steps(found, trouble):
-    stage, what, _ = trouble
-    results = found(f"stop pipemare {trouble}")
-    for rank, ours in enumerate(results):
-        assert ours["type"] == "NumericsError"
-        assert ours["finite"]
-        assert ours["at"] == 2
-        # Forward it comes to later stages, backward to the earlier ones.
-        seen = what if rank >= stage else GRADIENT
-        assert f"on rank {rank} (stage {rank}), micro-batch 2: the {seen}" in ours["error"]
-        assert ("came from a neighbouring stage" in ours["error"]) == (rank != stage)
-    assert f"of module '{4 * stage + 2}'" in results[stage]["error"]
+    assert (first["at"], first["finite"]) == (1, True)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -141,16 +168,37 @@ def test_clipping_tells_earlier_stages_of_a_gradient_that_leaves_no_other_trace(
     first, second = found(f"stop clipping {zero}")
     for ours in (first, second):
         assert ours["type"] == "NumericsError"
-        assert ours["at"] == 2
+        assert ours["at"] == 3 + ours["lead"]
         assert ours["finite"]
-    assert "of which it knows the norm alone" in first["error"]
-    assert "the gradient of module '4' (of its parameter '4.weight')" in second["error"]
+        assert f"first on {place(1, 'weight', 5)}" in ours["error"]
 
 
-def test_a_stage_that_stops_alone_is_followed_at_once(launch):
-    """The others hear of no bad number, but lose their neighbour, which has told why."""
+@pytest.mark.parametrize("name", ["1f1b", "pipemare"])
+def test_nothing_is_saved_or_evaluated_after_a_bad_last_step(found, name):
+    for ours in found(f"last {name}"):
+        for told in (ours["saved"], ours["evaluated"]):
+            assert told.startswith("NumericsError")
+            assert (
+                f"in optimizer step 3 a number is not finite; first on {place(0, GRADIENT, 5)}"
+                in (told)
+            )
+        assert ours["there"] == ["sound"]
+        assert ours["latest"] == "sound"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipemare"])
+def test_a_run_goes_on_from_the_checkpoint_before_a_bad_step(found, name):
+    for ours in found(f"last {name}"):
+        assert ours["same"]
+        assert ours["finite"]
+
+
+def test_stages_that_stop_end_with_the_exit_code_of_the_error(launch):
     settings = {"trouble": [0, GRADIENT, 5], "micro_batches": 2, "section": {}, "uncaught": True}
     finished = launch("guard_pipeline.py", json.dumps({"stop": ["stop", settings]}), own=True)
-    assert finished.codes == [2, 1]  # within the seconds for which `launch` waits
-    assert f"first on {place(0, GRADIENT, 5)}" in finished.outputs[0]
-    assert "Traceback" not in "".join(finished.outputs)
+    assert finished.codes == [2, 2]
+    output = "".join(finished.outputs)
+    assert (
+        output.count(f"first on {place(0, GRADIENT, 5)}") == 1
+    )  # all say the same, and one prints
+    assert "Traceback" not in output

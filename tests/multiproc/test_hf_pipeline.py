@@ -22,7 +22,7 @@ def results(launch_once):
     return launch_once("hf_pipeline.py", *SYNCHRONOUS, *ASYNCHRONOUS, *STALE, "begun", "refusals")
 
 
-ENGINES = {"1f1b": "PipelineEngine", "pipemare": "PipeMareEngine", "wavelet": "Engine"}
+ENGINES = {"1f1b": "PipelineEngine", "wavelet": "Engine"}
 
 
 @pytest.mark.world_size(2)
@@ -37,7 +37,7 @@ def test_a_step_trains_the_mean_over_its_labels(results, case):
 @pytest.mark.parametrize("case", ASYNCHRONOUS)
 def test_an_asynchronous_pipeline_begins_alike_and_is_stale(results, case):
     for result in (found[case] for found in results):
-        assert result["class"] == "PipeMareEngine"
+        assert result["class"] == "PipelineEngine"
         assert result["losses"][0] == pytest.approx(result["expected"][0], rel=2e-5)
         assert result["losses"] != pytest.approx(result["expected"], rel=1e-3)
         assert result["losses"] == results[0][case]["losses"]

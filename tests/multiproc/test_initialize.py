@@ -87,11 +87,9 @@ def test_dualpipev_is_stock_deepspeeds(results):
     for result in results:
         stock, ours = result["dualpipev"]["stock"], result["dualpipev"]["ours"]
         assert ours["losses"] == stock["losses"]
-        assert ours["class"] == "wavemare.engine.pipe.engine"
+        assert ours["class"].startswith("wavemare.engine.")
         assert stock["class"].startswith("deepspeed.")
-        step, actions, position = result["dualpipev"]["followed"]
-        assert step == len(ours["losses"])
-        assert position == actions - 1 > 0
+        assert result["dualpipev"]["step"] == len(ours["losses"])
 
 
 def test_one_file_serves_both(results):

@@ -25,8 +25,8 @@ def test_megatrons_forward_step(launch_once):
         assert result["restored"]
         assert result["documents"][0] == pytest.approx(result["documents"][1], rel=1e-6)
         assert "first on rank 1 (stage 1), micro-batch 1" in result["spoilt"]
-        assert "PipeMareEngine" in result["asynchronous"]
-        assert "1f1b" in result["asynchronous"]
+        told = "ConfigError: wavemare.pipeline.schedule = 'pipemare': "
+        assert result["asynchronous"].startswith(told)
 
 
 @pytest.mark.world_size(4)

@@ -44,7 +44,7 @@ def test_what_cannot_work_is_refused_on_all_ranks_before_the_first_step(launch_o
             "data",
             4,
             "1L6@3",
-            "error on rank 1: data_iter = 'iterator 1': "
+            "error on rank 1: data_iter = 'micro-batch 6': "
             "the last stage has fewer micro-batches than the first stage read.",
         ),
         ("loss", 3, "1F5@2", "ArithmeticError: the loss function broke down"),
@@ -59,8 +59,9 @@ def test_what_breaks_within_a_step_says_where_and_ends_both_ranks(
         f"rank 1, stage 1, optimizer step {step}: in action {action} of the plan"
         in (done.outputs[1])
     )
-    # The other rank waits for a gradient; it ends by itself when its neighbour has gone, and has
-    # nothing to say that would hide the cause.
+    # The other rank waits for a gradient. It ends by itself, and has nothing to say that would hide
+    # the cause.
+    assert "left the step" not in done.outputs[0]
     assert "Traceback" not in done.outputs[0]
     assert done.codes == [1, 1 if case == "loss" else 2]
     assert [done.result(rank) for rank in range(2)] == [step - 1] * 2  # whole steps before it
@@ -68,12 +69,11 @@ def test_what_breaks_within_a_step_says_where_and_ends_both_ranks(
 
 def test_a_change_of_shape_in_static_mode_is_refused_and_not_computed_wrongly(launch):
     done = launch("pipemare_refusals.py", "shapes", own=True)
-    assert "error on rank 0: activations = ((1, 8),): " in done.outputs[0]
+    assert "error on rank 0: activations = '[1, 8] float32': " in done.outputs[0]
     assert '"dynamic_shape": true' in done.outputs[0]
     assert "rank 0, stage 0, optimizer step 2: in action 0SA3@" in done.outputs[0]
-    # With rank 0 the store has gone, in which it said that it was the first: the other rank points
-    # up to it.
-    assert "see the error of rank 0 above, if there is one" in done.outputs[1]
+    # With rank 0 the store has gone, in which it said that it was the first.
+    assert "rank 0 left the step (ModelError: activations = '[1, 8] float32'" in done.outputs[1]
     assert "Traceback" not in done.outputs[1]
     assert done.codes == [2, 1]
     assert [done.result(rank) for rank in range(2)] == [1, 1]

@@ -38,7 +38,6 @@ OTHERS = {
     "one micro-batch": {"model": "gpt", "zero": 1, "micro_batches": 1},
     "auto": {"model": "gpt", "zero": 1, "wavelet": {"mode": "auto"}},
     "gpt, ZeRO 3": {"model": "gpt", "zero": 3},
-    "model parallel": {"model": "gpt", "zero": 3, "wavelet": {"mode": "model_parallel"}},
     "unmanaged": {"model": "gpt", "zero": 0, "config": UNMANAGED, "wavelet": {"mode": "off"}},
 }
 
@@ -105,12 +104,6 @@ def test_auto_stays_off_where_no_collective_stands_between_layers(results):
     for result in results:
         check(result["auto"])
         assert not result["auto"]["paired"]
-
-
-def test_the_model_parallel_form_is_zero_3(results):
-    for result in results:
-        check(result["model parallel"])
-        assert result["model parallel"]["got"]["zero"] == 3
 
 
 @pytest.mark.nightly

@@ -20,6 +20,7 @@ from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
 if TYPE_CHECKING:
     from wavemare.pipeline.clock.simulate import Costs, Timeline
     from wavemare.pipeline.plan.plan import Plan
+    from wavemare.pipeline.plan.schedules import ScheduleRow
 
 app = typer.Typer(
     no_args_is_help=True, help="Look at schedules without running them; find layouts of jobs."
@@ -32,12 +33,6 @@ _FILES = ("plan.txt", "trace.json", "plan.svg", "plan.png")
 _TIMES = "forward_ms", "backward_ms", "weight_ms", "step_ms", "send_ms", "collective_ms"
 _SIZES = "stages", "micro_batches", "steps"
 _OF_A_PLAN = "warmup_steps", "drain_interval", "slack", "chunks"
-_OF_A_SCHEDULE = {
-    **dict.fromkeys(_OF_A_PLAN, ("pipemare",)),
-    "chunks": ("interleaved",),
-    "weight_ms": ("zb-h1", "zbv", "auto"),
-    "collective_ms": ("tick-tock", "accumulation", "in-phase"),
-}
 
 
 @app.command()
@@ -146,9 +141,9 @@ def show(
     schedule: Annotated[
         str,
         typer.Option(
-            help="A pipeline: 1f1b, 1f1b-paired, pipemare, inference, interleaved, zb-h1, zbv, "
-            "auto or file:PATH (torch's if it ends in .csv). Waves on one rank: tick-tock, "
-            "accumulation or in-phase."
+            help="A pipeline: 1f1b, pipemare, inference, interleaved, zb-h1, zbv, auto or "
+            "file:PATH (torch's if it ends in .csv). Waves on one rank: tick-tock, accumulation "
+            "or in-phase."
         ),
     ] = "pipemare",
     stages: Annotated[
@@ -218,6 +213,7 @@ def show(
         plan = _read_plan(context, Path(schedule.removeprefix(_FILE)))
     else:
         plan = _make_plan(schedule, context.params, costs_ms)
+    _refuse_idle_times(plan, costs_ms)
     form = "csv" if csv else "text" if text else None
     _present(plan, costs_ms, memory_limit=memory_limit, form=form, folder=output)
 
@@ -234,11 +230,13 @@ def _read_plan(context: typer.Context, file: Path) -> Plan:
 
 
 def _make_plan(schedule: str, params: Mapping[str, Any], costs_ms: Mapping[str, str]) -> Plan:
-    from wavemare.pipeline.plan import schedules
-    from wavemare.pipeline.plan.chunked import vee
+    from wavemare.pipeline.plan.plan import check_numbers
+    from wavemare.pipeline.plan.schedules import SCHEDULES, build_plan
 
-    for name, others in _OF_A_SCHEDULE.items():
-        if params[name] and schedule not in others:
+    row = SCHEDULES.get(schedule)  # else `build_plan` refuses it
+    for name in _OF_A_PLAN:
+        if params[name] and row is not None and name not in row.options:
+            others = [other for other, row in SCHEDULES.items() if name in row.options]
             reason = f"the schedule {schedule!r} does not have it"
             remedy = f"Leave it out, or give {option(name)} with {' or '.join(others)}"
             raise ConfigError(option(name), params[name], reason, remedy)
@@ -248,26 +246,45 @@ def _make_plan(schedule: str, params: Mapping[str, Any], costs_ms: Mapping[str, 
         reason = f"{' x '.join(map(str, numbers))} forward passes are more than can be shown"
         remedy = f"Give numbers whose product is at most {_MOST_PASSES}"
         raise ConfigError("--stages", stages, reason, remedy)
-    options = {name: params[name] for name in _OF_A_PLAN if params[name]}
-    if schedule == "auto":
-        options["costs"] = _costs(vee(stages), costs_ms)
-        if params["memory_limit"] is not None:
-            options["memory_limit"] = params["memory_limit"]
-    plan = schedules.build_plan(schedule, *sizes, **options)
-    if schedule in {"tick-tock", "in-phase"}:
-        plan = _interleave(plan, _costs(range(stages), costs_ms))
-    return plan
+    check_numbers(*sizes)
+    options = {} if row is None else _options_of(row, params, costs_ms)
+    return build_plan(schedule, *sizes, **options)
 
 
-def _interleave(plan: Plan, costs: Costs) -> Plan:
-    """Return waves in the order that suits the segments that have collectives."""
+def _options_of(
+    row: ScheduleRow, params: Mapping[str, Any], costs_ms: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the options of a schedule that are given, or follow from the times that are."""
+    from wavemare.pipeline.plan.schedules import CHUNKS
     from wavemare.pipeline.wave.gain import sums_of
-    from wavemare.pipeline.wave.schedule import in_phase, tick_tock
 
-    make = tick_tock if plan.schedule == "tick-tock" else in_phase
-    up, down = sums_of(costs, plan.num_stages)
-    numbers = plan.num_stages, plan.micro_batches, plan.num_steps
-    return make(*numbers, sums_output=up, sums_gradient=down)
+    names, stages = row.options, params["stages"]
+    given = (name for name in names if params.get(name) is not None)
+    options = {name: params[name] for name in given}
+    if "costs" in names:
+        of_passes = {key: text for key, text in costs_ms.items() if key != "--collective-ms"}
+        options["costs"] = _costs(row.homes(stages, CHUNKS), of_passes)
+    if "sums_output" in names:
+        sums = sums_of(_costs(range(stages), costs_ms), stages)
+        options["sums_output"], options["sums_gradient"] = sums
+    return options
+
+
+def _is_waves(plan: Plan) -> bool:
+    from wavemare.pipeline.plan.schedules import SCHEDULES
+
+    return plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].is_waves
+
+
+def _refuse_idle_times(plan: Plan, costs_ms: Mapping[str, str]) -> None:
+    """Refuse the times of what a plan does not do."""
+    for key, idle, others in (
+        ("--weight-ms", not plan.is_split, "zb-h1, zbv or auto"),
+        ("--collective-ms", not _is_waves(plan), "tick-tock or accumulation or in-phase"),
+    ):
+        if idle and key in costs_ms:
+            reason = f"the schedule {plan.schedule!r} does not have it"
+            raise ConfigError(key, costs_ms[key], reason, f"Leave it out, or give it with {others}")
 
 
 def _present(
@@ -289,10 +306,10 @@ def _present(
         limit = memory_limit * min(len(plan.ranks), plan.micro_batches)
         memory = Memory.in_micro_batches(plan, limit)
     report = check(plan, memory)
-    costs = _costs(plan.homes or range(plan.num_stages), costs_ms)
+    costs = _costs(range(plan.num_stages) if _is_waves(plan) else plan.rank_of, costs_ms)
     timeline = simulate(plan, costs)
     prediction = [
-        _prediction(plan, timeline, costs_ms) + _gap(plan, costs),
+        _prediction(plan, timeline, costs_ms) + _gap(plan, timeline, costs),
         _collectives(plan, timeline, costs),
     ]
     if form is not None:
@@ -373,13 +390,13 @@ def _prediction(plan: Plan, timeline: Timeline, costs_ms: Mapping[str, str]) -> 
     return "\n".join(lines)
 
 
-def _gap(plan: Plan, costs: Costs) -> str:
-    """Return how far a plan with norms is from the lower bound of its passes."""
+def _gap(plan: Plan, timeline: Timeline, costs: Costs) -> str:
+    """Return how far a plan with norms and without collectives is from its passes' lower bound."""
     from wavemare.pipeline.clock.simulate import simulate
     from wavemare.pipeline.plan.automatic import lower_bound
 
     # Without the norms, ranks begin the next step while others still do this one.
-    if not plan.has_norms:
+    if not plan.has_norms or timeline.collectives_s:
         return ""
     passes_s = simulate(plan, replace(costs, step_s=0.0)).makespan_s / plan.num_steps
     bound_s = lower_bound(plan.rank_of, plan.micro_batches, costs, split=plan.is_split)

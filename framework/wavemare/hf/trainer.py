@@ -211,7 +211,7 @@ class Trainer(StockTrainer):
     @property
     def _weighs_labels(self) -> bool:
         """Whether a step's loss is the mean over its labels, and not over its micro-batches."""
-        return self.is_pipeline and not self.accelerator.own_loss
+        return self.is_pipeline and not self.accelerator.weighs_losses
 
     @property
     def _shifts(self) -> bool:

@@ -180,11 +180,12 @@ class _Output:
 
 def _pipeline_step(engine: Any, forward_step: ForwardStep, data_iterator: Any) -> StepResult:
     module = engine.module
-    if type(engine) is not PipelineEngine:
-        # Their micro-batches outlive a call, or come to the loss in another order.
+    schedule = engine.plan.schedule if isinstance(engine, PipelineEngine) else type(engine).__name__
+    if schedule != "1f1b":
+        # Its micro-batches outlive a call, or come to the loss in another order.
         reason = "it does not bring micro-batches to the loss in the order in which they are read"
-        remedy = 'Use "schedule": "1f1b" without overlap_forward_backward'
-        raise ConfigError("wavemare.pipeline.schedule", type(engine).__name__, reason, remedy)
+        remedy = 'Use "schedule": "1f1b"'
+        raise ConfigError("wavemare.pipeline.schedule", schedule, reason, remedy)
     if not isinstance(module, TransformerPipeline):
         reason = f"{type(module).__name__} does not say how a batch becomes its inputs"
         raise ModelError(_KEY, type(module).__name__, reason, "Give a transformers model")

@@ -18,7 +18,6 @@ from wavemare.observe.lines import read_events, read_metrics
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind
 
 _KEYS = {"format", "rank", "stage", "first_step", "device", "steps", "spans"}
-_PAIR = "Pair "
 _MESSAGES = frozenset(SENDS) | frozenset(RECEIVES)
 
 
@@ -83,8 +82,6 @@ def category(text: str) -> str:
 
     Collectives between passes count as messages.
     """
-    if text.startswith(_PAIR):
-        return "backward"
     try:
         action = Action.parse(text)
     except PlanError:  # words

@@ -70,7 +70,7 @@ if __name__ == "__main__":
                 runner.step()
             runner.drain()
             parts = stages * system.parts_per_stage
-            optimizer_of = SOAP if name.endswith("-soap") else torch.optim.AdamW
+            optimizer_of = SOAP if "-soap" in name else torch.optim.AdamW
             trained = plain_training(workload, parts, count, optimizer_of)
             second = rank + stages if "interleaved" in name else parts - 1 - rank
             held = [rank] if parts == stages else [rank, second]
@@ -85,6 +85,7 @@ if __name__ == "__main__":
                 ),
                 "actions": Counter(f"{e.action.stage}{e.action.kind.value}" for e in events),
                 "ordered": all(e.start_s <= e.end_s for e in events),
+                "guarded": getattr(getattr(runner, "engine", None), "guard", None) is not None,
             }
     synthetic = build_workload(PipelineRequest(stages=stages, synthetic=True, weight_ms=8.0))
     results["waits"] = {name: waits_of(name, synthetic) for name in SYSTEMS}

@@ -18,17 +18,17 @@ from common import configuration, leave, own_groups, refusal
 from plan_engine import MODELS, batches, go_on, start
 
 import wavemare
-from wavemare.engine.pipe import planned
+from wavemare.engine.pipe import measure
 from wavemare.models.export import pipeline_state_dict
 from wavemare.pipeline.clock.simulate import Costs
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.chunked import zb_h1, zbv
 from wavemare.pipeline.plan.files import to_csv
+from wavemare.pipeline.plan.orders import zb_h1, zbv
 from wavemare.pipeline.plan.plan import COMPUTE
 
 SCHEDULES = ["zb-h1", "interleaved", "zbv", "auto"]
 UNLIKE = Costs(
-    forward_s=(8.0, 1.0, 1.0, 1.0), backward_s=(8.0, 2.0, 2.0, 2.0), weight_s=(4.0, 1.0, 1.0, 1.0)
+    forward_s=(8.0, 1.0, 2.0, 1.0), backward_s=(9.0, 2.0, 3.0, 2.0), weight_s=(4.0, 0.5, 1.0, 0.5)
 )
 """Times for which `auto` has another plan than for equal ones."""
 BY_HAND = """
@@ -88,13 +88,17 @@ def train(engine):
         "parameters": sum(p.numel() for p in engine.module.parameters()),
         "homes": list(engine.module.homes),
     }
-    engine.set_train_batch_size(2 * engine.train_batch_size())
-    return found | {"larger": refusal(lambda: found.update(loss=float(engine.train_batch(data))))}
+
+    def grow():
+        engine.set_train_batch_size(2 * engine.train_batch_size())
+        found["loss"] = float(engine.train_batch(data))
+
+    return found | {"larger": refusal(grow), "size": engine.train_batch_size()}
 
 
 def limited(case):
     """Train with `auto` and a limit; return the passes of the plans, and of the last step."""
-    with mock.patch.object(planned, "measured_costs", return_value=UNLIKE):
+    with mock.patch.object(measure, "measured_costs", return_value=UNLIKE):
         engine = start(case, "auto", memory_limit="0.75x")
         plans = [engine.plan]
         found = train(engine)

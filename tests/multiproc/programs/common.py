@@ -233,7 +233,7 @@ def warnings_told(start):
 def kept_between_passes(engine):
     """Return a list that gets the bytes that each micro-batch keeps when its W begins."""
     kept: list[int] = []
-    splitter = getattr(engine, "splitter", None)
+    splitter = engine.passes.splitter
     if splitter is not None:
         run = splitter.backward_weight
 

@@ -10,13 +10,14 @@ import math
 import sys
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import torch
 from common import (
     InfiniteGradient,
     furthest,
-    kept_between_passes,
     leave,
+    refusal,
     sine_batches,
     split_stages,
     start_stages,
@@ -91,8 +92,9 @@ def build(trouble, micro_batches, guard, section=None, schedule=None, homes=None
     )
 
 
-def batches(steps, micro_batches, left_out=-1):
-    for number, batch in enumerate(islice(sine_batches(WIDTH), steps * micro_batches)):
+def batches(steps, micro_batches, left_out=-1, dtype=torch.float32):
+    data = islice(sine_batches(WIDTH, dtype=dtype), steps * micro_batches)
+    for number, batch in enumerate(data):
         if number // micro_batches != left_out:
             yield batch
 
@@ -162,9 +164,10 @@ def replay(trouble, micro_batches, mode):
 def stop(trouble, micro_batches, uncaught=False, **settings):
     """What each rank says when the run stops, and whether its weights are sound."""
     engine = build(trouble, micro_batches, {"nonfinite": "stop"}, **settings)
-    data, done, kept = batches(9, micro_batches), 0, kept_between_passes(engine)
+    dtype = next(engine.module.parameters()).dtype
+    data, done, lead = batches(16, micro_batches, dtype=dtype), 0, engine.step_lead
     try:
-        for _ in range(6):
+        for _ in range(10):
             engine.train_batch(data)
             done += 1
     except WavemareError as error:
@@ -172,8 +175,31 @@ def stop(trouble, micro_batches, uncaught=False, **settings):
             raise
         finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
         told = {"error": str(error), "type": type(error).__name__, "at": done, "finite": finite}
-        return {**told, "kept": kept}
+        return {**told, "lead": lead}
     return {"error": None, "at": done}
+
+
+def last(trouble, micro_batches, folder, **settings):
+    """A bad step is the run's last: what comes after it, and a return to the step before."""
+    bad, folder = trouble[2] // micro_batches, Path(sys.argv[1], folder)
+    engine = build(trouble, micro_batches, {"nonfinite": "stop"}, **settings)
+    data = batches(bad + 1, micro_batches)
+    for step in range(bad + 1):
+        if step == bad:
+            engine.save_checkpoint(folder, "sound")
+            before = weights_digest(engine)
+        engine.train_batch(data)
+    found = {
+        "saved": refusal(partial(engine.save_checkpoint, folder, "bad")),
+        "evaluated": refusal(partial(engine.eval_batch, batches(1, micro_batches))),
+        "there": sorted(each.name for each in folder.iterdir() if each.is_dir()),
+        "latest": (folder / "latest").read_text(),
+    }
+    engine.load_checkpoint(folder)
+    found["same"] = weights_digest(engine) == before
+    losses = [float(engine.train_batch(batches(1, micro_batches))) for _ in range(4)]
+    engine.save_checkpoint(folder, "after")
+    return found | {"finite": all(map(math.isfinite, losses))}
 
 
 if __name__ == "__main__":

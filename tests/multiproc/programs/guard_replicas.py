@@ -68,12 +68,9 @@ def replicas(what, schedule, policy, bad_rank, **sections):
     return {"applied": applied, "said": said, "digest": digest, "finite": finite}
 
 
-def split(pairs, schedule, bad_rank=3):
+def split(schedule, bad_rank=3):
     """Two slices of each stage; one has a bad gradient of a weight that the other has not."""
-    section = {"schedule": schedule, "overlap_forward_backward": pairs}
-    if schedule == "pipemare":
-        section["pipemare"] = {"slack": int(pairs)}
-    engine = tensor_pipeline.start("gpt2-101", section)
+    engine = tensor_pipeline.start("gpt2-101", {"schedule": schedule})
     name, weight = next(
         (name, p) for name, p in engine.module.named_parameters() if is_model_parallel_parameter(p)
     )

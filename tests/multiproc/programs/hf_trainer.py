@@ -53,11 +53,6 @@ def sparse():
     return run("bert", "sparse", wavemare.hf.Trainer, config)
 
 
-def model_parallel_waves():
-    config = json_file(0, {"wavelet": {"mode": "model_parallel"}})
-    return run("gpt2", "waves", wavemare.hf.Trainer, config)
-
-
 def tensor_parallel():
     config = json_file(0, {"tensor_parallel": {"size": 2}})
     return run("gpt2", "tensor", wavemare.hf.Trainer, config, per_device_train_batch_size=4)
@@ -102,7 +97,6 @@ def refusals():
 CASES = {
     **{f"{k}_zero{s}": partial(same_as_stock, k, s) for k in MODELS for s in range(4)},
     "sparse": sparse,
-    "model_parallel_waves": model_parallel_waves,
     "tokens": tokens,
     "tensor_parallel": tensor_parallel,
     "refusals": refusals,

@@ -14,7 +14,15 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from common import furthest, leave, sine_batches, split_stages, start_stages, weights_digest
+from common import (
+    furthest,
+    leave,
+    refusal,
+    sine_batches,
+    split_stages,
+    start_stages,
+    weights_digest,
+)
 from deepspeed.utils import safe_get_full_fp32_param
 
 from wavemare.engine import init_distributed
@@ -157,7 +165,8 @@ def collectives(num_stages, micro_batches, config):
     def noting(name, real):
         def call(*args, **kwargs):
             group = kwargs.get("group") or torch.distributed.group.WORLD
-            called.append([name, torch.distributed.get_process_group_ranks(group)])
+            told = f"{name} later" if kwargs.get("async_op") else name
+            called.append([told, torch.distributed.get_process_group_ranks(group)])
             return real(*args, **kwargs)
 
         return call
@@ -306,6 +315,19 @@ def reload(num_stages, micro_batches, folder):
     }
 
 
+def left(num_stages, micro_batches, folder):
+    """Labels that end before the inputs, then an evaluation of what was saved before."""
+    engine, data = build(num_stages, micro_batches), batches()
+    train(engine, data, 2)
+    engine.save_checkpoint(folder)
+    expected = float(engine.eval_batch(batches(seed=9), num_micro_batches=3))
+    given = iter(()) if engine.is_last_stage() else data
+    told = refusal(partial(train, engine, given, 2))
+    engine.load_checkpoint(folder)
+    found = float(engine.eval_batch(batches(seed=9), num_micro_batches=3))
+    return {"told": told, "evaluations": [found, expected]}
+
+
 def overflow(num_stages, micro_batches, bad, guard, config):
     """A gradient that is not a number on one stage at a time: the bounds and rates after it."""
     engine = build(num_stages, micro_batches, guard={"nonfinite": guard}, **config)
@@ -328,7 +350,7 @@ if __name__ == "__main__":
     init_distributed()
     found = {}
     for key, (name, settings) in json.loads(sys.argv[2]).items():
-        if name in ("drains", "reload"):
+        if name in ("drains", "reload", "left"):
             settings["folder"] = str(Path(sys.argv[1]) / name)
         found[key] = globals()[name](**settings)
     leave(found)

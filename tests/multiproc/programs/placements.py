@@ -15,15 +15,12 @@ from unittest import mock
 import deepspeed
 import torch
 from chunked_engine import weights
-from common import DEVICE, configuration, leave, own_groups, refusal, sine_batches, start_stages
+from common import configuration, leave, own_groups, refusal, sine_batches, start_stages
 from plan_engine import CHANGES, MODELS, batches, go_on, start
 
 import wavemare
 import wavemare.universal
-from wavemare.engine.pipe import planned
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
-from wavemare.pipeline.plan.automatic import EQUAL_PASSES
-from wavemare.pipeline.plan.check import check
 
 TURNED = """
 plan schedule=turned stages=3 micro_batches=4 steps=1 send_slots=0 homes=1,0,1
@@ -85,12 +82,8 @@ def universal():
 def train(engine):
     data = batches(engine.data_rank)
     losses = [float(engine.train_batch(data)) for _ in range(3)]
-    own = engine.module.own_stages
-    found = {"own": list(own), "active": []}
-    for stage in own:
-        with engine.whole_passes(stage):
-            found["active"].append([engine.active_stage, engine.is_last_stage()])
-    return found | {
+    return {
+        "own": list(engine.module.own_stages),
         "losses": losses,
         "evaluation": float(engine.eval_batch(batches(9), num_micro_batches=2)),
         "weights": weights(engine),
@@ -130,40 +123,6 @@ def own_layers():
     return {"cuts": cuts, "refused": refusal(lambda: make(partition_method="profile"))}
 
 
-def saved_by_the_whole_model():
-    """Return the bytes of the tensors that a micro-batch's forward pass keeps in one process."""
-    model, kept = MODELS["gpt2-quiet-untied"]().to(DEVICE), {}
-    weights = {weight.data_ptr() for weight in model.parameters()}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(**next(batches(0))).loss
-    sizes = {at: each.untyped_storage().nbytes() for at, each in kept.items() if at not in weights}
-    return sum(sizes.values()) if loss.requires_grad else 0
-
-
-def in_bytes():
-    """`auto` with a limit that is too small, the least, and one that is no limit."""
-    case = "gpt2-quiet-untied/fp32"
-    found = {"whole": saved_by_the_whole_model()}
-    expected = go_on(start(case), batches(0), 6)["losses"]
-    limit = "0.000001GB"
-    engine = start(case, "auto", memory_limit=limit)
-    found["refused"] = refusal(lambda: go_on(engine, batches(0), 6))
-    least = found["refused"].partition("Give ")[2].partition(" or more")[0]
-    for limit in (least, "1GB"):
-        engine = start(case, "auto", memory_limit=limit)
-        before = check(engine.plan).peak_memory
-        with mock.patch.object(planned, "measured_costs", return_value=EQUAL_PASSES):
-            same = go_on(engine, batches(0), 6)["losses"] == expected
-        peaks = before, check(engine.plan).peak_memory
-        found[limit if limit == "1GB" else "least"] = {"same": same, "peaks": peaks}
-    return found
-
-
 def alone():
     """A rank that has all stages hands over all activations."""
 
@@ -197,7 +156,6 @@ if __name__ == "__main__":
         "replicas": partial(four, "gpt2-quiet-untied/universal", 2),
         "uneven": uneven,
         "own layers": own_layers,
-        "in bytes": in_bytes,
         "alone": alone,
     }
     results = {}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with stock DeepSpeed and with wavemare; leave losses and weight digests.
 
-Arguments: result folder, steps, then ZeRO stages, ``pipeline`` or one of `CHANGES`.
+Arguments: result folder, steps, then ZeRO stages, ``pipeline`` or one of `CHANGES`; ``guarded``
+before them gives ours a section.
 """
 
 import sys
@@ -17,23 +18,30 @@ from common import (
     token_batches,
     weights_digest,
 )
+from deepspeed.utils import groups
 
 import wavemare
 
-ZERO_STAGES = {"pipeline": 0, "defaults": 1, "bf16 messages": 0, "divided": 0}
+ZERO_STAGES = {"pipeline 1": 1, "defaults": 1, "bf16 1": 1, "bf16 2": 2}
 CHANGES = {
+    **{name: {"bf16": {"enabled": True}} for name in ("bf16 0", "bf16 1", "bf16 2")},
+    "pipeline bf16": {"bf16": {"enabled": True}},
     "bf16 messages": {"communication_data_type": "bf16"},
     "divided": {"gradient_predivide_factor": 3.0},
 }
 
 
 def train(initialize, case, steps):
-    pipeline = case == "pipeline"
+    groups.mpu = None  # DeepSpeed keeps the grid of a pipeline before
+    guarded, case = case.startswith("guarded "), case.removeprefix("guarded ")
+    pipeline = case.startswith("pipeline")
     rank = torch.distributed.get_rank()
     data = token_batches(0 if pipeline else rank)
     model = build_pipeline() if pipeline else build_gpt2()
-    stage = ZERO_STAGES[case] if case in ZERO_STAGES else int(case)
+    stage = int(case) if case.isdecimal() else ZERO_STAGES.get(case, 0)
     config = configuration(stage, **CHANGES.get(case, {}))
+    if guarded and initialize is wavemare.initialize:
+        config["wavemare"] = {}
     if case == "defaults":
         # Stock is told to let torch step as its FusedAdam would; ours does so by itself.
         told = (
@@ -56,12 +64,14 @@ def train(initialize, case, steps):
                 engine.step()
                 losses.append(loss.item())
     reduced = [event.input_shapes for event in trace.events() if ":all_reduce" in event.name]
-    return {
+    found = {
         "engine": type(engine).__module__,
         "losses": losses,
         "weights": weights_digest(engine),
         "all_reduces": sum(shapes != [[]] for shapes in reduced),  # without those of numbers
     }
+    engine.destroy()  # else DeepSpeed keeps the grid of a pipeline for the next engine
+    return found
 
 
 if __name__ == "__main__":

@@ -6,11 +6,8 @@ The second argument names the part; every rank leaves what it saw as JSON.
 
 import itertools
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from common import DEVICE, difference, leave, train_plainly, weights_digest
@@ -164,70 +161,13 @@ def saved(names):
     return result
 
 
-def pairs(names):
-    """Schedules with passes in pairs and without, also where a stage is a single layer."""
-    asynchronous = {"schedule": "pipemare", "pipemare": {"slack": 1}}
-    zero, half = {"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}
-    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "gpt2-101": ({}, zero),
-        "gpt2-untied": ({"partition": [0, 5], "dynamic_shape": True}, half),
-        "bert-cls": (asynchronous, {}),
-        "qwen3": ({}, zero),
-    }
-    result = {}
-    for name in names:
-        pipeline, changes = cases[name]
-        result[name] = [
-            run_pairs(name, {**pipeline, "overlap_forward_backward": on}, **changes)
-            for on in (False, True)
-        ]
-    return result
-
-
-def run_pairs(name, pipeline, **changes):
-    torch.manual_seed(3)  # seeds dropout
-    engine = start(name, pipeline, dropout=0.1, **changes)
-    with counting() as found:
-        losses = train(engine, name, 3)
-    evaluated = float(engine.eval_batch(batches(name), num_micro_batches=2))
-    return {
-        "losses": losses,
-        "evaluated": evaluated,
-        "again": train(engine, name, 1),
-        "digest": weights_digest(engine),
-        **found,
-    }
-
-
-@contextmanager
-def counting():
-    """Count asynchronous all-reduces (sums), and those that had not ended when another began."""
-    stock, found = torch.distributed.all_reduce, {"sums": 0, "hidden": 0}
-
-    def all_reduce(*args, async_op=False, **kwargs):
-        work = stock(*args, async_op=async_op, **kwargs)
-        if not async_op:
-            return work
-        found["sums"] += 1
-        number = found["sums"]
-
-        def wait():
-            found["hidden"] += found["sums"] > number
-            work.wait()
-
-        return SimpleNamespace(wait=wait)
-
-    with mock.patch.object(torch.distributed, "all_reduce", all_reduce):
-        yield found
-
-
 def composed(names):
-    """Replicas of split asynchronous stages, passes in pairs: sparse sums beside dense ones.
+    """Replicas of split asynchronous stages: sparse sums beside dense ones.
 
     The last case is laid out by nested annotations in place of keys.
     """
     pushpull = {"mode": "pushpull", "bucket_bytes": 20_000}
-    schedule = {"schedule": "pipemare", "pipemare": {"slack": 1}, "overlap_forward_backward": True}
+    schedule = {"schedule": "pipemare", "pipemare": {"slack": 1}}
     keys = {"pipeline": {"stages": 2, **schedule}, "tensor_parallel": {"size": 2}}
     nested = {"pipeline": schedule, "parallel": {"stages": 2, "split": 2, "replica": 2}}
     result = {}
@@ -241,14 +181,12 @@ def composed(names):
             own = itertools.islice(batches(name), engine.data_rank, None, engine.data_world_size)
             # Few words: most rows of the embedding have no gradient.
             data = ({k: v % 20 if k == "input_ids" else v for k, v in b.items()} for b in own)
-            with counting() as found:
-                losses = [float(engine.train_batch(data)) for _ in range(10)]
+            losses = [float(engine.train_batch(data)) for _ in range(10)]
             result[f"{name} {case}"] = {
                 "losses": losses,
                 "digest": weights_digest(engine),
                 "grid": [engine.data_world_size, engine.stage_id],
                 "bytes": engine.step_metrics()["sparse_payload_bytes"],
-                **found,
             }
     return result
 

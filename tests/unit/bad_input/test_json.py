@@ -87,7 +87,10 @@ VALUES = [
     ("wavemare.parallel.stages[0][1]", [["h.0", 3]], ["3", "in quotes"]),
     ("wavemare.parallel.replica", "all", ["'rest' or a valid integer"]),
     ("wavemare.wavelet.mode", "synch", ["Did you mean 'sync'?"]),
-    ("wavemare.wavelet.compile", True, ["no effect", 'to "sync"']),
+    ("wavemare.wavelet.compile", True, ["engine.compile()"]),
+    ("wavemare.wavelet.mode", "model_parallel", ["stage", "3"]),
+    ("wavemare.pipeline.overlap_forward_backward", True, ["removed", "one stage"]),
+    ("wavemare.pipeline.memory_limit", "4GB", ["bytes", '"0.63x"']),
     ("wavemare.watchdog.timeout_s", -1, ["-1"]),
 ]
 

@@ -14,7 +14,7 @@ from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.plan import Plan
 from wavemare.pipeline.plan.schedules import build_plan
 
-HEADER = {"schedule": "1f1b", "stages": 2, "micro_batches": 2, "steps": 1, "send_slots": 0}
+HEADER = {"schedule": "1f1b", "stages": 2, "micro_batches": 2, "steps": 1, "send_slots": 1}
 BODY = str(build_plan("1f1b", 2, 2, 1)).split("\n", 1)[1]
 MOST = "9" * 18  # digits that are read
 
@@ -42,6 +42,9 @@ SCHEDULES = [
     (schedule(BODY.replace("0F0@", f"0F{MOST}@")), "action", "does not come before"),
     (schedule(BODY.replace("0F0@", f"{MOST}F0@")), "action", "has no stage 99"),
     (schedule(BODY.replace("0B1@0 ", "")), "action", "before it"),
+    (schedule(send_slots=0), "send_slots", "at least 1"),
+    (schedule(BODY.replace("0F0@0", "0F0@0/1")), "action", "no action"),
+    (schedule("0: 0F0 1F0 1B0 0B0", micro_batches=1), "homes", "Add homes=0,0"),
 ]
 
 

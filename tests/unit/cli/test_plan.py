@@ -19,9 +19,8 @@ from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.draw import grid
 from wavemare.pipeline.plan.automatic import automatic
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.chunked import interleaved, zb_h1, zbv
+from wavemare.pipeline.plan.orders import inference, interleaved, one_f_one_b, pipemare, zb_h1, zbv
 from wavemare.pipeline.plan.plan import Plan
-from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
 FILES = ["plan.png", "plan.svg", "plan.txt", "trace.json"]
@@ -157,7 +156,7 @@ def test_options_that_do_not_fit_are_refused(options, message):
         show(*options)
 
 
-@pytest.mark.parametrize("name", ["1f1b-paired", "inference", "tick-tock", "file:"])
+@pytest.mark.parametrize("name", ["gpipe", "inference", "tick-tock", "file:"])
 def test_engines_do_not_train_with_what_only_plans_know(name):
     with pytest.raises(ValidationError, match="'auto' or 'pipemare'"):
         PipelineConfig(schedule=name)

@@ -7,7 +7,7 @@ import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from wavemare.engine.base import EngineMixin
-from wavemare.engine.context import Feature
+from wavemare.engine.feature import Feature
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.errors import CheckpointError
 

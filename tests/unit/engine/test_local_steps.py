@@ -68,7 +68,6 @@ def test_keys_without_effect_and_values_that_cannot_be_are_refused(local, key):
         ({}, {"sparse_collective": {"mode": "auto"}}, "wavemare.sparse_collective.mode"),
         ({}, {"balance": {"mean": "tokens"}}, "wavemare.balance.mean"),
         ({}, {"guard": {"nonfinite": "skip"}}, "wavemare.guard.nonfinite"),
-        ({}, {"wavelet": {"mode": "model_parallel"}}, "wavemare.wavelet.mode"),
     ],
 )
 def test_what_replicas_cannot_go_with_is_refused_by_name(config, ours, key):

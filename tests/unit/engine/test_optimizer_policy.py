@@ -2,8 +2,11 @@
 """Which optimizer the policy chooses, and what it says."""
 
 import copy
+import inspect
+from types import SimpleNamespace
 
 import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.optim.policy import advise, check_replaceable
@@ -30,10 +33,11 @@ def pipemare_of(values):
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "adamw"])
 def test_stale_adam_becomes_soap_with_its_settings(kind):
-    given = config(kind, {"lr": 0.002, "betas": [0.9, 0.95], "torch_adam": True})
+    settings = {"lr": 0.002, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    given = config(kind, {**settings, "torch_adam": True, "set_grad_none": True})
     before = copy.deepcopy(given)
     chosen, said = choose_optimizer(given, stages=8, micro_batches=8)
-    assert chosen["optimizer"] == {"type": "SOAP", "params": {"lr": 0.002, "betas": [0.9, 0.95]}}
+    assert chosen["optimizer"] == {"type": "SOAP", "params": settings}
     assert pipemare_of(chosen).error_feedback
     assert pipemare_of(chosen).discrepancy_correction.mode == "predict"
     assert given == before
@@ -51,9 +55,10 @@ def test_stale_adam_becomes_soap_with_its_settings(kind):
     ],
 )
 def test_gradients_older_than_a_step_are_averaged_longer(given, kept):
-    params = {"lr": 0.002} if given is None else {"lr": 0.002, "betas": given}
+    params = {"lr": 0.002, "weight_decay": 0.0}
+    params |= {} if given is None else {"betas": given}
     chosen, said = choose_optimizer(config("AdamW", params), stages=8, micro_batches=2)
-    assert chosen["optimizer"]["params"] == {"lr": 0.002, "betas": kept}
+    assert chosen["optimizer"]["params"] == {**params, "betas": kept}
     assert ("beta1 is 0.95" in said) == (given != kept)
     chosen, said = choose_optimizer(config("AdamW", params), stages=8, micro_batches=8)
     assert chosen["optimizer"]["params"] == params
@@ -68,10 +73,6 @@ def test_forward_passes_are_predicted_up_to_one_step():
     given = config(discrepancy_correction={"mode": "exact"})
     chosen, _ = choose_optimizer(given, stages=8, micro_batches=8)
     assert pipemare_of(chosen).discrepancy_correction.mode == "exact"
-    given = config()
-    given["wavemare"]["pipeline"]["overlap_forward_backward"] = True  # with which it is refused
-    chosen, _ = choose_optimizer(given, stages=8, micro_batches=8)
-    assert pipemare_of(chosen).discrepancy_correction.mode == "auto"
 
 
 def test_what_the_user_has_set_stays():
@@ -133,3 +134,17 @@ def test_betas_that_are_no_pair_are_named(betas):
     with pytest.raises(ConfigError) as caught:
         choose_optimizer(config("AdamW", {"betas": betas}), stages=8, micro_batches=2)
     assert caught.value.key == "optimizer.params.betas"
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("of_torch", [True, False])
+def test_a_weight_decay_that_is_not_given_is_that_of_the_replaced_optimizer(kind, mode, of_torch):
+    """DeepSpeed itself makes the optimizer that would have run; its classes have the default."""
+    params = {"torch_adam": of_torch, "adam_w_mode": mode}
+    asked = SimpleNamespace(zero_use_cpu_optimizer=lambda: False)
+    decoupled = kind == "AdamW" or mode
+    made, _ = DeepSpeedEngine.get_optimizer_configuration(asked, dict(params), decoupled)
+    default = inspect.signature(made).parameters["weight_decay"].default
+    chosen, _ = choose_optimizer(config(kind, {"lr": 1, **params}), stages=8, micro_batches=8)
+    assert chosen["optimizer"]["params"]["weight_decay"] == default

@@ -2,14 +2,21 @@
 """Flat messages: a layout described and read back, aligned views, and bits that arrive as sent."""
 
 import math
+from collections import deque
+from types import SimpleNamespace
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.comm import comm as deepspeed_comm
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from wavemare.engine.pipe.p2p import DESCRIPTION, MessageLayout
-from wavemare.errors import ModelError
+from wavemare.engine.pipe.p2p import DESCRIPTION, MessageLayout, PeerLink, RecvQueue
+from wavemare.errors import CommError, ModelError
+from wavemare.pipeline.plan.plan import Action, Kind
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -58,7 +65,9 @@ def test_a_layout_is_read_back_from_its_description(outputs, numbers):
     assert [(tuple(t.shape), t.dtype) for t in listed(outputs)] == list(
         zip(layout.shapes, layout.dtypes, strict=True)
     )
-    assert MessageLayout.described(layout.describe(), numbers) == layout
+    found = MessageLayout.described(layout.describe())
+    assert found == layout.with_header(0)
+    assert found.with_header(numbers) == layout
 
 
 @given(sendable, headers)
@@ -94,7 +103,7 @@ def test_a_description_travels_in_a_message_of_its_own():
     layout = MessageLayout.of(3, (torch.zeros(2, 5), torch.zeros((), dtype=torch.bool)))
     message = DESCRIPTION.pack(layout.describe(), [], CPU)
     assert message.numel() == DESCRIPTION.size
-    assert MessageLayout.described(DESCRIPTION.header(message), 3) == layout
+    assert MessageLayout.described(DESCRIPTION.header(message)).with_header(3) == layout
 
 
 def test_a_tensor_that_is_not_contiguous_arrives_in_its_order():
@@ -125,8 +134,145 @@ def test_as_many_tensors_as_a_description_holds_and_no_more():
     most = (DESCRIPTION.numbers - 2) // 3  # type, number of dimensions, one dimension
     layout = MessageLayout(0, ((1,),) * most, (torch.float32,) * most)
     message = DESCRIPTION.pack(layout.describe(), [], CPU)
-    assert MessageLayout.described(DESCRIPTION.header(message), 0) == layout
+    assert MessageLayout.described(DESCRIPTION.header(message)) == layout
     with pytest.raises(ModelError) as caught:
         MessageLayout(0, ((1,),) * (most + 1), (torch.float32,) * (most + 1)).describe()
     assert "fewer tensors" in caught.value.remedy
     assert str(DESCRIPTION.numbers) in caught.value.remedy
+
+
+def test_a_layout_behind_another_header_has_the_same_tensors():
+    layout = MessageLayout.of(2, (torch.zeros(3), torch.zeros(1, 2, dtype=torch.int32)))
+    other = layout.with_header(5)
+    assert (other.numbers, other.single) == (5, layout.single)
+    assert (other.shapes, other.dtypes) == (layout.shapes, layout.dtypes)
+    assert other == MessageLayout(5, layout.shapes, layout.dtypes)
+    assert other.with_header(2) == layout
+
+
+@pytest.fixture
+def first_of_two(monkeypatch):
+    """Be the first of two ranks, whose messages arrive with any content."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    yield
+    distributed.destroy_process_group()
+    deepspeed_comm.cdb = None
+
+
+def link(**options):
+    return PeerLink(SimpleNamespace(pipe_groups=[[0, 1]]), CPU, (0, 1), **options)
+
+
+def send(number):
+    return Action(Kind.SEND_ACTIVATION, 0, number)
+
+
+UNLIKE = {
+    "shape": torch.zeros(2, 3),
+    "type": torch.zeros(2, 4, dtype=torch.float64),
+    "number": (torch.zeros(2, 4), torch.zeros(2, 4)),
+    "tuple": (torch.zeros(2, 4),),
+}
+
+
+@pytest.mark.parametrize("other", UNLIKE.values(), ids=UNLIKE)
+def test_outputs_unlike_those_before_are_refused_unless_they_may_be(first_of_two, other):
+    ours = link()
+    for number in range(2):
+        ours.send_activation(send(number), torch.zeros(2, 4))
+    with pytest.raises(ModelError) as caught:
+        ours.send_activation(send(2), other)
+    assert caught.value.key == "activations"
+    assert "dynamic_shape" in caught.value.remedy
+    ours.reset_shapes()
+    ours.send_activation(send(2), other)
+    ours.close()
+    dynamic = link(dynamic=True)
+    for number, outputs in enumerate((torch.zeros(2, 4), other)):
+        dynamic.send_activation(send(number), outputs)
+    dynamic.close()
+
+
+def test_the_end_of_the_data_has_no_shape_of_its_own(first_of_two):
+    ours = link(activation_numbers=1)
+    ours.send_activation(send(0), torch.zeros(2, 4), [0.0])
+    ours.send_activation(send(1), (), [1.0])
+    ours.send_activation(send(2), torch.zeros(2, 4), [0.0])
+    ours.close()
+
+
+RECEIVES = [(Kind.RECV_ACTIVATION, 1, number) for number in range(4)]
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    """A queue whose messages have a header of one number, which the test says."""
+    ours, ours.sent = RecvQueue(1, None, CPU), deque()
+
+    def arrive(message, rank, group):
+        number = ours.sent.popleft() if ours.sent else 0.0
+        message.copy_(torch.tensor([number], dtype=torch.float64).view(torch.uint8))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(distributed, "irecv", arrive)
+    return ours
+
+
+def posted(queue, slots):
+    """Return how many receives are posted anew."""
+    before = len(queue.expected)
+    queue.post_expected(lambda _: MessageLayout(1), slots)
+    return before - len(queue.expected)
+
+
+def test_receives_are_posted_up_to_the_slots_and_arrive_in_order(queue):
+    queue.sent += [5.0, 6.0]
+    queue.expect(RECEIVES)
+    assert posted(queue, 3) == 3
+    assert posted(queue, 3) == 0
+    assert queue.wait() == [5.0]
+    assert list(queue.arrived) == RECEIVES[:1]
+    assert posted(queue, 3) == 1
+    assert queue.wait() == [6.0]
+    assert list(queue.arrived) == RECEIVES[:2]
+
+
+def test_receives_of_unknown_layout_are_not_posted(queue):
+    queue.expect(RECEIVES)
+    assert not queue.post_expected(lambda _: None, 3)
+    assert len(queue.expected) == len(RECEIVES)
+
+
+def test_what_is_posted_already_is_not_posted_again_in_a_plan_that_begins_alike(queue):
+    queue.expect(RECEIVES)
+    assert posted(queue, 2) == 2
+    queue.expect(RECEIVES)
+    assert list(queue.expected) == RECEIVES[2:]
+    with pytest.raises(CommError):
+        queue.expect(RECEIVES[1:])
+
+
+def test_nothing_is_posted_behind_a_gate_before_it_says_that_more_follows(queue):
+    queue.expect(RECEIVES, gates=frozenset(RECEIVES[1:2]))
+    assert posted(queue, 4) == 2
+    queue.wait()
+    assert posted(queue, 4) == 0
+    queue.wait()
+    assert posted(queue, 4) == 2
+
+
+def test_a_gate_that_says_that_nothing_follows_holds_for_the_step_and_not_for_the_next(queue):
+    queue.sent.append(1.0)
+    gates = frozenset(RECEIVES[:1])
+    queue.expect(RECEIVES, gates)
+    assert posted(queue, 4) == 1
+    assert queue.wait() == [1.0]
+    assert posted(queue, 4) == 0
+    queue.expect(RECEIVES, gates)
+    assert posted(queue, 4) == 1
+    queue.expect(RECEIVES, gates)  # it is posted already, and a gate still
+    assert posted(queue, 4) == 0
+    assert queue.wait() == [0.0]
+    assert posted(queue, 4) == 3

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sections that do not go together, or would have no effect, are refused by name."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from wavemare.engine.config.refusals import check_sequence_parallel
 from wavemare.engine.config.resolve import WavemareConfig, check_config
-from wavemare.engine.pipe.linked import StagePasses, check_overlap
 from wavemare.errors import ConfigError
 
 FP16 = {"fp16": {"enabled": True}}
@@ -15,7 +12,6 @@ BF16 = {"bf16": {"enabled": True}}
 UNMANAGED = {"managed_gradient_accumulation": False}
 SPLIT = {"pipeline": {"stages": 2}, "tensor_parallel": {"size": 2}}
 COMPRESSOR = {"compressor": {"type": "block_topk"}}
-KEY = "wavemare.pipeline.overlap_forward_backward"
 
 
 def zero(stage, **more):
@@ -98,7 +94,6 @@ def test_guards_that_would_have_no_effect(guard, config, key):
     [
         ({"mode": "snyc"}, {}, "wavemare.wavelet.mode", "Did you mean 'sync'?"),
         ({"mod": "sync"}, {}, "wavemare.wavelet.mod", "does not exist"),
-        ({"compile": True}, {}, "wavemare.wavelet.compile", "no effect"),
         (
             {"mode": "sync"},
             {"flops_profiler": {"enabled": True}},
@@ -137,7 +132,6 @@ def test_what_split_stages_do_not_go_with(config, key, reason):
         ({}, {"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({}, zero(2), "zero_optimization.stage"),
         ({"pipemare": {}}, {}, "wavemare.pipeline.pipemare"),
-        ({"overlap_forward_backward": True}, {}, KEY),
         ({"chunks": 2}, {}, "wavemare.pipeline.chunks"),
         ({"schedule": "zbv", "dynamic_shape": True}, {}, "wavemare.pipeline.dynamic_shape"),
         ({"schedule": "file:x", "dynamic_shape": True}, {}, "wavemare.pipeline.dynamic_shape"),
@@ -207,6 +201,16 @@ def test_sparse_settings_that_contradict_each_other(section, config, key, reason
     assert reason in str(error)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "half", "bfloat16"])
+def test_a_guard_does_not_go_with_a_loss_scaler(dtype):
+    guard, autocast = {"guard": {"nonfinite": "stop"}}, {"enabled": True, "dtype": dtype}
+    assert refusal(guard, FP16).key == "wavemare.guard.nonfinite"
+    if dtype == "bfloat16":
+        check(guard, {"torch_autocast": autocast})
+    else:
+        assert refusal(guard, {"torch_autocast": autocast}).key == "wavemare.guard.nonfinite"
+
+
 def test_a_skipped_step_would_lose_what_a_compressor_has_sent():
     sparse = {"sparse_collective": {"mode": "pushpull", **COMPRESSOR}}
     error = refusal({**sparse, "guard": {"nonfinite": "skip"}}, {})
@@ -268,19 +272,28 @@ def test_ranks_of_a_model_are_its_stages_times_their_parts():
     assert check(SPLIT, {}, world_size=8).model_ranks == 4
 
 
-def test_without_sums_over_ranks_there_is_nothing_to_hide():
-    grid = SimpleNamespace(get_slice_parallel_world_size=lambda: 1)
-    whole = SimpleNamespace(mpu=lambda: grid)
-    for model in (object(), whole):
-        with pytest.raises(ConfigError, match="no sums over ranks") as caught:
-            check_overlap(model)
-        assert caught.value.key == KEY
-    grid.get_slice_parallel_world_size = lambda: 2
-    check_overlap(whole)
+REMOVED = [
+    ("pipeline", {"overlap_forward_backward": True}, "overlap_forward_backward"),
+    ("pipeline", {"schedule": "auto", "memory_limit": "4GB"}, "memory_limit"),
+    ("wavelet", {"mode": "model_parallel"}, "mode"),
+    ("wavelet", {"mode": "sync", "compile": True}, "compile"),
+    ("wavelet", {"compile": "yes"}, "compile"),
+]
 
 
-def test_activation_checkpoints_are_refused():
-    engine = SimpleNamespace(module=SimpleNamespace(activation_checkpoint_interval=1))
-    with pytest.raises(ConfigError, match="not tested with") as caught:
-        StagePasses(engine, lambda micro_batch, call: None)
-    assert caught.value.key == KEY
+@pytest.mark.parametrize(("section", "values", "key"), REMOVED)
+def test_what_was_removed_is_refused_by_its_key(section, values, key):
+    error = refusal({section: values}, {})
+    assert (error.key, error.value) == (f"wavemare.{section}.{key}", values[key])
+
+
+def test_removed_keys_that_change_nothing_are_passed_over():
+    section = {
+        "pipeline": {"stages": 2, "overlap_forward_backward": False},
+        "wavelet": {"mode": "off", "compile": False},
+    }
+    given = {name: dict(values) for name, values in section.items()}
+    ours = check(section, {})
+    assert ours == check({"pipeline": {"stages": 2}}, {})
+    assert section == given  # the caller's stays as it is
+    assert check({"pipeline": {"schedule": "auto", "memory_limit": "0.5x"}}, {})

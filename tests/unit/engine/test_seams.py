@@ -13,9 +13,7 @@ from deepspeed.utils import groups
 import wavemare
 from wavemare.engine import Engine
 from wavemare.engine.initialize import ENGINES
-from wavemare.engine.pipe.linked import OverlappedPipelineEngine
-from wavemare.engine.pipe.pipemare import PipeMareEngine
-from wavemare.engine.pipe.planned import PlanEngine
+from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.engine.seams import (
     ATTRIBUTES,
     DEEPSPEED,
@@ -27,12 +25,14 @@ from wavemare.engine.seams import (
 from wavemare.errors import ConfigError
 
 
-def test_initialize_has_the_thirteen_parameters_of_deepspeed_in_order():
+def test_initialize_has_the_thirteen_parameters_of_deepspeed_in_order_then_a_plan():
     stock = inspect.signature(deepspeed.initialize).parameters
-    ours = inspect.signature(wavemare.initialize).parameters
+    ours = dict(inspect.signature(wavemare.initialize).parameters)
+    plan = ours.pop("plan")
     assert list(stock) == list(ours)
     assert len(ours) == 13
     assert [p.default for p in stock.values()] == [p.default for p in ours.values()]
+    assert plan.default is None
 
 
 @pytest.mark.parametrize("method", ["save_checkpoint", "load_checkpoint", "deepspeed_io"])
@@ -49,12 +49,12 @@ def test_engines_refuse_what_only_others_do():
         with pytest.raises(ConfigError, match=name):
             Engine.eval_batch(object(), iter(()), **{name: value})
     with pytest.raises(ConfigError, match=r"engine\.train_batch\(iterator\)"):
-        PipeMareEngine.forward(SimpleNamespace(num_stages=2), "batch")
+        PipelineEngine.forward(SimpleNamespace(num_stages=2), "batch")
 
 
 def overridden():
     """Return the methods of DeepSpeed's that our engines have their own of, as `FUNCTIONS` has."""
-    for engine in (*ENGINES.values(), OverlappedPipelineEngine, PipeMareEngine, PlanEngine):
+    for engine in ENGINES.values():
         stock = [kind for kind in engine.__mro__ if kind.__module__.startswith("deepspeed.")]
         for kind in engine.__mro__:
             for name in vars(kind) if kind.__module__.startswith("wavemare.") else ():
@@ -95,9 +95,13 @@ def test_another_deepspeed_is_told_once(caplog):
     assert f"deepspeed=={DEEPSPEED}" in told
 
 
+class Holder:
+    """Stands for an engine."""
+
+
 def test_a_destroyed_engine_leaves_the_grid_to_the_next_one():
     """The garbage collector may destroy it while the next one is built."""
-    mpu, first, second = SimpleNamespace(), object(), object()
+    mpu, first, second = SimpleNamespace(), Holder(), Holder()
     hold_grid(mpu, first)
     hold_grid(mpu, second)
     groups.mpu = mpu

@@ -15,7 +15,7 @@ def step(chain):
 
 
 def report(stage, step):
-    return (0.1 * stage + 0.01 * step, 0.5), 0.25 * step
+    return 0.1 * stage + 0.01 * step, 0.5
 
 
 def test_reports_reach_the_first_stage_over_all_others():
@@ -23,11 +23,10 @@ def test_reports_reach_the_first_stage_over_all_others():
     for stage, telemetry in enumerate(chain):
         telemetry.note_staleness(stage)
         telemetry.note_staleness(stage + 1)
-        telemetry.end_step(*report(stage, 1))
+        telemetry.end_step(report(stage, 1))
     step(chain)
     for stage, found in enumerate(chain[0].reports):
-        (busy, waiting), gap = report(stage, 1)
-        assert found == StageReport(busy, waiting, stage + 0.5, gap)
+        assert found == StageReport(*report(stage, 1), stage + 0.5)
     assert math.isnan(chain[2].reports[0].busy)  # nothing travels the other way
     assert chain[2].reports[3] == chain[3].reports[3]
 
@@ -55,9 +54,9 @@ def test_what_is_not_known_is_left_out():
     telemetry = Telemetry(0, 2)
     assert telemetry.metrics() == {}
     telemetry.note_staleness(2)
-    telemetry.end_step((0.75, 0.125), math.nan)
+    telemetry.end_step((0.75, 0.125))
     assert telemetry.metrics() == {"staleness_0": 2.0, "waiting_0": 0.125}
-    telemetry.unpack([*[0.0] * 4, 0.5, 0.25, 1.0, 0.0625])
+    telemetry.unpack([*[0.0] * 3, 0.5, 0.25, 1.0])
     assert telemetry.metrics() == {
         "bubble": 1 - 0.625,
         "bubble_predicted": pytest.approx(1 - 0.625 / 0.75),
@@ -65,5 +64,4 @@ def test_what_is_not_known_is_left_out():
         "waiting_0": 0.125,
         "staleness_1": 1.0,
         "waiting_1": 0.25,
-        "update_gap_1": 0.0625,
     }

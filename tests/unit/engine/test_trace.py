@@ -5,7 +5,6 @@ import json
 
 from wavemare.engine.observe.progress import Progress
 from wavemare.engine.observe.recorder import StepTrace
-from wavemare.pipeline.plan.lowering import Pair
 from wavemare.pipeline.plan.plan import Action, Kind
 from wavemare.report.runs import Span, read_traces
 
@@ -58,16 +57,18 @@ def test_each_action_of_a_plan_ends_where_the_next_begins(tmp_path):
     clock, progress = Clock(), Progress()
     trace = trace_with(clock)
     trace.begin(progress)
-    backward, forward = Action(Kind.BACKWARD, 1, 2), Action(Kind.FORWARD, 1, 3)
+    actions = Action(Kind.LOAD, 1, 2), Action(Kind.FORWARD, 1, 2, 5), Action(Kind.BACKWARD, 1, 2)
     with progress.doing("train_batch"):
-        progress.at(Action(Kind.LOAD, 1, 2))
+        progress.begin_actions(actions, lambda _: None)
+        progress.at_action(0)
         with progress.doing("the data loader"):
             clock.now += 1
         clock.now += 1
-        progress.at(Action(Kind.FORWARD, 1, 2, 5))
+        progress.at_action(1)
         clock.now += 2
-        progress.at(Pair(backward, forward))
+        progress.at_action(2)
         clock.now += 3
+        progress.end_actions()
     trace.end(progress)
     trace.save(tmp_path, rank=0, stage=1, first_step=1)
     read = read_traces(tmp_path)
@@ -77,7 +78,7 @@ def test_each_action_of_a_plan_ends_where_the_next_begins(tmp_path):
         Span("1L2", 0, 2, 2),
         Span("the data loader", 0, 1, 1),
         Span("1F2@5", 2, 4, 3),
-        Span("Pair 1B2 1F3", 4, 7, 4),
+        Span("1B2", 4, 7, 4),
     )
     assert rank.steps == ((0, 7),)
     assert rank.busy == 5 / 7
@@ -89,7 +90,8 @@ def test_an_exception_leaves_the_trace_in_order():
     trace.begin(progress)
     try:
         with progress.doing("train_batch"):
-            progress.at(Action(Kind.FORWARD, 0, 0))
+            progress.begin_actions([Action(Kind.FORWARD, 0, 0)], lambda _: None)
+            progress.at_action(0)
             raise ZeroDivisionError
     except ZeroDivisionError:
         pass

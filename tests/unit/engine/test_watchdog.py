@@ -76,12 +76,15 @@ def test_a_rank_of_which_nothing_is_known_may_compute(unreachable):
 
 
 def test_a_report_shows_the_plan_around_the_action(tmp_path):
-    progress = Progress()
-    progress.actions, progress.position = ("1RA0", "1F0", "1SA0"), 2
-    progress.at(Action(Kind.FORWARD, 1, 0))
-    progress.at(Action(Kind.SEND_ACTIVATION, 1, 0), 2)
+    progress, peers = Progress(), {Action(Kind.SEND_ACTIVATION, 1, 0): 2}
+    kinds = (Kind.RECV_ACTIVATION, Kind.FORWARD, Kind.SEND_ACTIVATION)
+    progress.begin_actions([Action(kind, 1, 0) for kind in kinds], peers.get)
+    progress.at_action(1)
+    assert RankStatus.of(1, progress).peer is None
+    progress.at_action(2)
     here = RankStatus.of(1, progress)
     assert here.plan == "1RA0 1F0 [1SA0]"
+    assert here.peer == 2
     assert write_report(str(tmp_path), RANKS[1], here, progress, "nothing moves") is None
     report = (tmp_path / "rank_00001.txt").read_text()
     assert "[1SA0]" in report

@@ -21,7 +21,6 @@ STAGES = Layout(
     schedule="pipemare",
     zero_stage=1,
     recompute=True,
-    wavelet=True,
     global_batch=48,
     micro_steps=8,
     shares=(4, 2),
@@ -51,7 +50,6 @@ def test_digest_is_that_of_the_plan_without_its_prediction():
         replace(STAGES, shares=(2, 4)),
         replace(STAGES, cuts=(0, 16, 28)),
         replace(STAGES, order=None),
-        replace(STAGES, wavelet=False),
         replace(STAGES, zero_stage=0),
         replace(STAGES, recompute=False),
         replace(STAGES, schedule="1f1b"),
@@ -74,7 +72,7 @@ def test_digest_is_that_of_the_plan_without_its_prediction():
         (STAGES, {"cuts": (0, 17, 27)}, "cuts"),
         (STAGES, {"cuts": (0, 28, 28)}, "cuts"),
         (STAGES, {"num_layers": None}, "cuts"),
-        (STAGES, {"tensor_parallel": 1, "order": None}, "wavelet"),
+        (STAGES, {"wavelet": True}, "wavelet"),
         (SHARES, {"wavelet": True}, "wavelet"),
     ],
 )
@@ -115,7 +113,6 @@ def test_configuration_of_stages():
         "stages": 2,
         "schedule": "pipemare",
         "partition": [0, 17],
-        "overlap_forward_backward": True,
     }
     assert config["pipeline"] == {"activation_checkpoint_interval": 1}
     assert "balance" not in config["wavemare"]

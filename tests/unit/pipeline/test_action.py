@@ -13,11 +13,11 @@ from wavemare.pipeline.plan.plan import Action, Kind
         ("2F5@1", Action(Kind.FORWARD, 2, 5, 1)),
         ("0B0", Action(Kind.BACKWARD, 0, 0)),
         ("10SA12", Action(Kind.SEND_ACTIVATION, 10, 12)),
-        ("3S7@0/1", Action(Kind.STEP, 3, 7, 0, 1)),
-        ("1U4/1", Action(Kind.RESTORE, 1, 4, -1, 1)),
+        ("3S7@0", Action(Kind.STEP, 3, 7, 0)),
+        ("1U4", Action(Kind.RESTORE, 1, 4, -1)),
     ],
 )
-def test_the_text_form_is_stage_code_micro_batch_version_wave(text, action):
+def test_the_text_form_is_stage_code_micro_batch_version(text, action):
     assert str(action) == text
     assert Action.parse(text) == action
 
@@ -26,7 +26,7 @@ def test_the_text_form_is_stage_code_micro_batch_version_wave(text, action):
     "text",
     [
         *("", "F", "F3", "1F", "2f5", "2X5", "1FF3", "1SASA3"),
-        *("-1F3", "1F-3", "1.0F3", "1F3@", "1F3@-1", "1F3/", "1F3/1@2"),
+        *("-1F3", "1F-3", "1.0F3", "1F3@", "1F3@-1", "1F3/", "1F3/1"),
         *(" 1F3", "1F3\n", "1F3 1F4", "1F\u0663"),
     ],
 )

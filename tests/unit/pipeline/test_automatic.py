@@ -7,8 +7,7 @@ from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.plan.automatic import EQUAL_PASSES, automatic, lower_bound, search
 from wavemare.pipeline.plan.check import Memory, check
-from wavemare.pipeline.plan.chunked import loop, passes_to_plan, vee, zb_h1, zbv
-from wavemare.pipeline.plan.schedules import one_f_one_b
+from wavemare.pipeline.plan.orders import loop, one_f_one_b, passes_to_plan, vee, zb_h1, zbv
 
 
 def costs(forward, backward, weight, latency=0.0, chunks=2):

@@ -8,10 +8,9 @@ import pytest
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.check import Memory, check
-from wavemare.pipeline.plan.chunked import interleaved, zbv
 from wavemare.pipeline.plan.lowering import lower
+from wavemare.pipeline.plan.orders import inference, interleaved, zbv
 from wavemare.pipeline.plan.plan import Action, Plan
-from wavemare.pipeline.plan.schedules import inference
 
 
 def edited(plan, *changes):
@@ -70,7 +69,7 @@ VEE = Plan.parse(str(zbv(2, 2)).replace("@0", ""))
             r"homes = \(0, 1, 1\): these are 3 ranks for 4 stages",
         ),
         ([("homes=0,1,1,0", "homes=0,1,0,1")], "it is on rank 0, but stage 3 is on rank 1"),
-        ([(" homes=0,1,1,0", "")], r"there are 4 stages on 2 ranks\. Add homes=0,1,1,0"),
+        ([(" homes=0,1,1,0", "")], r"there are 4 stages, and 2 ranks\. Add homes=0,1,1,0"),
         ([("homes=0,1,1,0", "homes=0,,1,0")], "homes = '': it is not a whole number"),
         # What only plans have that are never empty, or waves.
         ([(" 0I0", " 0C0 0I0 0U0")], "'0C0': this stage has nothing of this kind to do"),
@@ -97,12 +96,11 @@ def test_messages_may_be_used_in_another_order_than_the_senders():
         check(replace(plan, send_slots=1))
 
 
-def test_memory_is_checked_in_bytes():
-    # Each chunk keeps 5 bytes from F to W.
+def test_memory_is_checked():
+    # Each chunk keeps 5 units from F to W.
     memory = Memory((5, 5, 5, 5), limit=20)
     # Rank 0: 0F0 0F1 3F0 are 15; 3W0 10, 3F1 15.
     assert check(VEE, memory).peak_memory == (15, 20)
-    assert "  peak memory (bytes)\n" in str(check(VEE, memory))
     assert "  peak memory (micro-batches)\n" in str(check(VEE))
     with pytest.raises(PlanError, match="memory = 2: the plan has 4 stages"):
         check(VEE, replace(memory, activations=(5, 5)))

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.automatic import automatic
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.chunked import interleaved, zb_h1, zbv
+from wavemare.pipeline.plan.orders import interleaved, one_f_one_b, pipemare, zb_h1, zbv
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Kind
-from wavemare.pipeline.plan.schedules import one_f_one_b, pipemare
 
 
 def runs_to_its_end(plan):
@@ -29,9 +28,9 @@ def runs_to_its_end(plan):
         rank, i = where[kind, stage, micro_batch]
         return done[rank] >= i + beyond
 
-    def is_taken(send, beyond=1):
+    def is_taken(send):
         kind, step = SENDS[send.kind]
-        return reached(kind, send.stage + step, send.micro_batch, beyond)
+        return reached(kind, send.stage + step, send.micro_batch, 1)
 
     def receiver(send):
         return homes[send.stage + SENDS[send.kind][1]]
@@ -42,10 +41,10 @@ def runs_to_its_end(plan):
         if kind in SENDS:
             before = [a for a in plan.ranks[rank][:i] if a.kind in SENDS]
             pending = [a for a in before if receiver(a) == receiver(action) and not is_taken(a)]
-            return len(pending) < slots if slots else is_taken(action, 0)
+            return len(pending) < slots
         if kind in RECEIVES:
             send, step = RECEIVES[kind]
-            return reached(send, stage + step, m, slots > 0)
+            return reached(send, stage + step, m, 1)
         norms = [key for key in where if key[::2] == (Kind.NORM, m)]
         return kind is not Kind.NORM or all(reached(*key) for key in norms)
 
@@ -93,7 +92,7 @@ def per_step(first, last):
 
 
 def stage_is_sound(actions, stage, plan):
-    where = {(kind, m, wave): i for i, (kind, _, m, _, wave) in enumerate(actions)}
+    where = {(kind, m): i for i, (kind, _, m, _) in enumerate(actions)}
     ends = [(k + 1) * plan.micro_batches - 1 for k in range(plan.num_steps)]
     everything = range(plan.micro_batches * plan.num_steps)
     place = stage == 0, stage == plan.num_stages - 1
@@ -103,24 +102,24 @@ def stage_is_sound(actions, stage, plan):
         len(where) == len(actions)
         and {action.kind for action in actions} <= allowed
         and all(a.micro_batch in (ends if a.kind in ONCE_A_STEP else everything) for a in actions)
-        and all((kind, m, 0) in where for kind in chain for m in everything)
-        and all((Kind.STEP, end, 0) in where for end in ends)
+        and all((kind, m) in where for kind in chain for m in everything)
+        and all((Kind.STEP, end) in where for end in ends)
         and orders_are_sound(where, place, ends, everything)
-        and corrections_are_sound(actions, where, [where[Kind.STEP, end, 0] for end in ends])
+        and corrections_are_sound(actions, where, [where[Kind.STEP, end] for end in ends])
     )
 
 
 def orders_are_sound(where, place, ends, everything):
     never = math.inf
     _, pairs = per_micro_batch(*place)
-    if any(where[one, m, 0] > where[other, m, 0] for one, other in pairs for m in everything):
+    if any(where[one, m] > where[other, m] for one, other in pairs for m in everything):
         return False
     _, pairs = per_step(*place)
     since = -1
     for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
-        step = where[Kind.STEP, end, 0]
-        backwards = [where[Kind.BACKWARD, m, 0] for m in range(start, end + 1)]
-        own = {kind: i for (kind, m, _), i in where.items() if m == end and kind in ONCE_A_STEP}
+        step = where[Kind.STEP, end]
+        backwards = [where[Kind.BACKWARD, m] for m in range(start, end + 1)]
+        own = {kind: i for (kind, m), i in where.items() if m == end and kind in ONCE_A_STEP}
         if backwards != sorted(backwards):
             return False
         if not since < min(backwards) < max(backwards) + 1 <= own.get(Kind.REDUCE, -1) < step:
@@ -135,26 +134,26 @@ def orders_are_sound(where, place, ends, everything):
 
 def corrections_are_sound(actions, where, steps):
     counted = [sum(step < i for step in steps) for i in range(len(actions))]
-    for i, (kind, _, m, version, wave) in enumerate(actions):
-        seen = counted[where[Kind.FORWARD, m, wave]] if kind is Kind.CORRECT else counted[i]
+    for i, (kind, _, m, version) in enumerate(actions):
+        seen = counted[where[Kind.FORWARD, m]] if kind is Kind.CORRECT else counted[i]
         if version not in (-1, seen):
             return False
         if kind is Kind.CORRECT:
-            end = where.get((Kind.RESTORE, m, wave), -1)
+            end = where.get((Kind.RESTORE, m), -1)
             inside = [(a.kind, a.micro_batch) for a in actions[i + 1 : end]]
             if end < i or (Kind.BACKWARD, m) not in inside:
                 return False
             if not set(inside) <= {(k, m) for k in (Kind.RECV_GRAD, Kind.BACKWARD, Kind.SEND_GRAD)}:
                 return False
-        if kind is Kind.RESTORE and (Kind.CORRECT, m, wave) not in where:
+        if kind is Kind.RESTORE and (Kind.CORRECT, m) not in where:
             return False
     return True
 
 
 def is_sound(plan):
-    """Whether the check should accept a training plan with one stage per rank and one wave."""
+    """Whether the check should accept a training plan with one stage per rank."""
     for stage, actions in enumerate(plan.ranks):
-        if any(a.stage != stage or a.wave for a in actions):
+        if any(a.stage != stage for a in actions):
             return False
         if not stage_is_sound(actions, stage, plan):
             return False
@@ -165,10 +164,12 @@ def is_sound(plan):
             meets = {send: receive for send, (receive, way) in SENDS.items() if way == step}
             sent = [a for a in plan.ranks[stage] if a.kind in meets]
             received = [a for a in plan.ranks[stage + step] if a.kind in meets.values()]
-            if [(meets[a.kind], a.micro_batch) for a in sent] != [a[::2][:2] for a in received]:
+            if [(meets[a.kind], a.micro_batch) for a in sent] != [
+                (a.kind, a.micro_batch) for a in received
+            ]:
                 return False
     loads = [[a.micro_batch for a in actions if a.kind is Kind.LOAD] for actions in plan.ranks]
-    return loads[0] == loads[-1] and runs_to_its_end(plan)
+    return loads[0] == loads[-1] and plan.send_slots > 0 and runs_to_its_end(plan)
 
 
 # Plans with homes, split passes or `NORM`.
@@ -212,9 +213,9 @@ def is_sound_and_flushes(plan):
     where = {}
     for rank, actions in enumerate(plan.ranks):
         steps = 0
-        for place, (kind, s, m, version, wave) in enumerate(actions):
+        for place, (kind, s, m, version) in enumerate(actions):
             key = kind.value, s, m
-            if wave or key in where or s >= plan.num_stages or plan.rank_of[s] != rank:
+            if key in where or s >= plan.num_stages or plan.rank_of[s] != rank:
                 return False
             if version not in (-1, steps):
                 return False
@@ -271,7 +272,7 @@ def damaged(plan, data):
         j = min(i + 1, len(actions) - 1)
         actions[i], actions[j] = actions[j], actions[i]
     elif how == "edit":
-        field = data.draw(st.sampled_from(["kind", "stage", "micro_batch", "version", "wave"]))
+        field = data.draw(st.sampled_from(["kind", "stage", "micro_batch", "version"]))
         values = st.sampled_from(Kind) if field == "kind" else st.integers(0, 4)
         actions[i] = actions[i]._replace(**{field: data.draw(values)})
     else:

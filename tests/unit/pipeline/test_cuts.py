@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.errors import ConfigError
-from wavemare.pipeline.plan.chunked import loop, vee
+from wavemare.pipeline.plan.orders import loop, vee
 from wavemare.pipeline.plan.partition import balanced_cuts, explicit_cuts
 
 # Multiples of 1/8 are summed exactly, so that ties are ties for both sides.

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.clock import execute
+from wavemare.pipeline.plan.orders import inference, one_f_one_b, pipemare
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind, Plan
-from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 
 # Multiples of 1/8 are summed exactly.
 seconds = st.integers(0, 40).map(lambda number: number / 8)
@@ -33,25 +33,35 @@ def channels(plan):
     return found
 
 
-def relaxed(plan, duration, latency):
-    """Return the earliest ends that meet every constraint, found by raising all from 0."""
-    ends = [[0.0] * len(actions) for actions in plan.ranks]
+def bounds_of(plan, latency):
+    """Return for each action that waits for others these, and how much later it ends."""
     bounds = {}
     for (stage, _), (sends, receives) in channels(plan).items():
         for number, (send, receive) in enumerate(zip(sends, receives, strict=True)):
-            if plan.send_slots:
-                bounds.setdefault(receive, []).append((send, latency(stage)))
-                if number >= plan.send_slots:
-                    bounds.setdefault(send, []).append((receives[number - plan.send_slots], 0.0))
-            else:
-                met = [((rank, i - 1), latency(stage)) for rank, i in (send, receive)]
-                bounds[send] = bounds[receive] = met
+            bounds.setdefault(receive, []).append((send, latency(stage)))
+            if number >= plan.send_slots:
+                bounds.setdefault(send, []).append((receives[number - plan.send_slots], 0.0))
+    norms = {}
+    for rank, actions in enumerate(plan.ranks):
+        for i, action in enumerate(actions):
+            if action.kind is Kind.NORM:
+                norms.setdefault(action.micro_batch, []).append((rank, i))
+    for places in norms.values():  # the sum is there when the last rank has come to it
+        bounds |= {place: [((rank, i - 1), 0.0) for rank, i in places] for place in places}
+    return bounds
+
+
+def relaxed(plan, duration, latency):
+    """Return the earliest ends that meet every constraint, found by raising all from 0."""
+    ends = [[0.0] * len(actions) for actions in plan.ranks]
+    bounds = bounds_of(plan, latency)
     changed = True
     while changed:
         changed = False
         for rank, actions in enumerate(plan.ranks):
             for i, (kind, stage, *_) in enumerate(actions):
-                own = 0.0 if kind in SENDS or kind in RECEIVES else duration(kind, stage)
+                waits = kind in SENDS or kind in RECEIVES or kind is Kind.NORM
+                own = 0.0 if waits else duration(kind, stage)
                 end = own + (ends[rank][i - 1] if i else 0.0)
                 for (other, j), extra in bounds.get((rank, i), []):
                     end = max(end, extra + (ends[other][j] if j >= 0 else 0.0))

@@ -7,7 +7,7 @@ import pytest
 
 from wavemare.pipeline.clock.simulate import Costs, measured_costs, simulate
 from wavemare.pipeline.plan.automatic import automatic
-from wavemare.pipeline.plan.chunked import zb_h1, zbv
+from wavemare.pipeline.plan.orders import zb_h1, zbv
 
 
 @pytest.mark.parametrize("plan", [zbv(4, 8), automatic(2, 4), zbv(1, 2), zb_h1(3, 4)])

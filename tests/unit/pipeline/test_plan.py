@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
+from wavemare.pipeline.plan.orders import inference, one_f_one_b, pipemare
 from wavemare.pipeline.plan.plan import Action, Kind, Plan
-from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 
 actions = st.builds(
     Action,
@@ -14,11 +14,10 @@ actions = st.builds(
     stage=st.integers(0, 99),
     micro_batch=st.integers(0, 999),
     version=st.integers(-1, 99),
-    wave=st.integers(0, 1),
 )
 any_plans = st.builds(
     Plan,
-    schedule=st.text("abc1_-", min_size=1, max_size=9),
+    schedule=st.text("ab1_-= \t\n\u2028", max_size=9),
     num_stages=st.integers(0, 99),
     micro_batches=st.integers(0, 99),
     num_steps=st.integers(0, 99),
@@ -44,11 +43,15 @@ def test_the_text_form_is_read_back(plan):
     assert Plan.parse(str(plan)) == plan
 
 
+def test_a_name_has_no_white_space():
+    assert Plan(" my first\tgpipe", 1, 1, 1, ()).schedule == "my_first_gpipe"
+
+
 def test_the_text_form_of_a_small_plan():
     assert str(one_f_one_b(2, 1)) == (
-        "plan schedule=1f1b stages=2 micro_batches=1 steps=1 send_slots=0\n"
-        "0: 0L0@0 0F0@0 0SA0@0 0RG0@0 0B0@0 0R0@0 0S0@0\n"
-        "1: 1RA0@0 1L0@0 1F0@0 1B0@0 1SG0@0 1R0@0 1S0@0\n"
+        "plan schedule=1f1b stages=2 micro_batches=1 steps=1 send_slots=2\n"
+        "0: 0L0@0 0F0@0 0SA0@0 0RG0@0 0B0@0 0R0@0 0N0@0 0S0@0\n"
+        "1: 1RA0@0 1L0@0 1F0@0 1B0@0 1SG0@0 1R0@0 1N0@0 1S0@0\n"
     )
 
 

@@ -11,12 +11,10 @@ from torch.distributed.pipelining.schedules import _Action
 
 from wavemare.errors import ConfigError, PlanError
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.chunked import interleaved, zb_h1, zbv
 from wavemare.pipeline.plan.files import parse_csv, read_plan, to_csv
 from wavemare.pipeline.plan.lowering import lower
+from wavemare.pipeline.plan.orders import inference, interleaved, one_f_one_b, zb_h1, zbv
 from wavemare.pipeline.plan.plan import Plan
-from wavemare.pipeline.plan.schedules import inference, one_f_one_b
-from wavemare.pipeline.wave.schedule import tick_tock
 
 plans = st.one_of(
     st.builds(zbv, st.integers(1, 4), st.integers(1, 6)),
@@ -70,7 +68,8 @@ def test_what_is_no_schedule_of_torch_is_refused(text, message):
         ("0B0,0F0\n1F0,1B0\n", "'0B0@0': 0F0 does not come before it"),
         ("0F0,0B0\n1F0,1F0,1B0\n", "'1F0': it is done a second time"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n", "'1B1@0': 1F1 does not come before it"),
-        ("0F0,0I0\n1F0,1I0,1W0\n", "steps = 1: stage 0 does 0 optimizer steps"),
+        ("0F0,0I0\n1F0,1I0,1W0\n", "'0W0': it is missing"),
+        ("0F0,0F1\n1F0,1F1\n", "'0B0': it is missing"),
         ("0F0,0F1,0I0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n", "'0W1@0': .* weights are those of 0"),
         ("0F0,0B0,1F0\n1B0\n", "stage 1 is on rank"),
         ("0F0,2F0,2B0,0B0\n3F0,3B0,1F0,1B0\n", "ranks 0, 1 wait for each other in a circle"),
@@ -97,7 +96,7 @@ def test_the_file_gives_its_name(tmp_path):
 
 
 def test_what_torch_has_no_form_for_is_not_written():
-    for plan in (zbv(2, 3, 2), inference(2, 3), tick_tock(2, 2)):
+    for plan in (zbv(2, 3, 2), inference(2, 3)):
         with pytest.raises(PlanError, match=r"steps = .: a file of torch holds one optimizer step"):
             to_csv(plan)
 
@@ -112,6 +111,6 @@ def test_the_header_names_the_homes():
     text = str(zb_h1(2, 1))
     assert Plan.parse(text.replace("slots=2", "slots=2 homes=0,1")) == Plan.parse(text)
     passes = "plan schedule=x stages=2 micro_batches=1 steps=1 send_slots=0\n0: 0F0 1F0 1B0 0B0"
-    with pytest.raises(PlanError, match=r"homes = '': rank 0 has 2 stages\. Add homes=0,0 to the"):
+    with pytest.raises(PlanError, match=r"homes = '': .*\. Add homes=0,0 to the"):
         lower(Plan.parse(passes))
     assert check(lower(Plan.parse(passes.replace("=0\n", "=0 homes=0,0\n")))).messages == {}

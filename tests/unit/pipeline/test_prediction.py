@@ -110,7 +110,6 @@ def test_nothing_is_predicted_without_staleness_or_before_the_first_step():
     move(prediction, weight)
     with prediction.forward(0):
         assert weight.tolist() == [2.0, 2.0]
-    assert prediction.update_gap() == pytest.approx(0.5)
     with pytest.raises(PlanError):
         prediction.correct(1)
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from wavemare.errors import PlanError
+from wavemare.pipeline.plan.orders import pipemare
 from wavemare.pipeline.plan.plan import Kind
-from wavemare.pipeline.plan.schedules import pipemare
 from wavemare.pipeline.staleness.replay import Replay
 
 WIDTH = 6

@@ -12,14 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
+from wavemare.pipeline.plan.orders import inference, one_f_one_b, pipemare
 from wavemare.pipeline.plan.plan import COMPUTE, Kind
-from wavemare.pipeline.plan.schedules import (
-    SCHEDULES,
-    build_plan,
-    inference,
-    one_f_one_b,
-    pipemare,
-)
+from wavemare.pipeline.plan.schedules import SCHEDULES, build_plan
 
 stages = st.integers(1, 16)
 sizes = st.integers(1, 64)
@@ -70,12 +65,24 @@ def stock_actions(schedule):
 def test_1f1b_does_what_deepspeed_does_in_the_same_order(num_stages, micro_batches, num_steps):
     plan = one_f_one_b(num_stages, micro_batches, num_steps)
     for stage, actions in enumerate(plan.ranks):
-        schedule = stock.TrainSchedule(micro_batches, num_stages, stage)
-        assert [a.kind for a in actions] == stock_kinds(schedule) * num_steps
-        first = [(a.kind, a.micro_batch) for a in actions[: len(actions) // num_steps]]
+        expected = stock_actions(stock.TrainSchedule(micro_batches, num_stages, stage))
         end = micro_batches - 1
         once_a_step = {(Kind.REDUCE, 0): (Kind.REDUCE, end), (Kind.STEP, 0): (Kind.STEP, end)}
-        assert first == [once_a_step.get(a, a) for a in stock_actions(schedule)]
+        expected = [once_a_step.get(a, a) for a in expected]
+        first = [(a.kind, a.micro_batch) for a in actions[: len(actions) // num_steps]]
+        assert first[-3:] == [(Kind.REDUCE, end), (Kind.NORM, end), (Kind.STEP, end)]
+        first.remove((Kind.NORM, end))
+        # DeepSpeed puts some sends, which block, behind the receive that follows.
+        assert sorted(first) == sorted(expected)
+        for moved in ({Kind.SEND_ACTIVATION}, {Kind.RECV_GRAD}):
+            kept = [[a for a in row if a[0] not in moved] for row in (first, expected)]
+            assert kept[0] == kept[1]
+        assert passes(actions) == [
+            (kind, m + step * micro_batches)
+            for step in range(num_steps)
+            for kind, m in expected
+            if kind in COMPUTE
+        ]
 
 
 @many

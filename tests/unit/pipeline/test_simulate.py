@@ -13,8 +13,8 @@ from wavemare.pipeline.clock.simulate import (
     simulate,
     utilisation,
 )
+from wavemare.pipeline.plan.orders import inference, one_f_one_b, pipemare
 from wavemare.pipeline.plan.plan import Kind, Plan
-from wavemare.pipeline.plan.schedules import inference, one_f_one_b, pipemare
 
 # Multiples of 1/8 are summed exactly.
 seconds = st.integers(1, 40).map(lambda number: number / 8)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Costs, simulate
+from wavemare.pipeline.plan.orders import inference, one_f_one_b
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Kind
-from wavemare.pipeline.plan.schedules import one_f_one_b
 from wavemare.pipeline.wave.gain import decide, predict, step_time, sums_of
 from wavemare.pipeline.wave.schedule import accumulation, in_phase, tick_tock
 
@@ -144,7 +144,7 @@ def test_the_walk_is_that_of_a_slow_clock(size, micro_batches, make, data):
 def test_optimizer_steps_wait_for_all_sums():
     costs = Costs(1.0, 1.0, step_s=0.5, sum_gradient_s=(7.0, 0.0))
     timeline = simulate(tick_tock(2, 1, 2), costs)
-    assert timeline.makespan_s == 2 * (4 + 7 + 2 * 0.5)
+    assert timeline.makespan_s == 2 * (4 + 7 + 0.5)
 
 
 def test_sums_are_for_one_rank():
@@ -174,7 +174,7 @@ def test_step_times_are_means_over_steps():
     one, three = (tick_tock(5, 4, n, sums_output=up, sums_gradient=down) for n in (1, 3))
     assert step_time(three, costs) == pytest.approx(step_time(one, costs))
     with pytest.raises(PlanError, match="there is none"):
-        step_time(tick_tock(5, 4, 0), costs)
+        step_time(inference(5, 4), costs)
 
 
 def test_tick_tock_is_used_where_it_pays():

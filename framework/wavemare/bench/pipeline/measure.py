@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -35,6 +36,7 @@ Key = tuple[str, int]
 """A system's name and a number of micro-batches."""
 _CALIBRATION_MICRO_BATCHES = 4
 _CALIBRATION_ROUNDS = 3
+_IDLE_S = 1.0
 
 
 class Sample(NamedTuple):
@@ -42,10 +44,12 @@ class Sample(NamedTuple):
 
     Args:
         seconds: Per optimizer step.
+        cpu_s: Processor time of all threads per optimizer step.
         busy: By purpose; None if the actions of the system cannot be recorded.
     """
 
     seconds: float
+    cpu_s: float
     busy: Busy | None = None
 
 
@@ -75,6 +79,7 @@ def measure(request: PipelineRequest) -> dict[str, Any]:
         sample, last[key] = run_round(runners[key], steps, fill)
         if timed:
             samples[key].append(gather(sample))
+    idle_shares = gather(idle_share())
     if request.trace is not None:
         traces = {key: gather(events) for key, events in last.items()}
         if rank == 0:
@@ -84,7 +89,8 @@ def measure(request: PipelineRequest) -> dict[str, Any]:
         "stage_s": stage_s,
         "imbalance": max(stage_s) * len(stage_s) / sum(stage_s) - 1,
         "waits_s": request.waits._asdict() if request.synthetic else None,
-        "rows": build_rows(request, samples),
+        "idle_shares": idle_shares,
+        "rows": build_rows(request, samples, idle_shares),
         "skipped": request.skipped(),
     }
 
@@ -106,19 +112,30 @@ def run_round(runner: Runner, steps: int, fill: int) -> tuple[Sample, list[Event
     take = runner.take or list[Event]
     take()
     # No barrier here: in steady state the ranks are at different points of the same rate.
-    started = device_time()
+    started, cpu_started = device_time(), time.process_time()
     for _ in range(steps):
         runner.step()
-    seconds = (device_time() - started) / steps
+    seconds, cpu_s = (device_time() - started) / steps, (time.process_time() - cpu_started) / steps
     events = take()
     for _ in range(fill):  # no rank computes beside an idle one
         runner.step()
     runner.drain()
     take()
     if runner.take is None:
-        return Sample(seconds), []
+        return Sample(seconds, cpu_s), []
     busy = Busy(*(total / steps for total in busy_seconds(events)))
-    return Sample(seconds, busy), events
+    return Sample(seconds, cpu_s, busy), events
+
+
+def idle_share() -> float:
+    """Return the processor seconds per second of this rank while it sleeps; all ranks call it.
+
+    The threads of all systems' process groups wake up all the time, whichever system runs.
+    """
+    dist.barrier()
+    started, cpu_started = time.perf_counter(), time.process_time()
+    time.sleep(_IDLE_S)
+    return (time.process_time() - cpu_started) / (time.perf_counter() - started)
 
 
 def _stage_seconds(workload: Workload, request: PipelineRequest) -> list[float]:
@@ -132,8 +149,16 @@ def _stage_seconds(workload: Workload, request: PipelineRequest) -> list[float]:
     return [seconds / count for seconds in gather(own)]
 
 
-def build_rows(request: PipelineRequest, samples: Samples) -> list[dict[str, Any]]:
-    """Return the rows of the result, by number of micro-batches and then by system."""
+def build_rows(
+    request: PipelineRequest, samples: Samples, idle_shares: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Return the rows of the result, by number of micro-batches and then by system.
+
+    Args:
+        request: What was measured.
+        samples: Of all systems.
+        idle_shares: For each rank, see `idle_share`; the processor time is less by these.
+    """
     slowest = {
         key: [max(sample.seconds for sample in ranks) for ranks in rounds]
         for key, rounds in samples.items()
@@ -146,11 +171,20 @@ def build_rows(request: PipelineRequest, samples: Samples) -> list[dict[str, Any
             ideal = ideal_of(request.stages, count) if ideal_of else None
             timed = ratio_row(slowest[name, count], slowest.get((BASELINE, count)))
             own = timed["median_s"]
+            cpu_rounds_s = [
+                mean(
+                    sample.cpu_s - share * sample.seconds
+                    for sample, share in zip(ranks, idle_shares, strict=True)
+                )
+                for ranks in samples[name, count]
+            ]
             row = {
                 "system": name,
                 "stages": request.stages,
                 "micro_batches": count,
                 **timed,
+                "cpu_s": median(cpu_rounds_s),
+                "cpu_rounds_s": cpu_rounds_s,
                 "ideal": ideal,
                 "bound_fraction": None if bound is None else median(bound) / own,
                 "steps_per_round": request.steps(count),

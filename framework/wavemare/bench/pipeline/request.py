@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -82,12 +82,13 @@ class System:
     on_request: bool = False
 
 
-SYSTEMS: Mapping[str, System] = {
+_GUARDED: Mapping[str, System] = {
     BASELINE: System(ideal=_always_one),
     "deepspeed-dualpipev": System(parts_per_stage=2, least=lambda stages: 2 * stages),
     "torch-1f1b": System(ideal=_always_one, least=lambda stages: stages),
     "torch-interleaved": System(ideal=_by_plan("interleaved"), parts_per_stage=2, in_rounds=True),
     "torch-zbv": System(parts_per_stage=2),
+    "wavemare-1f1b": System(ideal=_always_one, on_request=True),
     "wavemare-interleaved": System(
         ideal=_by_plan("interleaved"), parts_per_stage=2, in_rounds=True
     ),
@@ -100,14 +101,27 @@ SYSTEMS: Mapping[str, System] = {
         least=lambda stages: 2,  # of one micro-batch there is no share
         on_request=True,
     ),
-    "wavemare-auto-v-unguarded": System(ideal=_by_plan("auto"), parts_per_stage=2, on_request=True),
     "wavemare-pipemare": System(ideal=_without_bubble, steady=True),
     "wavemare-pipemare-slack": System(ideal=_without_bubble, steady=True),
     "wavemare-pipemare-auto": System(ideal=_without_bubble, steady=True),
-    "wavemare-pipemare-unguarded": System(ideal=_without_bubble, steady=True, on_request=True),
     "wavemare-1f1b-soap": System(on_request=True),
     BOUND: System(ideal=_without_bubble, steady=True),
 }
+
+OURS = "wavemare-"
+"""How the names of wavemare's systems begin."""
+UNGUARDED = "-unguarded"
+"""How the name of one of them ends if it does not look for numbers that are not finite."""
+
+
+def _with_unguarded(systems: Mapping[str, System]) -> Iterator[tuple[str, System]]:
+    for name, system in systems.items():
+        yield name, system
+        if name.startswith(OURS):
+            yield name + UNGUARDED, replace(system, on_request=True)
+
+
+SYSTEMS: Mapping[str, System] = dict(_with_unguarded(_GUARDED))
 """By name, in the order of the rows."""
 
 DEFAULT_SYSTEMS = tuple(name for name, system in SYSTEMS.items() if not system.on_request)
@@ -127,6 +141,7 @@ class PipelineRequest(GptRequest):
         "M": Column("micro_batches", "g"),
         "system": Column("system"),
         "ms/step": Column("median_s", ".1f", 1000),
+        "cpu ms": Column("cpu_s", ".2f", 1000),
         "ratio": Column("ratio", ".2f"),
         "ideal": Column("ideal", ".2f"),
         "bound": Column("bound_fraction", ".3f"),

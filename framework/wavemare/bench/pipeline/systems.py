@@ -31,7 +31,14 @@ from torch.distributed.pipelining import (
 from transformers import set_seed
 
 import wavemare
-from wavemare.bench.pipeline.request import BASELINE, BOUND, PipelineRequest, Waits
+from wavemare.bench.pipeline.request import (
+    BASELINE,
+    BOUND,
+    SYSTEMS,
+    UNGUARDED,
+    PipelineRequest,
+    Waits,
+)
 from wavemare.bench.ranks import SEED, bench_device, build_gpt
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 from wavemare.models.chains import gpt2_chain
@@ -40,7 +47,7 @@ from wavemare.models.layers import PipelineLayer
 from wavemare.models.timing import layer_times
 from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.config import PipelineConfig
-from wavemare.pipeline.plan.chunked import loop, vee
+from wavemare.pipeline.plan.orders import loop, vee
 from wavemare.pipeline.plan.partition import balanced_cuts
 from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 from wavemare.pipeline.plan.run_plan import homes_of
@@ -442,7 +449,7 @@ def _build_wavemare(
     return EngineRunner(engine, workload.batches, record_engine(engine))
 
 
-BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
+_BUILDERS: Mapping[str, Callable[..., Runner]] = {
     BASELINE: _build_deepspeed,
     "deepspeed-dualpipev": partial(_build_deepspeed, kind=DualPipeVModule, chunks=2),
     "torch-1f1b": partial(_build_torch, schedule=Schedule1F1B, homes=range),
@@ -450,24 +457,27 @@ BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
         _build_torch, schedule=ScheduleInterleaved1F1B, homes=partial(loop, chunks=2)
     ),
     "torch-zbv": partial(_build_torch, schedule=ScheduleZBVZeroBubble, homes=vee),
+    "wavemare-1f1b": partial(_build_wavemare, schedule="1f1b"),
     "wavemare-interleaved": partial(_build_wavemare, schedule="interleaved"),
     "wavemare-zb-h1": partial(_build_wavemare, schedule="zb-h1"),
     "wavemare-zbv": partial(_build_wavemare, schedule="zbv"),
     "wavemare-auto-v": partial(_build_wavemare, schedule="auto"),
     "wavemare-auto-v-0.63x": partial(_build_wavemare, schedule="auto", memory_limit="0.63x"),
-    "wavemare-auto-v-unguarded": partial(
-        _build_wavemare, schedule="auto", guard={"nonfinite": "off"}
-    ),
     "wavemare-pipemare": partial(_build_wavemare, schedule="pipemare"),
     "wavemare-pipemare-slack": partial(_build_wavemare, schedule="pipemare", pipemare={"slack": 1}),
     "wavemare-pipemare-auto": partial(
         _build_wavemare, schedule="pipemare", pipemare={"optimizer_policy": "auto"}
     ),
-    "wavemare-pipemare-unguarded": partial(
-        _build_wavemare, schedule="pipemare", guard={"nonfinite": "off"}
-    ),
     "wavemare-1f1b-soap": partial(_build_wavemare, schedule="1f1b", soap=True),
     BOUND: BoundRunner,
+}
+BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
+    **_BUILDERS,
+    **{
+        name: partial(_BUILDERS[name.removesuffix(UNGUARDED)], guard={"nonfinite": "off"})
+        for name in SYSTEMS
+        if name.endswith(UNGUARDED)
+    },
 }
 """By the name of the system. All ranks build a system together."""
 

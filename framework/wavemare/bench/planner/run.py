@@ -39,7 +39,7 @@ from wavemare.parallel.planner.proposals import (
     whole_micro_steps,
 )
 from wavemare.pipeline.clock.simulate import Costs, simulate
-from wavemare.pipeline.plan.schedules import one_f_one_b
+from wavemare.pipeline.plan.orders import one_f_one_b
 
 Axes = tuple[int, int, int]
 """Stages, ranks that share each layer, and replicas."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from wavemare.errors import PlanError, check_number, did_you_mean
-from wavemare.pipeline.config import TRAINED
+from wavemare.pipeline.plan.schedules import TRAINED
 
 Kind = Literal["replica", "stage", "split", "pipeline"]
 

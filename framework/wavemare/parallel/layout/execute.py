@@ -167,7 +167,6 @@ def compile_layout(model: Any, config: Mapping[str, Any], *, world_size: int) ->
     given = _with_micro_batches(config, pipeline)
     sizes = check_batch_sizes(given, data_world_size=replicas, stages=stages)
     shares = _shares(config, sizes["train_micro_batch_size_per_gpu"], replicas)
-    waves = ours.pipeline.overlap_forward_backward if stages > 1 else ours.wavelet.mode == "auto"
     return Layout(
         stages=stages,
         tensor_parallel=splits,
@@ -175,7 +174,7 @@ def compile_layout(model: Any, config: Mapping[str, Any], *, world_size: int) ->
         cuts=cuts if stages > 1 else None,
         num_layers=len(chain.layers) if chain is not None else None,
         schedule=schedule or ours.pipeline.schedule,
-        wavelet=waves,
+        wavelet=stages == 1 and ours.wavelet.mode == "auto",
         zero_stage=int(zero_section(config).get("stage", 0)),
         recompute=_recomputes(model, config, stages),
         global_batch=sizes["train_batch_size"],

@@ -15,7 +15,7 @@ from typing import Any
 
 from wavemare.errors import PlanError, check_number, did_you_mean
 from wavemare.files import parse_json
-from wavemare.pipeline.config import TRAINED
+from wavemare.pipeline.plan.schedules import TRAINED
 
 VERSION = 1
 _GIB = 2**30
@@ -73,8 +73,8 @@ class Layout:
             stage.
         num_layers: Length of that chain; None where nothing is cut.
         schedule: ``1f1b`` or ``pipemare``.
-        wavelet: Whether waves hide tensor-parallel sums: ``wavelet.mode`` "auto" with one stage,
-            ``pipeline.overlap_forward_backward`` with several.
+        wavelet: Whether waves hide tensor-parallel sums, by ``wavelet.mode`` "auto"; with one
+            stage.
         zero_stage: ZeRO stage, 0 to 3; 0 or 1 with several stages.
         recompute: Whether activations are computed again in the backward pass.
         global_batch: Samples of one optimizer step.
@@ -175,7 +175,7 @@ class Layout:
         section = dict(config.get("wavemare", {}))
         section["pipeline"] = self._pipeline(section.get("pipeline", {}))
         section["tensor_parallel"] = {"size": self.tensor_parallel}
-        if self.wavelet and self.stages == 1:
+        if self.wavelet:
             section["wavelet"] = {**section.get("wavelet", {}), "mode": "auto"}
         balance = section.pop("balance", {})
         kept = dict(balance) if isinstance(balance, Mapping) else {}
@@ -206,8 +206,6 @@ class Layout:
         section.pop("partition", None)
         if self.cuts is not None:
             section["partition"] = list(self.cuts[:-1])
-        if self.wavelet and self.stages > 1:
-            section["overlap_forward_backward"] = True
         return section
 
     def __str__(self) -> str:
@@ -339,8 +337,8 @@ def _memory(plan: Layout) -> _Refusals:
     if (plan.stages > 1 or plan.schedule == "pipemare") and plan.zero_stage > 1:
         reason = "gradients or weights that ZeRO partitions cannot stay for a pipeline"
         yield "zero_stage", reason, "Give 0 or 1"
-    if plan.wavelet and plan.stages > 1 and plan.tensor_parallel == 1:
-        reason = "the stages have no tensor-parallel sums that waves could hide"
+    if plan.wavelet and plan.stages > 1:
+        reason = "stages interleave their micro-batches already"
         yield "wavelet", reason, "Give false"
     if plan.wavelet and plan.stages == 1 and not plan.balanced:
         reason = "waves scale the losses of micro-batches that are alike on all ranks"

@@ -9,7 +9,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from wavemare.bench.pipeline.request import BASELINE, BOUND, SYSTEMS, PipelineRequest
 from wavemare.pipeline.clock.simulate import Costs, simulate
-from wavemare.pipeline.plan.schedules import one_f_one_b
+from wavemare.pipeline.plan.orders import one_f_one_b
 
 
 @pytest.mark.parametrize("stages", [2, 3, 8])

@@ -7,14 +7,15 @@ from hypothesis import strategies as st
 
 from wavemare.errors import PlanError
 from wavemare.pipeline.draw import grid
+from wavemare.pipeline.plan.orders import one_f_one_b, pipemare
 from wavemare.pipeline.plan.plan import COMPUTE, Kind, Plan
-from wavemare.pipeline.plan.schedules import build_plan, one_f_one_b, pipemare
+from wavemare.pipeline.plan.schedules import build_plan
 
 SCHEDULES = st.sampled_from(["1f1b", "inference", "pipemare"])
 
 
 def plan_of(*ranks):
-    header = f"plan schedule=hand stages={len(ranks)} micro_batches=2 steps=1 send_slots=0\n"
+    header = f"plan schedule=hand stages={len(ranks)} micro_batches=2 steps=1 send_slots=1\n"
     return Plan.parse(header + "".join(f"{rank}: {text}\n" for rank, text in enumerate(ranks)))
 
 
@@ -60,13 +61,13 @@ def test_a_norm_from_the_other_end_holds_a_rank_up():
 
 
 def test_stages_are_named_where_a_rank_has_several():
-    text = grid(plan_of("0F0 1F0 1B0/1 0B0 0S0"))
-    assert text.splitlines()[1].split()[2:] == ["0F0", "1F0", "1B0/1", "0B0*"]
+    text = grid(plan_of("0F0 1F0 1B0 0B0 0S0"))
+    assert text.splitlines()[1].split()[2:] == ["0F0", "1F0", "1B0", "0B0*"]
 
 
 def test_a_stuck_plan_is_refused():
-    with pytest.raises(PlanError, match="rank 0: 0F0 0SA0 <-- waits for 1RA0"):
-        grid(plan_of("0F0 0SA0 0RG0 0B0", "1RG7 1RA0 1F0"))
+    with pytest.raises(PlanError, match="rank 0: 0F0 0SA0 0SA1 <-- waits for 1RA0"):
+        grid(plan_of("0F0 0SA0 0SA1 0RG0 0B0", "1RG7 1RA0 1F0"))
 
 
 def test_ranks_without_actions():

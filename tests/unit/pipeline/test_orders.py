@@ -11,11 +11,10 @@ from torch.distributed.pipelining import schedules as stock
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.clock import execute
 from wavemare.pipeline.plan.check import check
-from wavemare.pipeline.plan.chunked import interleaved, zb_h1, zbv
 from wavemare.pipeline.plan.files import parse_csv, to_csv
 from wavemare.pipeline.plan.lowering import lower
+from wavemare.pipeline.plan.orders import interleaved, one_f_one_b, zb_h1, zbv
 from wavemare.pipeline.plan.plan import COMPUTE, Kind, Plan
-from wavemare.pipeline.plan.schedules import one_f_one_b
 
 STOCK = {
     interleaved: stock.ScheduleInterleaved1F1B,

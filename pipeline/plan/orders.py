@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous schedules with a smaller bubble than 1F1B: several stages per rank, split backward.
+"""Schedules: which passes each rank does, in which order. `lower` adds everything else.
 
-A rank has several stages. With `loop` stage ``s`` of ``P`` ranks is on rank ``s % P``. With `vee`
-rank ``r`` has stages ``r`` and ``2 P - 1 - r``, so that the first and the last stage share rank 0.
-Each schedule is an order of passes, which `lower` completes.
+With 1F1B and PipeMare each rank has one stage. Before the backward pass of micro-batch ``m``, stage
+``s`` of ``P`` has forwarded all micro-batches up to ``m + P - 1 - s`` (`ahead`), unless the
+pipeline is emptied before. 1F1B empties it at each optimizer step. PipeMare idles only while it
+fills.
 
-The orders are those of PyTorch 2.13: ``ScheduleInterleaved1F1B`` (Megatron-LM's, arXiv 2104.04473),
-``ScheduleInterleavedZeroBubble`` with one stage per rank (ZB-H1, arXiv 2401.10241) and
-``ScheduleZBVZeroBubble`` (arXiv 2405.15362).
+Other schedules have several stages on a rank. With `loop` stage ``s`` of ``P`` ranks is on rank
+``s % P``. With `vee` rank ``r`` has stages ``r`` and ``2 P - 1 - r``, so that the first and the
+last stage share rank 0. Their orders are those of PyTorch 2.13: ``ScheduleInterleaved1F1B``
+(Megatron-LM's, arXiv 2104.04473), ``ScheduleInterleavedZeroBubble`` with one stage per rank (ZB-H1,
+arXiv 2401.10241) and ``ScheduleZBVZeroBubble`` (arXiv 2405.15362).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import zip_longest
 
 from wavemare.errors import PlanError, check_number
-from wavemare.pipeline.plan.lowering import StageSchedule, lower
-from wavemare.pipeline.plan.plan import COMPUTE, Action, Kind, Plan, check_numbers
+from wavemare.pipeline.plan.lowering import lower
+from wavemare.pipeline.plan.plan import Action, Kind, Plan, check_numbers
+
+SEND_SLOTS = 2
+"""Messages that PipeMare may have pending in one direction, without slack: double buffers."""
 
 _F, _B = Kind.FORWARD, Kind.BACKWARD
 _I, _W = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -61,6 +68,103 @@ def passes_to_plan(
     return lower(Plan(schedule, *sizes, repeated, homes=tuple(homes)))
 
 
+@cache
+def ahead(stage: int, num_stages: int, slack: int = 0) -> int:
+    """Return how many micro-batches a stage forwards ahead of its backward passes.
+
+    It is also the delay of the stage's gradients in micro-batches (d_i of PipeMare's delay model
+    for a pipeline that does one pass at a time).
+
+    Args:
+        stage: Counted from 0.
+        num_stages: Length of the pipeline.
+        slack: Extra micro-batches in flight for each later stage. With 0, no message
+            latency is hidden.
+    """
+    return (num_stages - 1 - stage) * (1 + slack)
+
+
+def _one_by_one(stage: int, lead: int, ends: Iterable[int]) -> Iterator[Action]:
+    """Yield a stage's forward and backward passes in turns, with a lead of forward passes.
+
+    Args:
+        stage: Counted from 0.
+        lead: See `ahead`.
+        ends: The numbers of micro-batches after which the pipeline is empty, increasing.
+    """
+    forwarded = first = 0
+    for end in ends:
+        for micro_batch in range(first, end):
+            limit = min(micro_batch + lead + 1, end)
+            for forward in range(forwarded, limit):
+                yield Action(_F, stage, forward)
+            forwarded = max(forwarded, limit)
+            yield Action(_B, stage, micro_batch)
+        first = end
+
+
+def one_f_one_b(num_ranks: int, micro_batches: int, num_steps: int = 1) -> Plan:
+    """Return 1F1B: the passes of DeepSpeed's and Megatron-LM's order, one stage per rank.
+
+    Raises:
+        PlanError: A number is out of range.
+    """
+    check_numbers(num_ranks, micro_batches, num_steps)
+    rows = (_one_by_one(r, ahead(r, num_ranks), [micro_batches]) for r in range(num_ranks))
+    return passes_to_plan("1f1b", range(num_ranks), rows, micro_batches, num_steps)
+
+
+def steps_to_drain(step: int, warmup_steps: int, drain_interval: int) -> int | None:
+    """Return after how many optimizer steps the pipeline is empty; None if nothing empties it.
+
+    Args:
+        step: The next optimizer step, counted from 0.
+        warmup_steps: Number of first steps after each of which the pipeline is emptied.
+        drain_interval: Steps between drains after the warm-up; 0 for none.
+    """
+    if step < warmup_steps:
+        return 1
+    return drain_interval - step % drain_interval if drain_interval else None
+
+
+def pipemare(
+    num_stages: int,
+    micro_batches: int,
+    num_steps: int,
+    *,
+    warmup_steps: int = 0,
+    drain_interval: int = 0,
+    slack: int = 0,
+    norms: bool = False,
+    correct: bool = False,
+) -> Plan:
+    """Return the continuous pipeline: filled once, never flushed, drained at the end.
+
+    Args:
+        num_stages: Length of the pipeline, one stage per rank.
+        micro_batches: Micro-batches per optimizer step.
+        num_steps: Optimizer steps.
+        warmup_steps: Number of first steps that are synchronous (PipeMare's T3).
+        drain_interval: Steps between drains; 0 for none.
+        slack: See `ahead`.
+        norms: See `lower`.
+        correct: See `lower`.
+
+    Raises:
+        PlanError: A number is out of range.
+    """
+    check_numbers(num_stages, micro_batches, num_steps)
+    check_number(PlanError, "slack", slack, whole=True)
+    drains = (s for s in range(num_steps) if steps_to_drain(s, warmup_steps, drain_interval) == 1)
+    ends = sorted({(step + 1) * micro_batches for step in (*drains, num_steps - 1)})
+    ranks = tuple(
+        tuple(_one_by_one(stage, ahead(stage, num_stages, slack), ends))
+        for stage in range(num_stages)
+    )
+    plan = Plan("pipemare", num_stages, micro_batches, num_steps, ranks, SEND_SLOTS + slack)
+    return lower(plan, flush=False, norms=norms, correct=correct)
+
+
 def forward_only(homes: Sequence[int], micro_batches: int) -> Plan:
     """Return forward passes alone, in the order in which they can start.
 
@@ -78,6 +182,16 @@ def forward_only(homes: Sequence[int], micro_batches: int) -> Plan:
         for rank in range(max(homes) + 1)
     )
     return lower(Plan("inference", len(homes), micro_batches, 0, ranks, homes=tuple(homes)))
+
+
+def inference(num_ranks: int, micro_batches: int, num_steps: int = 0) -> Plan:
+    """Return forward passes alone, of one stage per rank.
+
+    Raises:
+        PlanError: A number is out of range.
+    """
+    check_numbers(num_ranks, micro_batches, num_steps)
+    return forward_only(range(num_ranks), micro_batches)
 
 
 def interleaved(num_ranks: int, micro_batches: int, num_steps: int = 1, *, chunks: int = 2) -> Plan:
@@ -127,14 +241,14 @@ def zb_h1(num_ranks: int, micro_batches: int, num_steps: int = 1) -> Plan:
     check_numbers(num_ranks, micro_batches, num_steps)
 
     def passes(rank: int) -> Iterator[Action]:
-        step = StageSchedule(rank, num_ranks, micro_batches).step(micro_batches)
-        for kind, stage, m, *_ in step:
-            if kind is _B:
-                yield Action(_I, stage, m)
-                if m >= rank:
-                    yield Action(_W, stage, m - rank)
-            elif kind in COMPUTE:
-                yield Action(kind, stage, m)
+        for action in _one_by_one(rank, ahead(rank, num_ranks), [micro_batches]):
+            m = action.micro_batch
+            if action.kind is _F:
+                yield action
+                continue
+            yield Action(_I, rank, m)
+            if m >= rank:
+                yield Action(_W, rank, m - rank)
         rest = range(max(micro_batches - rank, 0), micro_batches)
         yield from (Action(_W, rank, m) for m in rest)
 

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all pipeline engines add to DeepSpeed's, and the one whose schedule stays DeepSpeed's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor
+
+from wavemare.engine.base import EngineMixin
+from wavemare.engine.observe.progress import PROGRESS
+from wavemare.engine.pipe.micro_batch import to_device
+from wavemare.errors import ConfigError, DataError
+
+
+class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
+    """What pipeline engines share: batches of transformers, and whole steps alone."""
+
+    def _next_batch(self) -> Any:
+        batch = super()._next_batch()
+        if isinstance(batch, Mapping):
+            if not hasattr(self.module, "split_batch"):
+                reason = "a batch is a mapping, and a PipelineModule takes (inputs, labels)"
+                remedy = "Give pairs of inputs and labels, or a transformers model"
+                raise DataError("data_iter", sorted(batch), reason, remedy)
+            batch = self.module.split_batch(batch)
+        # Here once: DeepSpeed's own copies let a GPU's host wait for the passes that are queued.
+        return to_device(batch, self.device, detach=True)
+
+    def _start_timers(self, timer_names: Sequence[str]) -> None:
+        # DeepSpeed's pipeline starts those of a backward pass, and so do its hooks of outputs.
+        if timer_names:
+            super()._start_timers([n for n in timer_names if not self.timers(n).started_])
+
+    def steps_per_print(self) -> int:
+        """Return after how many steps to print, never without a number: DeepSpeed divides by it."""
+        return super().steps_per_print() or 1 << 60
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """Refuse a single pass."""
+        reason, remedy = "its engine trains whole steps", "Call engine.train_batch(iterator)"
+        raise ConfigError("wavemare.pipeline.stages", self.num_stages, reason, remedy)
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """Train an optimizer step as ``deepspeed.PipelineEngine.train_batch``.
+
+        Returns:
+            The mean loss over micro-batches and data ranks, on every rank; scalar.
+
+        Raises:
+            StopIteration: The data had ended before the step; on all ranks.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() needs gradients: use eval_batch() to evaluate")
+        with self.training_step():
+            self.has_begun = True  # other stages wait for this one, whatever fails from here on
+            return super().train_batch(data_iter)
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as ``deepspeed.PipelineEngine.eval_batch``, micro-batches of any shape."""
+        self.reset_activation_shape()
+        try:
+            with PROGRESS.doing("evaluation"):
+                return super().eval_batch(*args, **kwargs)
+        finally:
+            self.reset_activation_shape()
+
+    def destroy(self) -> None:
+        """Release the engine's resources; all ranks should call it."""
+        # Graphs of the last step, whose hooks would keep the engine alive.
+        self.loss: Tensor | None = None
+        self.total_loss: Tensor | None = None
+        self.pipe_buffers: dict[str, Any] = {}
+        super().destroy()
+
+
+class DualPipeVEngine(StagedEngine, deepspeed.DualPipeVEngine):
+    """``deepspeed.DualPipeVEngine``, chosen by a ``DualPipeVModule``."""

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load weights without the optimizer's states, then step with learning rate 0.
+
+Arguments: result folder, checkpoint folder, cases. Leaves for each case and way of loading the
+largest difference from the weights that were wanted: before the load, after it and after the step.
+"""
+
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from common import build_gpt2, configuration, furthest, leave, token_batches
+
+import wavemare
+
+BF16 = {"bf16": {"enabled": True}}
+CASES = {
+    "0": (0, {}, {}),
+    "0-bf16": (0, BF16, {}),
+    "1-bf16": (1, BF16, {}),
+    "2-bf16": (2, BF16, {}),
+    "3-bf16": (3, BF16, {}),
+    "1f1b-bf16": (0, BF16, {"pipeline": {"stages": 2, "untie": True}}),
+    "1f1b-1-bf16": (1, BF16, {"pipeline": {"stages": 2, "untie": True}}),
+    "pipemare-bf16": (0, BF16, {"pipeline": {"stages": 2, "schedule": "pipemare"}}),
+    "local_steps-bf16": (1, BF16, {"local_steps": {"mode": "diloco", "replica": 1, "every": 2}}),
+}
+"""ZeRO stage, precision, and the section ``wavemare``."""
+
+
+def start(case, *, seed, universal=False):
+    """Return an engine whose weights depend on the seed."""
+    zero, precision, section = CASES[case]
+    model = build_gpt2()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    adam = {"lr": 0.0, "torch_adam": True, "weight_decay": 0.0}
+    config = configuration(
+        zero,
+        optimizer={"type": "AdamW", "params": adam},
+        checkpoint={"load_universal": universal},
+        wavemare=section,
+        **precision,
+    )
+    del config["scheduler"]  # it would set a learning rate
+    return wavemare.initialize(model=model, config=config)[0]
+
+
+def step(engine):
+    batches = token_batches(engine.data_rank)
+    engine.train_batch({"input_ids": batch, "labels": batch} for batch in batches)
+
+
+def weights(engine):
+    found = []
+    for parameter in engine.module.parameters():
+        gathered = engine.zero_optimization_stage() == 3
+        with deepspeed.zero.GatheredParameters([parameter], enabled=gathered):
+            found.append(parameter.detach().float().clone())
+    return found
+
+
+def tried(case, wanted, load, *, steps=1, **options):
+    """Return the differences of an engine that loads."""
+    engine = start(case, seed=2, **options)
+    for _ in range(steps - 1):
+        step(engine)
+    found = [furthest(weights(engine), wanted)]
+    load(engine)
+    found.append(furthest(weights(engine), wanted))
+    for _ in range(2):
+        step(engine)
+    found.append(furthest(weights(engine), wanted))
+    engine.destroy()
+    return found
+
+
+def ways(case, folder):
+    """Return the differences by each way of loading; another checkpoint is the latest."""
+    results = {}
+    other = start(case, seed=3)
+    engine = start(case, seed=1)
+    wanted = weights(engine)
+    held = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    if "local_steps" not in case:  # its checkpoints are refused without the optimizer
+        engine.save_checkpoint(str(folder), "wanted")
+        other.save_checkpoint(str(folder), "other")
+        for name, options in {
+            "states": {"load_optimizer_states": False},
+            "module": {"load_module_only": True},
+        }.items():
+            results[name] = tried(
+                case, wanted, lambda own, o=options: own.load_checkpoint(str(folder), "wanted", **o)
+            )
+    if not case.startswith("3"):  # whose ranks hold parts
+        results["dictionary"] = tried(
+            case, wanted, lambda own: own.load_module_state_dict({"module": held}), steps=3
+        )
+    engine.destroy()
+    other.destroy()
+    return results
+
+
+def universal(case, folder):
+    """Return the differences by a universal checkpoint, made where it is missing."""
+    if not (folder / "universal").exists():
+        engine = start(case, seed=1)
+        step(engine)  # before it there are no states to convert
+        engine.save_checkpoint(str(folder), "plain")
+        torch.save(weights(engine), folder / f"wanted_{torch.distributed.get_rank()}.pt")
+        engine.destroy()
+        return {}
+    (folder / "latest_universal").write_text("universal")
+    wanted = torch.load(folder / f"wanted_{torch.distributed.get_rank()}.pt")
+    load = {"load_optimizer_states": False}
+    return {
+        "universal": tried(
+            case, wanted, lambda own: own.load_checkpoint(str(folder), **load), universal=True
+        )
+    }
+
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    root, action, *cases = sys.argv[2:]
+    run = {"ways": ways, "universal": universal}[action]
+    leave({case: run(case, Path(root, case)) for case in cases})

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are loaded without the optimizer's states are those that training goes on from."""
+
+import subprocess
+import sys
+
+import pytest
+
+CASES = ("0-bf16", "3-bf16", "1f1b-bf16", "local_steps-bf16")
+NIGHTLY = ("0", "1-bf16", "2-bf16", "1f1b-1-bf16", "pipemare-bf16")
+UNIVERSAL = ("1-bf16", "1f1b-1-bf16")
+
+
+def check(found, ways):
+    assert found.keys() == ways
+    for way, (before, loaded, stepped) in found.items():
+        assert before > 0.01, way  # else nothing would have to be loaded
+        assert (loaded, stepped) == (0, 0), way
+
+
+def run_all(launch, folder, *cases):
+    finished = launch("weights_alone.py", folder, "ways", *cases).check()
+    for rank in range(2):
+        for case, found in finished.result(rank).items():
+            ways = {"states", "module"} if case != "local_steps-bf16" else set()
+            check(found, ways | ({"dictionary"} if case != "3-bf16" else set()))
+
+
+def test_a_step_of_learning_rate_0_leaves_the_loaded_weights(launch, tmp_path):
+    run_all(launch, tmp_path / "saved", *CASES)
+
+
+@pytest.mark.nightly
+def test_it_does_so_in_other_wrappers_and_schedules(launch, tmp_path):
+    run_all(launch, tmp_path / "saved", *NIGHTLY)
+
+
+@pytest.mark.nightly
+def test_it_does_so_after_a_universal_checkpoint(launch, tmp_path):
+    command = "weights_alone.py", tmp_path / "saved", "universal", *UNIVERSAL
+    launch(*command).check()
+    for case in UNIVERSAL:
+        folder = tmp_path / "saved" / case
+        words = ["--input_folder", folder / "plain", "--output_folder", folder / "universal"]
+        subprocess.run([sys.executable, "-m", "wavemare.universal", *words], check=True)
+    finished = launch(*command).check()
+    for rank in range(2):
+        for found in finished.result(rank).values():
+            check(found, {"universal"})
