@@ -412,11 +412,17 @@ class Watchdog:
         return statuses, unreachable
 
     def _is_lost(self, peer: PeerAddress) -> bool:
-        """Whether a rank that once answered has been silent for long."""
-        if peer not in self._reached or peer not in self._silent:
+        """Whether a rank has been silent for long, and does not compute for all that is known.
+
+        The address of a rank of another machine may be wrong, so that one must have answered once.
+        """
+        if peer not in self._silent:
             return False
-        if peer.machine == self._me.machine and process_state(peer.pid) in _RUNS:
-            return False  # it computes without giving way to its watchdog
+        if peer.machine == self._me.machine:
+            if process_state(peer.pid) in _RUNS:
+                return False  # it computes without giving way to its watchdog
+        elif peer not in self._reached:
+            return False
         return self._clock() - self._silent[peer][0] >= self.config.timeout_s / 2
 
     def _has_ended(self, peer: PeerAddress, gone: bool) -> bool:

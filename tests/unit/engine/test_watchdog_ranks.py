@@ -205,6 +205,17 @@ def test_a_rank_that_computes_is_waited_for_and_one_that_is_silent_for_long_is_n
     assert Path(f"/proc/{peer.process.pid}/stat").read_text().split()[2] == "T"
 
 
+@pytest.mark.long  # it waits for answers that do not come
+def test_a_rank_of_this_machine_that_stops_before_its_first_answer_is_lost(pair, clock):
+    watchdog, peer, left = pair(limit_s=10)
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED | os.WNOWAIT)
+    watchdog.start()
+    with waiting("a message"):
+        clock.spend_until(lambda: left.codes)
+    assert left.codes == [EXIT_CODE]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may create namespaces")
 def test_numbers_of_processes_count_in_one_container():
     names, own = FORK.SimpleQueue(), FORK.SimpleQueue()
