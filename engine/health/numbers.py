@@ -207,7 +207,7 @@ class NumericsGuard(Feature):
 
         Args:
             micro_batch: Within the optimizer step, counted from 1.
-            loss: Scalar; it is read only if the step is bad.
+            loss: Scalar, of the same shape and type in the whole step.
             labels: Those that the loss was computed with, to explain it.
         """
         self._losses.append((micro_batch, loss.detach(), labels))
@@ -268,10 +268,12 @@ class NumericsGuard(Feature):
 
     def _is_bad(self) -> bool:
         norm, device = self._engine.norm, self._engine.device
-        sound = [loss.isfinite().all().to(device) for _, loss, _ in self._losses]
-        losses = torch.stack(sound).all() if sound else torch.tensor(True, device=device)
-        if sound:
-            self._spoil_gradient(losses)
+        losses = torch.tensor(True, device=device)
+        if self._losses:
+            values = torch.stack([loss for _, loss, _ in self._losses])
+            losses = values.isfinite().all().to(device)
+            if norm.stages is None:  # else this rank's own word goes round with the norms
+                self._spoil_gradient(losses)
         bad = (~norm.is_finite()).to(device)
         if norm.is_agreed:
             return bool(bad)

@@ -100,6 +100,9 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
             and self.managed_gradient_accumulation()
             and not self.wall_clock_breakdown()
         )
+        if not self._watches_forwards():
+            self.module_forward_pre_hook.remove()
+            self.module_forward_post_hook.remove()
         self.recorder = Recorder()
         self.feed = Feed(self._read)
         self.feed.use(self.data_iterator)
@@ -114,6 +117,16 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         self.update: Any = PipeMare(self) if asynchronous else Flush(self)
         self.link = self._new_link()
         self._do = timed(self, {**self._handlers(), **self.update.handlers})
+
+    def _watches_forwards(self) -> bool:
+        """Whether DeepSpeed's hooks of the module do anything in a forward pass."""
+        return bool(
+            self.wall_clock_breakdown()
+            or self.flops_profiler_enabled()
+            or self.memory_breakdown()
+            or self.random_ltd_enabled()
+            or self.fp16_auto_cast()
+        )
 
     # --- where stages are, and what they do -------------------------------------------------------
 

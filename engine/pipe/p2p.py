@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the ranks of a pipeline, received ahead and sent without waiting.
 
-A message is one flat buffer: a header of numbers followed by tensors. The header carries all other
-information between stages (the loss, gradient norms, the end of the data), so that no rank waits
-for anything but activations and gradients.
+See `wavemare.engine.pipe.message` for what a message holds.
 """
 
 from __future__ import annotations
@@ -11,13 +9,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -25,155 +20,20 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, distributed
 
+from wavemare.engine.pipe.message import DESCRIPTION, MessageLayout
 from wavemare.engine.pipe.micro_batch import Tensors, as_leaves, as_tuple
 from wavemare.engine.seams import destroy_groups, fail_group
 from wavemare.errors import CommError, ModelError
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind
 
-_ALIGNMENT = 64  # bytes; a view of another type must begin at a multiple of its size
-_NUMBER = 8  # bytes of a float64
 _EXIT_S = 60.0  # for pending sends when the process ends
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+_NUMBER_ALONE = MessageLayout(1)
 Receive = tuple[Kind, int, int]
 """An action's kind, stage and micro-batch."""
-
-
-@dataclass(frozen=True)
-class MessageLayout:
-    """The content of a message.
-
-    Args:
-        numbers: Length of the header, in float64.
-        shapes: Shape of each tensor.
-        dtypes: Type of each tensor.
-        single: Whether the sender had one bare tensor rather than a tuple.
-    """
-
-    numbers: int
-    shapes: tuple[tuple[int, ...], ...] = ()
-    dtypes: tuple[torch.dtype, ...] = ()
-    single: bool = False
-
-    @classmethod
-    def of(cls, numbers: int, tensors: Tensor | Sequence[Tensor]) -> MessageLayout:
-        """Describe a header and tensors."""
-        listed = as_tuple(tensors)
-        shapes, dtypes = tuple(t.shape for t in listed), tuple(t.dtype for t in listed)
-        return _layout(numbers, shapes, dtypes, isinstance(tensors, Tensor))
-
-    @cached_property
-    def offsets(self) -> list[int]:
-        """Where each tensor begins, then the message's length; in bytes."""
-        offsets, end = [], self.numbers * _NUMBER
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-            end = offsets[-1] + math.prod(shape) * dtype.itemsize
-        return [*offsets, end]
-
-    @property
-    def size(self) -> int:
-        """Length of the message in bytes."""
-        return self.offsets[-1]
-
-    def pack(
-        self, header: Sequence[float | Tensor], tensors: Sequence[Tensor], device: torch.device
-    ) -> Tensor:
-        """Return a message, (bytes,) uint8 on ``device``; missing tensors leave their space.
-
-        A tensor alone is not copied. The host does not wait for numbers that are scalars on the
-        device.
-        """
-        if len(self.shapes) == 1 and not self.numbers and tensors[0].device == device:
-            return tensors[0].detach().contiguous().view(-1).view(torch.uint8)
-        message = torch.empty(self.size, dtype=torch.uint8, device=device)
-        known = [0.0 if isinstance(number, Tensor) else number for number in header]
-        numbers = message[: len(known) * _NUMBER].view(torch.float64)
-        numbers.copy_(torch.tensor(known, dtype=torch.float64), non_blocking=True)
-        for place, number in enumerate(header):
-            if isinstance(number, Tensor):
-                numbers[place] = number
-        for space, tensor in zip(self.tensors(message), tensors, strict=False):
-            space.copy_(tensor)
-        return message
-
-    def header(self, message: Tensor) -> list[float]:
-        """Return the numbers of a message."""
-        if not self.numbers:
-            return []
-        return message[: self.numbers * _NUMBER].view(torch.float64).tolist()
-
-    def tensors(self, message: Tensor) -> list[Tensor]:
-        """Return the tensors of a message, as views of it."""
-        if len(self.shapes) == 1 and not self.numbers:
-            return [message.view(self.dtypes[0]).view(self.shapes[0])]
-        views = []
-        for start, shape, dtype in zip(self.offsets, self.shapes, self.dtypes, strict=False):
-            length = math.prod(shape) * dtype.itemsize
-            views.append(message[start : start + length].view(dtype).view(shape))
-        return views
-
-    def with_header(self, numbers: int) -> MessageLayout:
-        """Return the layout of the same tensors behind a header of another length."""
-        return _layout(numbers, self.shapes, self.dtypes, self.single)
-
-    def describe(self) -> list[float]:
-        """Return the layout as numbers, for a message of its own; see `DESCRIPTION`.
-
-        Raises:
-            ModelError: There are more tensors or dimensions than such a message holds.
-        """
-        numbers: list[float] = [len(self.shapes), float(self.single)]
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            if dtype not in _DTYPES:
-                reason = "stages cannot send each other this type"
-                raise ModelError("activations", dtype, reason, "Cast it")
-            numbers += [_DTYPES.index(dtype), len(shape), *shape]
-        if len(numbers) > DESCRIPTION.numbers:
-            reason = f"their shapes take {len(numbers)} numbers to describe"
-            remedy = f"Send fewer tensors; there is room for {DESCRIPTION.numbers} numbers"
-            raise ModelError("activations", self.shapes, reason, remedy)
-        return numbers
-
-    @classmethod
-    def described(cls, description: Sequence[float]) -> MessageLayout:
-        """Return the layout that `describe` turned into numbers."""
-        values = iter(int(number) for number in description)
-        count, single = next(values), bool(next(values))
-        shapes, dtypes = [], []
-        for _ in range(count):
-            dtypes.append(_DTYPES[next(values)])
-            shapes.append(tuple(next(values) for _ in range(next(values))))
-        return _layout(0, tuple(shapes), tuple(dtypes), single)
-
-
-@lru_cache(maxsize=256)
-def _layout(
-    numbers: int, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], single: bool
-) -> MessageLayout:
-    return MessageLayout(numbers, tuple(map(tuple, shapes)), dtypes, single)
-
-
-DESCRIPTION = MessageLayout(256)
-"""MessageLayout of the message that describes another message's layout."""
-_NUMBER_ALONE = MessageLayout(1)
-
 
 _pending: list[deque[tuple[Tensor, Any, bool]]] = []
 """The pending sends of every queue of this process. gloo drops a message whose sender no longer
 holds it, and the receiver would wait for it forever."""
-
-
 _links = itertools.count()
 """All ranks make their links together, and so count alike."""
 
@@ -321,7 +181,7 @@ class RecvQueue:
 
     def post(self, receive: Receive | None, layout: MessageLayout) -> None:
         """Post a receive; None stands for one that no plan has."""
-        message = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
+        message = layout.empty(self._device)
         work = distributed.irecv(message, self._rank, group=self.group)
         self._posted.append((receive, layout, message, work))
 
@@ -500,9 +360,8 @@ class PeerLink:
         elif known != layout:
             raise ModelError(
                 "activations",
-                _described(layout),
-                f"the micro-batches before had {_described(known)}, and the next stage expects "
-                "them again",
+                str(layout),
+                f"the micro-batches before had {known}, and the next stage expects them again",
                 'Set "dynamic_shape": true in wavemare.pipeline, or in the PipelineModule',
             )
         if tensors:
@@ -616,9 +475,3 @@ class PeerLink:
         if layout.shapes:  # else the data ended
             self._received[receive[1]] = layout
         queue.post(receive, layout.with_header(self._header_of(receive[2])))
-
-
-def _described(layout: MessageLayout) -> str:
-    """Return shapes and types in words."""
-    pairs = zip(layout.shapes, layout.dtypes, strict=True)
-    return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in pairs)

@@ -6,8 +6,8 @@ fills idle time (zero bubble, Qi et al., ICLR 2024). The models do not change. D
 step the ``forward`` of linear layers is exchanged for one that differentiates only the input and
 the bias, and queues the input and the gradient of the output. W multiplies the two.
 
-W runs through autograd, so a weight's hooks run once per micro-batch. The matrix products are those
-of the whole backward pass, so all gradients equal its gradients bit for bit.
+In W a weight's hooks run once per micro-batch, as in a whole backward pass. The matrix products are
+those of the whole pass, too, so all gradients equal its gradients bit for bit.
 
 What is not known is left whole: its weight gradients are computed in I. See `SplitBackward`.
 
@@ -57,8 +57,8 @@ class SplitBackward:
 
     Args:
         module: The layers of the chunk.
-        direct: Whether W may add to ``weight.grad`` without autograd, where a weight has no hooks:
-            nobody else notices when its gradient is accumulated.
+        direct: Whether W adds to ``weight.grad`` and calls the weight's own hooks without autograd:
+            nobody has hooked the node at which autograd accumulates.
 
     Raises:
         ModelError: ``torch.compile`` has been applied to the module or to a part of it.
@@ -91,7 +91,6 @@ class SplitBackward:
             if layer.module.weight.requires_grad and layer.method not in vars(layer.module)
         ]
         for layer in self._split:
-            layer.is_direct = self._direct and not _has_hooks(layer.module.weight)
             setattr(layer.module, layer.method, layer)
         try:
             yield
@@ -130,16 +129,14 @@ class SplitBackward:
         if queue is None:
             reason = "there is no queue of weight gradients for it"
             raise PlanError("micro_batch", micro_batch, reason, "Put one W after each I")
-        hooked = []
-        for layer, products in queue.items():
-            if layer.is_direct:
+        if self._direct:
+            for layer, products in queue.items():
                 layer.add_to_grad(products)
-            else:
-                hooked.append((layer, products))
+            return
         # Autograd begins with the node made last: the last layer is to be the first, as in I.
         passes = [
             _WeightGradient.apply(layer.module.weight, layer, products)
-            for layer, products in reversed(hooked)
+            for layer, products in reversed(queue.items())
         ]
         if passes:
             torch.autograd.backward(passes)
@@ -181,7 +178,6 @@ class _Layer:
         self.name = name
         self.module: Any = module
         self.method = method
-        self.is_direct = False
         self.whole: Callable[..., Tensor] = getattr(module, method)
         self.put = splitter.put
         self.transposed = getattr(module, "transposed", not isinstance(module, nn.Linear))
@@ -198,14 +194,20 @@ class _Layer:
 
     def add_to_grad(self, products: list[_Product]) -> None:
         """Add the sum of the products to the weight's gradient, as autograd does."""
+        weight = self.module.weight
+        before, after = weight._backward_hooks, weight._post_accumulate_grad_hooks
         with torch.no_grad():
             grad = self.weight_grad(products)
             products.clear()  # frees them before the next layer's turn
-            weight = self.module.weight
-            if weight.grad is None:
-                weight.grad = grad
-            else:
+            for hook in list(before.values()) if before else ():
+                changed = hook(grad)
+                grad = grad if changed is None else changed
+            if weight.grad is not None:
                 weight.grad += grad
+            else:
+                weight.grad = grad.clone() if before else grad  # a hook may have kept it
+            for hook in list(after.values()) if after else ():
+                hook(weight)
 
     def weight_grad(self, products: list[_Product]) -> Tensor:
         """Return the sum of the products, in their order."""
@@ -273,11 +275,6 @@ def _check_eager(parts: list[tuple[str, nn.Module]]) -> None:
                 "it is compiled, and a compiled layer cannot defer its weight gradient",
                 "Leave out torch.compile, or choose a schedule with whole backward passes",
             )
-
-
-def _has_hooks(weight: Any) -> bool:
-    """Return whether somebody notices when the weight's gradient is computed or accumulated."""
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def _layers(module: nn.Module, splitter: SplitBackward) -> Iterator[_Layer]:

@@ -10,7 +10,8 @@ from common import leave
 from torch import distributed
 
 from wavemare.engine import init_distributed
-from wavemare.engine.pipe.p2p import MessageLayout, RecvQueue, SendQueue
+from wavemare.engine.pipe.message import MessageLayout
+from wavemare.engine.pipe.p2p import RecvQueue, SendQueue
 from wavemare.pipeline.plan.plan import Kind
 
 BYTES = 2**26  # more than sockets hold

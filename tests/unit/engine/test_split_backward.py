@@ -122,6 +122,41 @@ def test_three_micro_batches_get_the_bits_and_hooks_of_whole_passes(name, dtype,
     check(name, dropout, dtype)
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_hooks_of_a_weight_see_and_change_the_gradients_of_whole_passes(direct):
+    def hooked(model):
+        seen, kept = [], []
+        for name, weight in model.named_parameters():
+            weight.register_hook(lambda grad, name=name: seen.append((name, grad.clone())))
+            weight.register_hook(lambda grad: grad * 0.5)
+            weight.register_hook(lambda grad: kept.append((grad, grad.clone())))
+            weight.register_post_accumulate_grad_hook(
+                lambda weight, name=name: seen.append((name, weight.grad.clone()))
+            )
+            removing = []
+            removing.append(weight.register_hook(lambda grad, r=removing: r[0].remove()))
+        return seen, kept
+
+    split, whole = (
+        build("gpt2", tie_word_embeddings=False),
+        build("gpt2", tie_word_embeddings=False),
+    )
+    (expected, _), (seen, kept) = hooked(whole), hooked(split)
+    run(whole, WHOLE)
+    splitter = SplitBackward(split, direct=direct)
+    with splitter.step():
+        run(split, SPLIT, splitter)
+    assert_same_bits(split, whole)
+    for name in grads(whole):  # hooks of unlike weights come in another order
+        pairs = zip(of(seen, name), of(expected, name), strict=True)
+        assert all(torch.equal(found, wanted) for found, wanted in pairs), name
+    assert all(torch.equal(*pair) for pair in kept)  # W changes none that a hook has kept
+
+
+def of(pairs, wanted):
+    return [value for name, value in pairs if name == wanted]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - {"albert"}))
 def test_checkpointed_layers_split_too(name, reentrant):
