@@ -8,7 +8,7 @@ asynchronous ones is the update, which the engine has: `Flush` or `PipeMare`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -32,14 +32,12 @@ from wavemare.engine.pipe.pipemare import PipeMare
 from wavemare.engine.pipe.plans import agreed_plan, peer_of
 from wavemare.engine.pipe.staged import StagedEngine
 from wavemare.engine.pipe.timers import timed
+from wavemare.engine.pipe.update import Handlers, Update
 from wavemare.engine.seams import fail_group
 from wavemare.errors import CommError, DataError, NumericsError, WavemareError
 from wavemare.pipeline.plan.files import GivenPlan
 from wavemare.pipeline.plan.orders import forward_only
 from wavemare.pipeline.plan.plan import Action, Kind, Plan, RankPlan
-
-Handlers = Mapping[Kind, Callable[[Action], None]]
-"""What does each kind of action."""
 
 _NORMS_OF_DEEPSPEED = "1f1b", "pipemare"
 """Schedules whose gradients are clipped by DeepSpeed's norm, to its bits."""
@@ -114,7 +112,7 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
             self._search = PlanSearch(self)
         self._prepare_plan()
         self.passes = StagePasses(self, split=not asynchronous and self.plan.is_split)
-        self.update: Any = PipeMare(self) if asynchronous else Flush(self)
+        self.update: Update = PipeMare(self) if asynchronous else Flush(self)
         self.link = self._new_link()
         self._do = timed(self, {**self._handlers(), **self.update.handlers})
 
@@ -300,7 +298,7 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
 
     # --- the actions ------------------------------------------------------------------------------
 
-    def _handlers(self) -> dict[Kind, Callable[[Action], None]]:
+    def _handlers(self) -> Handlers:
         return {
             Kind.LOAD: self._load,
             Kind.RECV_ACTIVATION: self._receive_activation,
@@ -394,12 +392,12 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
             self._backward_input(action)
             self._backward_weight(action)
         else:
-            self._run_backward(action, self.passes.backward)
+            self._run_backward(action, is_split=False)
 
     def _backward_input(self, action: Action) -> None:
-        self._run_backward(action, self.passes.input_gradient)
+        self._run_backward(action, is_split=True)
 
-    def _run_backward(self, action: Action, run: Callable[..., None]) -> None:
+    def _run_backward(self, action: Action, *, is_split: bool) -> None:
         stage, is_last = action.stage, action.stage == self.last_stage
         micro_batch = self._micro_batches[action.place]
         if self._hands_over(stage):
@@ -408,7 +406,10 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         if not micro_batch.ended:
             if self._is_chunked:
                 self.module.activate(stage)
-            run(micro_batch, action.place, is_last=is_last)
+            if is_split:
+                self.passes.input_gradient(micro_batch, action.place, is_last=is_last)
+            else:
+                self.passes.backward(micro_batch, is_last=is_last)
         self.update.note_backward(action, micro_batch, is_last=is_last)
         micro_batch.free_graph()
         if stage == 0:

@@ -14,11 +14,12 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from wavemare.engine.pipe.micro_batch import MicroBatch
+from wavemare.engine.pipe.update import Update
 from wavemare.errors import DataError
 from wavemare.pipeline.plan.plan import Action, Kind, RankPlan
 
 if TYPE_CHECKING:
-    from wavemare.engine.pipe.engine import Handlers, PipelineEngine
+    from wavemare.engine.pipe.engine import PipelineEngine
 
 
 def short_data(read: int) -> DataError:
@@ -28,28 +29,18 @@ def short_data(read: int) -> DataError:
     return DataError("data_iter", read, reason, remedy)
 
 
-class Flush:
+class Flush(Update):
     """Reduces, clips and steps at the end of each step, and adds up its losses.
 
     Args:
         engine: Its DeepSpeed part is built; its messages are not yet.
     """
 
-    activation_numbers = 1
-    """Length of the header of a step's first activation: whether the data has ended."""
-    in_each_activation = trains_short_steps = clips_alone = False
-    grad_numbers = 0
-    lead = 0
-    """How many optimizer steps more than rank 0 another rank may have done."""
-
     def __init__(self, engine: PipelineEngine) -> None:
-        self._engine = engine
-        self.handlers: Handlers = {}
+        super().__init__(engine)
         self._plan: RankPlan | None = None
         self._losses: Tensor | None = None
         self._sums: list[Tensor] = []  # of the loss, and of the additional ones
-
-    # --- a step -----------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Run a step of the plan.
@@ -79,9 +70,6 @@ class Flush:
                 return None
             raise short_data(action.micro_batch) from None
 
-    def forward_context(self, action: Action) -> Any:
-        """Return the context of a forward pass; None for none."""
-
     def note_forward(self, action: Action, micro_batch: MicroBatch, *, is_last: bool) -> None:
         """See the result of a forward pass."""
         if not is_last:
@@ -93,9 +81,6 @@ class Flush:
         self._sums = [total + loss for total, loss in zip(known, losses, strict=True)]
         if engine.guard is not None:
             engine.guard.note_loss(action.micro_batch + 1, micro_batch.loss, micro_batch.labels)
-
-    def note_backward(self, action: Action, micro_batch: MicroBatch, *, is_last: bool) -> None:
-        """See the result of a backward pass."""
 
     def activation_header(self, action: Action, micro_batch: MicroBatch) -> list[Any]:
         """Return the numbers that go with an activation."""
@@ -159,25 +144,3 @@ class Flush:
                 mean /= engine.dp_world_size
             self._losses = torch.cat([loss, mean]).float()
         return self._losses
-
-    # --- between steps ----------------------------------------------------------------------------
-
-    def drain(self) -> None:
-        """Do nothing: the pipeline is empty between two steps."""
-
-    def reset(self) -> None:
-        """Do nothing: nothing outlives a step."""
-
-    def sizes_changed(self) -> None:
-        """Do nothing: each step asks for its plan."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return what was measured of the last step, by name."""
-        return {}
-
-    def state(self) -> dict[str, Any]:
-        """Return what the next step needs beside weights and optimizer."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load a `state`."""

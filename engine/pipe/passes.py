@@ -98,12 +98,11 @@ class StagePasses:
             reason, remedy = "training takes the gradient of one tensor", "Return it alone"
             raise ModelError("loss_fn", type(micro_batch.loss).__name__, reason, remedy)
 
-    def backward(self, micro_batch: MicroBatch, place: tuple[int, int], *, is_last: bool) -> None:
+    def backward(self, micro_batch: MicroBatch, *, is_last: bool) -> None:
         """Do a whole backward pass; the micro-batch's inputs get their gradients.
 
         Args:
             micro_batch: Its forward pass is done.
-            place: Stage and number of the micro-batch.
             is_last: Whether the stage is the last one.
         """
         if is_last:
@@ -114,10 +113,16 @@ class StagePasses:
     def input_gradient(
         self, micro_batch: MicroBatch, place: tuple[int, int], *, is_last: bool
     ) -> None:
-        """Do the part of a backward pass that gives the gradients of the inputs; as `backward`."""
+        """Do the part of a backward pass that gives the gradients of the inputs; as `backward`.
+
+        Args:
+            micro_batch: Its forward pass is done.
+            place: Stage and number of the micro-batch.
+            is_last: Whether the stage is the last one.
+        """
         assert self.splitter is not None
         with self.splitter.input_pass(place):
-            self.backward(micro_batch, place, is_last=is_last)
+            self.backward(micro_batch, is_last=is_last)
 
     def weight_gradient(self, place: tuple[int, int]) -> None:
         """Do the other part, which gives the gradients of the weights."""

@@ -21,6 +21,7 @@ from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.recorder import Telemetry
 from wavemare.engine.pipe.micro_batch import DataEndedError, MicroBatch
 from wavemare.engine.pipe.stage_optimizer import StageNorms, StageOptimizer
+from wavemare.engine.pipe.update import Handlers, Update
 from wavemare.engine.seams import keeping_versions
 from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.plan.orders import SEND_SLOTS, ahead, steps_to_drain
@@ -29,12 +30,12 @@ from wavemare.pipeline.staleness.correction import make_correction
 from wavemare.pipeline.staleness.staleness import max_staleness
 
 if TYPE_CHECKING:
-    from wavemare.engine.pipe.engine import Handlers, PipelineEngine
+    from wavemare.engine.pipe.engine import PipelineEngine
 
 logger = logging.getLogger("wavemare")
 
 
-class PipeMare:
+class PipeMare(Update):
     """Steps each stage alone, with corrected weights, rates and norms.
 
     Args:
@@ -45,13 +46,12 @@ class PipeMare:
         ConfigError: The optimizer, or the grid of ranks, needs more than one stage.
     """
 
-    activation_numbers = 2
-    """Length of an activation's header: whether the data has ended, and the squared norm."""
+    activation_numbers = 2  # whether the data has ended, and the squared norm
     in_each_activation = True
     trains_short_steps = clips_alone = True
 
     def __init__(self, engine: PipelineEngine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._config = engine.settings.pipeline.pipemare
         _check_model(engine)
         self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
@@ -231,10 +231,6 @@ class PipeMare:
             if engine.guard is not None:
                 number = action.micro_batch - self._first + 1
                 engine.guard.note_loss(number, loss, micro_batch.labels)
-
-    def grads_expected(self, action: Action, outputs: list[Tensor]) -> list[Tensor]:
-        """Return tensors of the shapes and types that the message of gradients will have."""
-        return outputs
 
     def grads_received(
         self, action: Action, header: list[float], grads: list[Tensor]

@@ -22,7 +22,8 @@ from torch import Tensor
 from wavemare.bench.cluster.limits import ask
 from wavemare.bench.ranks import SEED, bench_device, build_gpt, interleaved, ratio_row
 from wavemare.bench.wave.request import BASELINE, DOMINO, IN_PHASE, SYSTEMS, TICK_TOCK, WaveRequest
-from wavemare.engine.pipe.split_backward import SavedBytes, SplitBackward
+from wavemare.bench.wave.saved_bytes import SavedBytes
+from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.engine.waves.passes import Pass, PassRunner
 from wavemare.errors import CommError
 from wavemare.observe import Screen

@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from wavemare.engine.pipe.split_backward import SavedBytes
+from wavemare.bench.wave.saved_bytes import SavedBytes
 
 WIDTH, ROWS = 8, 4
 BLOCK = ROWS * WIDTH * 4
