@@ -10,6 +10,8 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import ROUTE_TRAIN
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 from torch.optim import Optimizer
@@ -198,7 +200,23 @@ class EngineMixin(CheckpointMixin):
             loss = self.optimizer.scale_if_loss(loss)
         elif self.torch_autocast_z0_gradscaler:
             loss = self.torch_autocast_z0_gradscaler.scale(loss)
+        else:
+            loss = self.scale_half(loss)
         self.accumulate(loss.backward)
+
+    @property
+    def half_scale(self) -> float:
+        """The loss scale of fp16 without ZeRO, 1 for all others.
+
+        DeepSpeed 0.19.8 divides the gradients by it, and multiplies no loss.
+        """
+        is_half = isinstance(self.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))
+        return float(self.optimizer.loss_scale) if is_half else 1.0
+
+    def scale_half(self, loss: Tensor) -> Tensor:
+        """Return the loss, () of any type, times `half_scale`: (), fp32 if that is not 1."""
+        scale = self.half_scale
+        return loss if scale == 1.0 else loss.float() * scale
 
     def accumulate(self, backward: Callable[[], None]) -> None:
         """Run a backward pass, which adds to the gradients of the step."""

@@ -16,7 +16,7 @@ from deepspeed.runtime import config as stock
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.utils import groups
 
-from wavemare.engine.config.refusals import check_shares, refuse_plan
+from wavemare.engine.config.refusals import check_shares, refuse_split
 from wavemare.engine.config.resolve import (
     SECTION,
     WavemareConfig,
@@ -208,9 +208,8 @@ def _with_sizes(
         clips = clipping_limit(config) > 0
         run = agreed_plan(ours.pipeline, length, micro_batches, clips=clips, plan=plan)
         _check_homes(model, run)
-        if plan is not None:
-            chunked = len(run.homes) > length
-            refuse_plan(config, ours, split=run.whole.is_split, chunked=chunked)
+        if not run.is_asynchronous and run.whole.is_split:
+            refuse_split(config, "plan" if plan is not None else "wavemare.pipeline.schedule")
     asynchronous = ours.pipeline.is_asynchronous
     if replicas > 1:  # of which DeepSpeed's grid knows one
         own = {BATCH_KEYS[0]: sizes[BATCH_KEYS[0]] // replicas}

@@ -63,12 +63,6 @@ _BESIDE_EXPERTS: _Beside = {
     "wavemare.balance.mean": (("samples",), _UNTESTED),
     "wavemare.sparse_collective.compressor": ((None,), _UNTESTED),
 }
-_BESIDE_STAGED_EXPERTS: _Beside = {
-    "fp16.enabled": (_OFF, _UNTESTED),
-    "bf16.enabled": (_OFF, _UNTESTED),
-    "wavemare.pipeline.schedule": (("1f1b",), _UNTESTED),
-    "wavemare.sparse_collective.mode": (("off",), _UNTESTED),
-}
 
 
 class Removed(NamedTuple):
@@ -115,14 +109,7 @@ _BESIDE_PIPEMARE: _Beside = {
     "wavemare.pipeline.untie": ((None, True), "stages cannot meet at each step to share a weight"),
 }
 _BESIDE_SPLIT_PASSES: _Beside = {
-    "fp16.enabled": (_OFF, _UNTESTED),
-    "torch_autocast.enabled": (_OFF, "layers cannot defer the gradients of their weights"),
     "compile.deepcompile": (_OFF, "layers cannot defer the gradients of their weights"),
-    "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
-}
-_BESIDE_CHUNKS: _Beside = {
-    "wavemare.sparse_collective.mode": (("off",), _UNTESTED),
-    "wavemare.pipeline.dynamic_shape": ((False,), _UNTESTED),
 }
 _BESIDE_SPARSE: _Beside = {
     "zero_optimization.stage": ((None, 0, 1, 2), "gradients cannot be scattered layer by layer"),
@@ -208,28 +195,17 @@ def refuse(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> 
         _raise_first(rows(values, ours, world_size))
 
 
-def refuse_plan(
-    config: Mapping[str, Any], ours: WavemareConfig, *, split: bool, chunked: bool
-) -> None:
-    """Refuse what is not tried beside the plan that a caller of `initialize` gives.
+def refuse_split(config: Mapping[str, Any], key: str) -> None:
+    """Refuse what does not go beside split backward passes.
 
     Args:
         config: The whole configuration.
-        ours: The section ``wavemare``.
-        split: Whether the plan splits backward passes.
-        chunked: Whether ranks have several stages.
+        key: Of the plan.
 
     Raises:
         ConfigError: For the first row that applies.
     """
-    experts: _Beside = {"wavemare.expert_parallel.size": ((1,), _UNTESTED)}
-    values = {**config, SECTION: ours.model_dump()}
-    if split:
-        _raise_first(_beside(values, _BESIDE_SPLIT_PASSES, "split backward passes", "plan"))
-    if chunked:
-        _raise_first(_beside(values, _BESIDE_CHUNKS, "several stages per rank", "plan"))
-    if split or chunked:
-        _raise_first(_beside(values, experts, "this plan", "plan"))
+    _raise_first(_beside(config, _BESIDE_SPLIT_PASSES, "split backward passes", key))
 
 
 def _raise_first(rows: _Rows) -> None:
@@ -333,8 +309,6 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
         "ZeRO 3 would cut the weights of experts further, over ranks that hold other experts",
         f"Use 0, 1 or 2, or leave out {key}: ZeRO 3 alone shards experts, too",
     )
-    if stages > 1:
-        yield from _beside(config, _BESIDE_STAGED_EXPERTS, "divided experts of stages", key)
     yield from _beside(config, _BESIDE_EXPERTS, "divided experts", key)
 
 
@@ -361,10 +335,6 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     feature, key = f"the schedule {pipeline.schedule!r}", f"{key}.schedule"
     if pipeline.is_asynchronous:
         yield from _beside(config, _BESIDE_PIPEMARE, feature, key)
-    elif pipeline.schedule != "1f1b":
-        yield from _beside(config, _BESIDE_SPLIT_PASSES, feature, key)
-        if pipeline.schedule != "zb-h1":
-            yield from _beside(config, _BESIDE_CHUNKS, feature, key)
 
 
 def _sparse(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:

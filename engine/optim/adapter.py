@@ -24,6 +24,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from torch import Tensor
 
+from wavemare.engine.experts import expert_group, is_divided
 from wavemare.engine.seams import replaced
 from wavemare.pipeline.optim.matrix_optimizer import Partition
 
@@ -167,12 +168,17 @@ class OptimizerAdapter:
         Returns:
             (), fp64.
         """
-        own = [
-            parameter
-            for parameter in self._parameters()
-            if not is_tied_copy(parameter) and (rank == 0 or is_model_parallel_parameter(parameter))
-        ]
-        return _sum_over(group, squared_norm(gradient_values(own), self._engine.device))
+        own: dict[bool, list[Any]] = {False: [], True: []}  # by whether data ranks share it
+        for parameter in self._parameters():
+            counts = rank == 0 or is_model_parallel_parameter(parameter)
+            if counts and not is_tied_copy(parameter):
+                own[is_divided(parameter)].append(parameter)
+        device = self._engine.device
+        total = squared_norm(gradient_values(own[False]), device)
+        if own[True]:
+            share = squared_norm(gradient_values(own[True]), device)
+            total += _sum_over(expert_group(own[True]), share)
+        return _sum_over(group, total)
 
     def clipped_norm(self, own: float, group: Any) -> float:
         """Return the norm that the optimizer's step compares with its ``clip_grad``.
@@ -423,7 +429,13 @@ class _Bf16Adapter(_PartitionedMasters):
         # The mpu says which weights this rank counts. In a step, DeepSpeed would reduce over it.
         with replaced(self._optimizer, {"mpu": self._engine.grid}):
             norm = self._counted_norm(None)
-        return _sum_over(group, norm.double().square())
+            _, experts = self._optimizer.get_grads_for_norm()
+        total = norm.double().square()
+        shared = expert_group(self._parameters())
+        if shared is not None:
+            own = [gradient for each in experts.values() for gradient in each]
+            total += _sum_over(shared, squared_norm(own, self._engine.device))
+        return _sum_over(group, total)
 
     def clipped_norm(self, own: float, group: Any) -> float:
         """Return the norm that the optimizer's step compares with its ``clip_grad``."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor
 
@@ -83,6 +84,7 @@ class GradientNorm:
         self._step: _Step | None = None
         self._last = _Step()
         self._taken: float | None = None
+        self._scale = 1.0
         self._reports_sums = True
         self._layerwise: LayerwiseNorm | None = None
         self._steps: deque[int] = deque()  # those of the pending sums
@@ -105,6 +107,7 @@ class GradientNorm:
     def begin_step(self) -> None:
         """Forget a step that has failed; the next question measures the gradients."""
         self._step = None
+        self._scale = self._engine.half_scale
 
     @property
     def is_total(self) -> bool:
@@ -153,6 +156,8 @@ class GradientNorm:
         self._last, self._step = self._present, None
         if not made and self._last.norm is None:
             self._last.norm = torch.tensor(math.inf)
+        if isinstance(self._engine.optimizer, FP16_UnfusedOptimizer):  # whose norm is multiplied
+            self._last.norm = torch.tensor(float(self._engine._global_grad_norm) / self._scale)
         self._reports_sums, self._taken = self._taken is None, None
         if self._sums is not None:
             squared = self._last.squared

@@ -29,9 +29,6 @@ class StagePasses:
     Attributes:
         splitter: Defers weight gradients in steps with split backward passes; None before them.
         splits: Whether the present step has any.
-
-    Raises:
-        ModelError: The plan does, and the model is compiled.
     """
 
     def __init__(self, engine: PipelineEngine, *, split: bool) -> None:
@@ -50,9 +47,6 @@ class StagePasses:
 
         Args:
             split: Whether its backward passes are split.
-
-        Raises:
-            ModelError: They are, and the model is compiled.
         """
         if not split:
             yield

@@ -39,8 +39,8 @@ class SplitBackward:
     Weight gradients are deferred for the linear layers of torch (``nn.Linear``), transformers
     (``Conv1D``) and tensor parallelism, not for other subclasses. A layer computes its weight
     gradient in I if its weight is frozen, is no plain parameter, or belongs to several layers of
-    the chunk. So it does in a forward pass under autocast, or with an input that needs no gradient,
-    is not contiguous or has one dimension.
+    the chunk, and if it or a module around it is compiled. So it does for an input that needs no
+    gradient, is not contiguous or has one dimension.
 
     A layer that runs several times per micro-batch adds up its products, as autograd does. A weight
     that another layer reads directly, not through its own layer's ``forward``, gets the right
@@ -59,14 +59,10 @@ class SplitBackward:
         module: The layers of the chunk.
         direct: Whether W adds to ``weight.grad`` and calls the weight's own hooks without autograd:
             nobody has hooked the node at which autograd accumulates.
-
-    Raises:
-        ModelError: ``torch.compile`` has been applied to the module or to a part of it.
     """
 
     def __init__(self, module: nn.Module, *, direct: bool = False) -> None:
         self._parts = list(module.named_modules())
-        _check_eager(self._parts)
         self._candidates = list(_layers(module, self))
         self._direct = direct
         self._split: list[_Layer] = []
@@ -80,15 +76,16 @@ class SplitBackward:
         An exception drops all queues.
 
         Raises:
-            ModelError: A part has been compiled meanwhile.
             PlanError: At its end, a micro-batch has had no W.
         """
-        _check_eager(self._parts)
+        compiled = [f"{name}." if name else "" for name, part in self._parts if _is_compiled(part)]
         # A forward function of the instance's own is another library's.
         self._split = [
             layer
             for layer in self._candidates
-            if layer.module.weight.requires_grad and layer.method not in vars(layer.module)
+            if layer.module.weight.requires_grad
+            and layer.method not in vars(layer.module)
+            and not any(f"{layer.name}.".startswith(name) for name in compiled)
         ]
         for layer in self._split:
             setattr(layer.module, layer.method, layer)
@@ -104,6 +101,7 @@ class SplitBackward:
         finally:
             for layer in self._split:
                 delattr(layer.module, layer.method)
+                layer.forget_casts()
             self._split = []
             self._queues.clear()
 
@@ -181,6 +179,7 @@ class _Layer:
         self.whole: Callable[..., Tensor] = getattr(module, method)
         self.put = splitter.put
         self.transposed = getattr(module, "transposed", not isinstance(module, nn.Linear))
+        self._cast: tuple[int, Tensor] | None = None  # version of the weight, and the weight
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if len(args) != 1 + (self.method == _LOCAL_PRODUCT) or kwargs or not _splits(args[0]):
@@ -189,8 +188,24 @@ class _Layer:
         inputs, bias = (*args, self.module.bias)[:2]
         # Rows, so that a later change in place of the output meets no view made by the Function.
         rows = inputs.view(-1, inputs.shape[-1])
-        outputs: Tensor = _SplitLinear.apply(rows, bias, self)
+        weight, device = self.module.weight, inputs.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            rows, weight = rows.to(dtype), self._as(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        outputs: Tensor = _SplitLinear.apply(rows, bias, weight.detach(), self)
         return outputs.view(*inputs.shape[:-1], outputs.shape[-1])
+
+    def _as(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in another type; as autocast, it is converted once for all passes."""
+        weight = self.module.weight
+        if self._cast is None or self._cast[0] != weight._version or self._cast[1].dtype != dtype:
+            self._cast = weight._version, weight.detach().to(dtype)
+        return self._cast[1]
+
+    def forget_casts(self) -> None:
+        """Free the weight in another type."""
+        self._cast = None
 
     def add_to_grad(self, products: list[_Product]) -> None:
         """Add the sum of the products to the weight's gradient, as autograd does."""
@@ -223,7 +238,7 @@ class _Layer:
             grad = inputs.t().mm(grads) if self.transposed else grads.t().mm(inputs)
             total = grad if total is None else total + grad
         assert total is not None
-        return total
+        return total.to(self.module.weight.dtype)
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -233,19 +248,18 @@ class _SplitLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bias: Any, layer: _Layer) -> Tensor:
-        weight = layer.module.weight
+    def forward(ctx: Any, rows: Tensor, bias: Any, weight: Tensor, layer: _Layer) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.layer = layer
         return nn.functional.linear(rows, weight.t() if layer.transposed else weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         rows, weight = ctx.saved_tensors
         ctx.layer.put(ctx.layer, rows.detach(), grads)
         input_grad = grads.mm(weight.t() if ctx.layer.transposed else weight)
-        return input_grad, grads.sum(0) if ctx.needs_input_grad[1] else None, None
+        return input_grad, grads.sum(0) if ctx.needs_input_grad[1] else None, None, None
 
 
 class _WeightGradient(torch.autograd.Function):
@@ -264,17 +278,10 @@ class _WeightGradient(torch.autograd.Function):
         return total, None, None
 
 
-def _check_eager(parts: list[tuple[str, nn.Module]]) -> None:
-    """Refuse modules of which one is compiled, given by their names."""
-    for name, part in parts:
-        # torch has no public question for either form of compilation.
-        if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
-            raise ModelError(
-                "module",
-                f"{name or 'the whole'} ({type(part).__name__})",
-                "it is compiled, and a compiled layer cannot defer its weight gradient",
-                "Leave out torch.compile, or choose a schedule with whole backward passes",
-            )
+def _is_compiled(part: nn.Module) -> bool:
+    """Return whether a module runs as compiled code, which no part of it can leave."""
+    # torch has no public question for either form of compilation.
+    return hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
 
 
 def _layers(module: nn.Module, splitter: SplitBackward) -> Iterator[_Layer]:
@@ -303,7 +310,8 @@ def _splits(inputs: object) -> bool:
         and inputs.requires_grad
         and inputs.dim() > 1
         and inputs.is_contiguous()
-        and not torch.is_autocast_enabled(inputs.device.type)
+        # Autocast leaves float64 as it is.
+        and not (inputs.dtype == torch.float64 and torch.is_autocast_enabled(inputs.device.type))
     )
 
 

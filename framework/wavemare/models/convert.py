@@ -25,7 +25,6 @@ from wavemare.models.proof import prove
 from wavemare.models.timing import layer_times
 from wavemare.parallel.tensor.partition import is_split, split_embedding
 from wavemare.pipeline.plan.partition import (
-    PARTITION_KEY,
     STAGES_KEY,
     balanced_cuts,
     check_partition,
@@ -92,7 +91,6 @@ def to_pipeline(
         warn_of_untying(tied_weights(model))
     places = homes or range(num_stages)
     cuts = cut_chain(model, conversion.chain, conversion.inputs, partition, places)
-    _check_trained(conversion.chain, cuts, places)
     return TransformerPipeline(
         conversion,
         cuts,
@@ -249,23 +247,6 @@ def parameter_cost(layer: PipelineLayer) -> float:
     frozen = 0 if layer.takes_integers else 2
     weights = [weight for part in parts for weight in part.parameters()]
     return float(sum(w.numel() * (3 if w.requires_grad else frozen) for w in weights))
-
-
-def _check_trained(
-    chain: Sequence[PipelineLayer], cuts: Sequence[int], homes: Sequence[int]
-) -> None:
-    """Refuse a rank that has nothing to train, and so no optimizer, beside others that have."""
-    trained = dict.fromkeys(homes, False)
-    for home, first, end in zip(homes, cuts, cuts[1:], strict=False):
-        parts = [p for each in chain[first:end] for p in (each, getattr(each, "tied", each))]
-        trained[home] |= any(w.requires_grad for part in parts for w in part.parameters())
-    without = sorted(home for home, some in trained.items() if not some)
-    if 0 < len(without) < len(trained):
-        reason = f"all weights of pipeline rank {without[0]} are frozen, so it has nothing to train"
-        remedy = (
-            "Give each stage trained weights by the partition's first layers, or use fewer stages"
-        )
-        raise ConfigError(PARTITION_KEY, list(cuts[:-1]), reason, remedy)
 
 
 @dataclass(frozen=True)

@@ -35,19 +35,9 @@ def refusal(section, config, **more):
     [
         ({}, zero(3), "zero_optimization.stage"),
         ({}, BF16, "bf16.enabled"),
-        *(
-            ({"pipeline": {"stages": 2, "schedule": s}}, {}, "wavemare.pipeline.schedule")
-            for s in ("zb-h1", "interleaved", "zbv", "auto", "pipemare")
-        ),
-        ({"pipeline": {"stages": 2}}, zero(1) | BF16, "bf16.enabled"),
         ({"tensor_parallel": {"size": 2}}, {}, "wavemare.tensor_parallel.size"),
         ({"parallel": {"split": 2}}, {}, "wavemare.parallel"),
         ({"balance": {"mean": "tokens"}}, {}, "wavemare.balance.mean"),
-        (
-            {"pipeline": {"stages": 2}, "sparse_collective": {"mode": "auto"}},
-            {},
-            "wavemare.sparse_collective.mode",
-        ),
         (
             {"sparse_collective": {"mode": "auto", **COMPRESSOR}},
             {},
@@ -127,19 +117,14 @@ def test_what_split_stages_do_not_go_with(config, key, reason):
 @pytest.mark.parametrize(
     ("pipeline", "config", "key"),
     [
-        ({}, FP16, "fp16.enabled"),
-        ({}, {"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
-        ({}, {"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({}, zero(2), "zero_optimization.stage"),
         ({"pipemare": {}}, {}, "wavemare.pipeline.pipemare"),
         ({"chunks": 2}, {}, "wavemare.pipeline.chunks"),
-        ({"schedule": "zbv", "dynamic_shape": True}, {}, "wavemare.pipeline.dynamic_shape"),
-        ({"schedule": "file:x", "dynamic_shape": True}, {}, "wavemare.pipeline.dynamic_shape"),
         ({"schedule": "zbv", "memory_limit": "1x"}, {}, "wavemare.pipeline.memory_limit"),
         ({"schedule": "auto", "memory_limit": "4 apples"}, {}, "wavemare.pipeline.memory_limit"),
     ],
 )
-def test_what_split_backward_passes_do_not_go_with(pipeline, config, key):
+def test_what_schedules_do_not_go_with(pipeline, config, key):
     planned = {"schedule": "zb-h1", "stages": 2, **pipeline}
     assert refusal({"pipeline": planned}, config).key == key
 

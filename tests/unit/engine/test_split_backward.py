@@ -2,6 +2,7 @@
 """Split backward passes: the whole pass's bits, its hooks, and nothing left behind."""
 
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -219,7 +220,6 @@ LEFT_WHOLE = {
     "frozen": lambda: linear(lambda layer: layer.weight.requires_grad_(False)),
     "forward of its own": lambda: linear(own_forward),
     "tied": tied,
-    "autocast": lambda: Calls(autocast),
     "not contiguous": lambda: Calls(lambda layer, x: layer(x.expand(2, *x.shape).mT.mT[..., :4])),
     "by name": lambda: Calls(lambda layer, x: layer(input=x)),
     "constant input": lambda: Calls(lambda layer, x: layer(torch.ones_like(x)) + x),
@@ -234,6 +234,7 @@ SPLITS = {
     "columns, transposed": lambda: Part(4, 3, adds_bias_last=False),
     "rows": lambda: Part(3, 4, adds_bias_last=True),
     "rows, transposed": lambda: Part(4, 3, adds_bias_last=True),
+    "autocast": lambda: Calls(autocast),
     "called three times": lambda: Calls(lambda layer, x: layer(layer(layer(x).relu_()))),
 }
 
@@ -310,16 +311,47 @@ def test_a_change_in_place_between_the_parts_is_refused(changed):
             splitter.backward_weight(0)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_compiled_modules_are_refused(in_place):
-    layer = nn.Linear(4, 4)
-    if in_place:
-        layer.compile()
-    model = nn.Sequential(layer if in_place else torch.compile(layer))
-    with pytest.raises(ModelError, match=r"module = '0 .*: it is compiled"):
-        SplitBackward(model)
-    later = nn.Sequential(nn.Linear(4, 4))
-    splitter = SplitBackward(later)
-    later.compile()
-    with pytest.raises(ModelError, match="the whole"), splitter.step():
-        pass
+@pytest.mark.parametrize("how", ["in place", "wrapped", "all", "later"])
+def test_a_compiled_layer_is_left_whole(how):
+    torch.manual_seed(0)
+    layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    model: nn.Module = nn.Sequential(layer, other)
+    x, leaves = torch.randn(2, 4), list(model.parameters())
+    expected = torch.autograd.grad(model(x.requires_grad_()).sum(), leaves)
+    if how == "in place":
+        layer.compile(backend="eager")
+    elif how == "wrapped":
+        model[0] = torch.compile(layer, backend="eager")
+    elif how == "all":
+        model.compile(backend="eager")
+    splitter = SplitBackward(model)
+    if how == "later":
+        layer.compile(backend="eager")
+    with splitter.step():
+        with splitter.input_pass(0):
+            model(x).sum().backward()
+        assert layer.weight.grad is not None
+        assert (other.weight.grad is None) == (how != "all")
+        splitter.backward_weight(0)
+    for leaf, bits in zip(leaves, expected, strict=True):
+        assert torch.equal(leaf.grad, bits)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_layers_split_under_autocast_to_the_bits_of_whole_passes(direct):
+    def passes(model, order, splitter=None):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = {number: model(**batch(number)).loss for number in range(2)}
+        for kind, number in order:
+            with splitter.input_pass(number) if kind == "I" else nullcontext():
+                if kind != "W":
+                    losses[number].backward()
+            if kind == "W":
+                splitter.backward_weight(number)
+
+    split, whole = build("llama"), build("llama")
+    passes(whole, [("B", 0), ("B", 1)])
+    splitter = SplitBackward(split, direct=direct)
+    with splitter.step():
+        passes(split, [("I", 0), ("I", 1), ("W", 0), ("W", 1)], splitter)
+    assert_same_bits(split, whole)
