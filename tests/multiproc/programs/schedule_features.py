@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train two pipelines of two stages by each schedule with each feature, beside one process.
 
-Usage: pairs.py FOLDER SCHEDULE/FEATURE...; each rank leaves what it saw by cell.
+Usage: schedule_features.py FOLDER SCHEDULE/FEATURE...; each rank leaves what it saw by cell.
 """
 
 import gc
@@ -55,8 +55,6 @@ def gpipe(ranks, micro_batches):
     )
     return Plan("gpipe", ranks, micro_batches, 1, orders)
 
-
-SCHEDULES = ("1f1b", "zb-h1", "interleaved", "zbv", "auto", "plan", "pipemare")
 
 # --- models and data ------------------------------------------------------------------------------
 
