@@ -5,8 +5,8 @@
 ``<!-- end -->``; the rest of the pages is written by hand. ``keys of`` a section, or of
 ``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``ratios of`` a table
 of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``duels of``,
-``schedules of``, ``steps of`` result files that match NAME; ``families of`` a file of tests. A test
-compares the pages with what this file would write.
+``schedules of``, ``steps of`` result files that match NAME; ``families of``, ``cells of`` a file of
+tests. A test compares the pages with what this file would write.
 """
 
 import inspect
@@ -28,6 +28,7 @@ RESULTS = Path(__file__).with_name("results")
 PAGES = (
     Path(__file__).with_name("configuration.md"),
     Path(__file__).with_name("models.md"),
+    Path(__file__).with_name("schedules.md"),
     Path(__file__).with_name("performance.md"),
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
@@ -50,7 +51,7 @@ def page(text: str) -> str:
     """Return the page with its tables written anew."""
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
     kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
-    kinds["times"] = times
+    kinds |= {"times": times, "cells": cells}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -64,6 +65,19 @@ def pairs(name: str) -> str:
         known += ["", *(f"{first}, {other}" for other in features[number + 1 :])]
         rows.append([first, *("yes" if pair in data["works"] else "" for pair in known)])
     return _markdown([["", *features], ["---"] * (len(features) + 1), *rows])
+
+
+def cells(name: str) -> str:
+    """Return a row for each feature and a column for each schedule: trained, or the key refused."""
+    values = runpy.run_path(str(TESTS / name))
+    schedules, refused = values["SCHEDULES"], values["REFUSED"]
+    rows = []
+    for feature in values["FEATURES"]:
+        found = [refused.get(f"{schedule}/{feature}") for schedule in schedules]
+        keys = [text and f"refused: `{text.partition(': ')[2]}`" for text in found]
+        rows.append([feature, *(key or "equal" for key in keys)])
+    heads = [f"`{schedule}`" for schedule in schedules]
+    return _markdown([["", *heads], ["---"] * (len(schedules) + 1), *rows])
 
 
 def families(name: str) -> str:

@@ -51,5 +51,5 @@ REFUSED = {
         f"{s}/tensor parallelism and experts": "ConfigError: wavemare.tensor_parallel.size"
         for s in SCHEDULES
     },
-    "pipemare/weights tied across stages": "ConfigError: wavemare.pipeline",
+    "pipemare/weights tied across stages": "ConfigError: wavemare.pipeline.untie",
 }

@@ -57,7 +57,7 @@ _BESIDE_SHARES: _Beside = {
 _BESIDE_EXPERTS: _Beside = {
     **_OF_DEEPSPEED,
     "checkpoint.use_node_local_storage": (_OFF, _UNTESTED),
-    "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
+    "wavemare.tensor_parallel.size": ((1,), "gradient norms would count one of both divisions"),
     f"{SECTION}.parallel": ((ParallelConfig().model_dump(),), "a plan does not divide them"),
     "wavemare.balance.shares": ((None,), _UNTESTED),
     "wavemare.balance.mean": (("samples",), _UNTESTED),

@@ -7,10 +7,12 @@ CI takes a third of the cells, the nightly tests all.
 import random
 
 import pytest
+
 from schedule_features import FEATURES, REFUSED, SCHEDULES
 
 CELLS = [f"{schedule}/{feature}" for feature in FEATURES for schedule in SCHEDULES]
 SAMPLE = sorted(random.Random(1).sample(CELLS, len(CELLS) // 3), key=CELLS.index)
+PARTS = 4
 
 
 def check(ranks):
@@ -23,16 +25,25 @@ def check(ranks):
             assert found.get("equal") is True, (cell, everywhere)
 
 
+@pytest.fixture
+def train(launch):
+    """Train cells on four ranks, and check what they gave."""
+
+    def run(cells):
+        finished = launch("schedule_features.py", *cells, ranks=4, timeout=280).check()
+        check([finished.result(rank) for rank in range(4)])
+
+    return run
+
+
 @pytest.mark.world_size(4)
-def test_a_third_of_all_cells(launch):
-    finished = launch("schedule_features.py", *SAMPLE, ranks=4, timeout=280).check()
-    check([finished.result(rank) for rank in range(4)])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_third_of_all_cells(train, part):
+    train(SAMPLE[part::PARTS])
 
 
 @pytest.mark.nightly
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_all_cells_of_a_schedule(launch, schedule):
-    cells = [cell for cell in CELLS if cell.startswith(f"{schedule}/")]
-    finished = launch("schedule_features.py", *cells, ranks=4, timeout=280).check()
-    check([finished.result(rank) for rank in range(4)])
+def test_all_cells_of_a_schedule(train, schedule):
+    train([cell for cell in CELLS if cell.startswith(f"{schedule}/")])
