@@ -70,14 +70,16 @@ def pairs(name: str) -> str:
 def cells(name: str) -> str:
     """Return a row for each feature and a column for each schedule: trained, or the key refused."""
     values = runpy.run_path(str(TESTS / name))
-    schedules, refused = values["SCHEDULES"], values["REFUSED"]
     rows = []
     for feature in values["FEATURES"]:
-        found = [refused.get(f"{schedule}/{feature}") for schedule in schedules]
-        keys = [text and f"refused: `{text.partition(': ')[2]}`" for text in found]
-        rows.append([feature, *(key or "equal" for key in keys)])
-    heads = [f"`{schedule}`" for schedule in schedules]
-    return _markdown([["", *heads], ["---"] * (len(schedules) + 1), *rows])
+        row = [feature]
+        for schedule in values["ROWS"]:
+            cell = f"{schedule}/{feature}"
+            refused = values["REFUSED"].get(cell, "").partition(": ")[2]
+            row.append(f"refused: `{refused}`" if refused else "equal" * (cell in values["CELLS"]))
+        rows.append(row)
+    heads = ["", *(f"`{schedule}`" for schedule in values["ROWS"])]
+    return _markdown([heads, ["---"] * len(heads), *rows])
 
 
 def families(name: str) -> str:

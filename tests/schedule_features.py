@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedules and features that are trained together, and the cells that are refused."""
+"""Schedules, and layouts without stages, with the features that are trained beside each."""
 
+WITHOUT_STAGES = ("data", "waves")
 SCHEDULES = ("1f1b", "zb-h1", "interleaved", "zbv", "auto", "plan", "pipemare")
 FEATURES = (
     "two replicas",
@@ -40,6 +41,24 @@ FEATURES = (
     "exact resume",
     "resume elsewhere",
 )
+OF_STAGES = (
+    "local steps",
+    "float without gradient",
+    "reentrant checkpoints",
+    "checkpoints",
+    "compiled layers",
+    "weights tied within a stage",
+    "Embedding(sparse=True)",
+    "resume elsewhere",
+)
+"""Features that the layouts without stages do not have, or that other tests train with them."""
+ROWS = (*SCHEDULES, *WITHOUT_STAGES)
+CELLS = [
+    f"{row}/{feature}"
+    for feature in FEATURES
+    for row in ROWS
+    if not (row in WITHOUT_STAGES and feature in OF_STAGES)
+]
 REFUSED = {
     **{f"{s}/local steps": "ConfigError: wavemare.pipeline.stages" for s in SCHEDULES},
     "pipemare/autocast": "ConfigError: torch_autocast.enabled",
@@ -49,7 +68,12 @@ REFUSED = {
     },
     **{
         f"{s}/tensor parallelism and experts": "ConfigError: wavemare.tensor_parallel.size"
-        for s in SCHEDULES
+        for s in ROWS
+    },
+    **{
+        f"{row}/{feature}": "ConfigError: bf16.enabled"
+        for row in WITHOUT_STAGES
+        for feature in ("experts in bf16", "experts, clipping, bf16")
     },
     "pipemare/weights tied across stages": "ConfigError: wavemare.pipeline.untie",
 }

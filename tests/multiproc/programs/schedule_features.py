@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,8 +36,11 @@ from torch.optim import SGD
 
 import wavemare
 import wavemare.universal
+from wavemare.engine.experts import is_divided
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 from wavemare.models import pipeline_state_dict
+from wavemare.parallel.experts import whole_experts
+from wavemare.parallel.tensor.partition import gather_weights
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.run_plan import homes_of
@@ -60,7 +63,7 @@ def gpipe(ranks, micro_batches):
 
 
 def gpt2(**changes):
-    return build_gpt2(**QUIET, **{"tie_word_embeddings": False, **changes})
+    return build_gpt2(**QUIET, **{"tie_word_embeddings": False, "use_cache": False, **changes})
 
 
 def lora():
@@ -213,6 +216,10 @@ EXPERTS: dict[str, Any] = {"expert_parallel": {"size": 2}}
 SPLIT: dict[str, Any] = {"tensor_parallel": {"size": 2}}
 
 
+WITHOUT_STAGES: dict[str, Any] = {"data": {}, "waves": {"wavelet": {"mode": "sync"}}}
+"""Layouts in which each rank, or each two that split the model, has the whole of it."""
+
+
 def start(schedule, feature, **changes):
     """Return an engine of a cell."""
     pipeline = {"stages": STAGES, **feature.pipeline}
@@ -221,6 +228,7 @@ def start(schedule, feature, **changes):
         pipeline["schedule"] = schedule
     if schedule == "pipemare":  # drained at each step it is synchronous
         pipeline["pipemare"] = {"drain_interval": 1}
+    layout = WITHOUT_STAGES.get(schedule, {"pipeline": pipeline})
     torch.manual_seed(5)
     model = feature.model()
     if isinstance(model, list):
@@ -239,7 +247,7 @@ def start(schedule, feature, **changes):
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
         **feature.config,
-        "wavemare": {"pipeline": pipeline, **feature.ours},
+        "wavemare": {**layout, **feature.ours},
         **changes,
     }
     return wavemare.initialize(model=model, config=config, plan=plan)[0]
@@ -304,12 +312,15 @@ def alone(feature, steps):
 
 def weights_of(engine):
     """Return the whole model's weights on rank 0, by name; None elsewhere."""
-    if not hasattr(engine.module, "weight_names"):
-        local = {n: p.detach() for n, p in engine.module.named_parameters()}
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, local)
-        return {name: p for part in parts for name, p in part.items()}
-    return pipeline_state_dict(engine)
+    if hasattr(engine.module, "weight_names"):
+        return pipeline_state_dict(engine)
+    local = dict(engine.module.named_parameters())
+    if engine.mp_world_size > 1:
+        local = gather_weights(local, engine.mpu.get_model_parallel_group())
+    local = {n: whole_experts(p) if is_divided(p) else p.detach() for n, p in local.items()}
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, local)
+    return {name: p for part in reversed(parts) for name, p in part.items()}
 
 
 def compared(engine, feature, losses):
@@ -508,6 +519,8 @@ def cell(name):
     """Return what a cell gives: a comparison, or the refusal of all ranks."""
     schedule, feature = name.split("/")
     chosen, found = FEATURES[feature], {}
+    if schedule in WITHOUT_STAGES:
+        chosen = replace(chosen, replicas=dist.get_world_size() // STAGES * chosen.replicas)
     started = time.monotonic()
     run = chosen.run or trained
     refused = refusal(lambda: found.update(run(schedule, chosen)))
