@@ -211,7 +211,8 @@ class EngineMixin(CheckpointMixin):
         DeepSpeed 0.19.8 divides the gradients by it, and multiplies no loss.
         """
         is_half = isinstance(self.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))
-        return float(self.optimizer.loss_scale) if is_half else 1.0
+        # DeepSpeed steps bf16 by these optimizers, too, and then without a scale.
+        return float(self.optimizer.loss_scale or 1.0) if is_half else 1.0
 
     def scale_half(self, loss: Tensor) -> Tensor:
         """Return the loss, () of any type, times `half_scale`: (), fp32 if that is not 1."""

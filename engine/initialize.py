@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from wavemare.engine.optim.policy import advise, check_replaceable
 from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.engine.pipe.plans import agreed_plan
 from wavemare.engine.pipe.staged import DualPipeVEngine
-from wavemare.engine.seams import dispatch_to, warn_of_other_version
+from wavemare.engine.seams import dispatch_to, finding_recorders, warn_of_other_version
 from wavemare.errors import ConfigError
 from wavemare.pipeline.plan.files import GivenPlan
 from wavemare.pipeline.plan.run_plan import RunPlan
@@ -78,7 +79,11 @@ def build_engine(
         _say_which_norm(complete, ours, model.mpu().get_pipe_parallel_world_size())
     arguments["optimizer"] = optimizer
     arguments["args"] = _without_config(arguments.get("args"))
-    with dispatch_to(_engines(ours, model, plan)):
+    replaces_experts = is_enabled(config, "expert_parallel")
+    with (
+        dispatch_to(_engines(ours, model, plan)),
+        finding_recorders() if replaces_experts else nullcontext(),
+    ):
         result = deepspeed.initialize(config=complete, **arguments)
     _check_dispatch(result[0])
     return result

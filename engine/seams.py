@@ -207,6 +207,31 @@ def keeping_versions(parameters: tuple[torch.Tensor, ...]) -> AbstractContextMan
 
 
 @contextmanager
+def finding_recorders() -> Iterator[None]:
+    """Let DeepSpeed's own ``expert_parallel`` find what transformers records of a router.
+
+    It looks a class up by its name, with a default. Since transformers 5.24 the registry takes
+    a module alone, and answers a name with nothing.
+    """
+    try:
+        registry: Any = import_module("transformers.utils.output_capturing")._CanRecordRegistry
+    except (ImportError, AttributeError):  # another version
+        yield
+        return
+
+    def get(self: Any, model: Any, default: Any = None) -> Any:
+        if isinstance(model, str):
+            return dict.get(self, model, default)
+        return own(self, model)
+
+    own, registry.get = registry.get, get
+    try:
+        yield
+    finally:
+        registry.get = own
+
+
+@contextmanager
 def noting_groups(made: list[Any]) -> Iterator[None]:
     """Add the process groups that are made inside to a list, DeepSpeed's too.
 

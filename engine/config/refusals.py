@@ -44,18 +44,23 @@ _OF_DEEPSPEED: _Beside = {
     "zero_optimization.zenflow": ((None,), _UNTESTED),
     "sequence_parallel_size": (_ONE, "ranks that share samples are not tested"),
     "tensor_parallel.autotp_size": (_ONE, _UNTESTED),
-    "expert_parallel.enabled": (_OFF, _UNTESTED),
+    "expert_parallel.enabled": (_OFF, "experts that differ by rank would be taken for equal ones"),
     "compile.deepcompile": (_OFF, _UNTESTED),
     "hybrid_engine.enabled": (_OFF, _UNTESTED),
 }
 _BESIDE_STAGES: _Beside = {
     "flops_profiler.enabled": (_OFF, "DeepSpeed never shows the profile"),
+    "expert_parallel.enabled": (
+        _OFF,
+        "DeepSpeed looks for experts in the whole model; wavemare.expert_parallel divides them",
+    ),
 }
 _BESIDE_SHARES: _Beside = {
     "data_efficiency.data_sampling.curriculum_learning.enabled": (_OFF, "it makes equal shares"),
 }
 _BESIDE_EXPERTS: _Beside = {
     **_OF_DEEPSPEED,
+    "expert_parallel.enabled": (_OFF, "experts would be divided twice"),
     "checkpoint.use_node_local_storage": (_OFF, _UNTESTED),
     "wavemare.tensor_parallel.size": ((1,), "gradient norms would count one of both divisions"),
     f"{SECTION}.parallel": ((ParallelConfig().model_dump(),), "a plan does not divide them"),

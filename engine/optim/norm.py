@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils import groups
 from torch import Tensor
 
 from wavemare.engine.experts import expert_group, is_divided
@@ -312,14 +314,15 @@ class GradientNorm:
         """
         engine, mpu = self._engine, self._engine.norm_grid
         counts = self._counting()
-        trained = (p for p in engine.module.parameters() if p.requires_grad and counts(p))
-        gradients = gradient_values(trained)
+        trained = [p for p in engine.module.parameters() if p.requires_grad and counts(p)]
+        shared = [p for p in trained if self._is_ours and is_moe_param(p) and not is_divided(p)]
+        gradients = gradient_values(p for p in trained if not any(p is each for each in shared))
         if clips and gradients:  # one by one: the kernel for many on a GPU rounds otherwise
             norms = torch.stack([each.detach().float().norm(2) for each in gradients])
             total = norms.pow(2).sum()
         else:
             total = squared_norm(gradients, engine.device).float()
-        total = total.to(engine.device)
+        total = total.to(engine.device) + _of_shared(shared, engine.device)
         group = mpu.get_model_parallel_group() if hasattr(mpu, "get_model_parallel_group") else None
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(total, group=group)
@@ -336,6 +339,20 @@ class GradientNorm:
             return lambda p: not is_tied_copy(p) and (first or is_model_parallel_parameter(p))
         rank = mpu.get_model_parallel_rank() if hasattr(mpu, "get_model_parallel_rank") else 0
         return lambda p: rank == 0 or is_model_parallel_parameter(p)
+
+
+def _of_shared(experts: list[Any], device: Any) -> Tensor:
+    """Return the squares of gradients of DeepSpeed's own experts, over the ranks that share them.
+
+    Stock DeepSpeed takes the mean over ranks of norms that each count the rank's own experts.
+    """
+    total = torch.zeros((), device=device)
+    for name in sorted({expert.group_name for expert in experts}):
+        own = gradient_values(expert for expert in experts if expert.group_name == name)
+        squares = squared_norm(own, device).float()
+        dist.all_reduce(squares, group=groups._get_expert_parallel_group(name))
+        total += squares
+    return total
 
 
 class LayerwiseNorm:

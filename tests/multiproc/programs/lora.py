@@ -197,7 +197,8 @@ def trainer():
 
 def refused():
     some = {"layers_to_transform": [3], "layers_pattern": "layers"}
-    return refusal(lambda: start(model=lora_model(target_modules=["q_proj"], **some)))
+    model = lora_model(target_modules=["q_proj"], **some)
+    return refusal(lambda: start(model=model, zero=1))
 
 
 if __name__ == "__main__":

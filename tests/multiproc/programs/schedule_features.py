@@ -213,6 +213,14 @@ CLIP = {"gradient_clipping": 0.2}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 256}}
 ROUGH = 0.05
 EXPERTS: dict[str, Any] = {"expert_parallel": {"size": 2}}
+THEIR_EXPERTS = {
+    "expert_parallel": {
+        "enabled": True,
+        "autoep_size": 2,
+        "preset_model": "mixtral",
+        "use_grouped_mm": False,
+    }
+}
 SPLIT: dict[str, Any] = {"tensor_parallel": {"size": 2}}
 
 
@@ -484,6 +492,11 @@ FEATURES: dict[str, Feature] = {
     ),
     "experts, sparse collective": Feature(
         build_moe, masked, ours={**EXPERTS, "sparse_collective": {"mode": "auto"}}
+    ),
+    "DeepSpeed's experts": Feature(build_moe, masked, THEIR_EXPERTS),
+    "DeepSpeed's experts, clipping": Feature(build_moe, masked, {**THEIR_EXPERTS, **CLIP}),
+    "DeepSpeed's experts, ZeRO 3": Feature(
+        build_moe, masked, {**THEIR_EXPERTS, "zero_optimization": {"stage": 3}}
     ),
     "tensor parallelism and experts": Feature(build_moe, masked, ours={**SPLIT, **EXPERTS}),
     "sparse collective": Feature(ours={"sparse_collective": {"mode": "auto"}}),
