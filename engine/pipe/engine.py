@@ -444,8 +444,7 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         self.data_iterator = iterator
-        with PROGRESS.doing("the data loader"):
-            return self._next_batch()
+        return self._next_batch()
 
     def _next_evaluated(self, action: Action) -> Any:
         """Return the batch of a micro-batch of an evaluation; None if there is none at all."""

@@ -18,6 +18,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from wavemare.engine.launch.group import gather
+from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Telemetry
 from wavemare.engine.pipe.micro_batch import DataEndedError, MicroBatch
 from wavemare.engine.pipe.stage_optimizer import StageNorms, StageOptimizer
@@ -131,7 +132,8 @@ class PipeMare(Update):
             raise
         if engine.is_last_stage() and not engine.is_first_stage():
             # The first stage's iterator is so far ahead.
-            engine.feed.prefetch(run.read_ahead(left))
+            with PROGRESS.doing("the data loader"):
+                engine.feed.prefetch(run.read_ahead(left))
         trained = self._trained
         if trained < size:
             self._empty(first + trained)

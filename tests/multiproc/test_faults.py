@@ -45,7 +45,11 @@ def test_the_rank_that_holds_up_the_others_is_named(launch, fault, engine, codes
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("engine", "place"),
-    [("data", "the data loader"), pytest.param("pipemare", "load of micro-batch 6", marks=nightly)],
+    [
+        ("data", "the data loader"),
+        pytest.param("1f1b", "load of micro-batch 0", marks=nightly),
+        pytest.param("pipemare", "the data loader", marks=nightly),  # it reads ahead of its step
+    ],
 )
 def test_a_rank_that_computes_is_never_ended(launch, engine, place):
     """Nor by the limits of torch's own process groups, which here would be shorter."""
