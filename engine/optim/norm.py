@@ -158,7 +158,7 @@ class GradientNorm:
         self._last, self._step = self._present, None
         if not made and self._last.norm is None:
             self._last.norm = torch.tensor(math.inf)
-        if isinstance(self._engine.optimizer, FP16_UnfusedOptimizer):  # whose norm is multiplied
+        elif isinstance(self._engine.optimizer, FP16_UnfusedOptimizer):  # whose norm is multiplied
             self._last.norm = torch.tensor(float(self._engine._global_grad_norm) / self._scale)
         self._reports_sums, self._taken = self._taken is None, None
         if self._sums is not None:
@@ -316,7 +316,8 @@ class GradientNorm:
         counts = self._counting()
         trained = [p for p in engine.module.parameters() if p.requires_grad and counts(p)]
         shared = [p for p in trained if self._is_ours and is_moe_param(p) and not is_divided(p)]
-        gradients = gradient_values(p for p in trained if not any(p is each for each in shared))
+        others = {id(p) for p in shared}
+        gradients = gradient_values(p for p in trained if id(p) not in others)
         if clips and gradients:  # one by one: the kernel for many on a GPU rounds otherwise
             norms = torch.stack([each.detach().float().norm(2) for each in gradients])
             total = norms.pow(2).sum()
