@@ -262,7 +262,7 @@ def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) ->
             "the stages of a split model send each other whole tensors",
             "Leave it out",
         )
-    divided = max(size, ours.expert_parallel.size) > 1
+    divided = max(size, ours.expert_parallel.size) > 1 or is_enabled(config, "expert_parallel")
     # In a pipeline, bf16 has an optimizer of its own, which counts split weights of all ranks.
     for name in ("fp16",) if stages > 1 else ("fp16", "bf16"):
         yield (

@@ -363,8 +363,10 @@ class LayerwiseNorm:
     beside experts that data ranks share. Where ZeRO cuts a layer, the cut changes the last bits of
     fp64, which the rounding to fp32 drops.
 
+    Ranks that split a layer add up their parts, and the first of them counts what all of them have.
+
     Args:
-        engine: A pipeline engine, complete. Its ranks do not split layers.
+        engine: A pipeline engine, complete.
     """
 
     def __init__(self, engine: EngineMixin) -> None:
@@ -375,7 +377,10 @@ class LayerwiseNorm:
             self._groups = [engine.data_parallel_group]
         else:
             self._groups = [] if experts is None else [experts]
-        self._groups.append(engine.grid.get_pipe_parallel_group())
+        grid = engine.grid
+        if grid.get_slice_parallel_world_size() > 1:
+            self._groups.append(grid.get_slice_parallel_group())
+        self._groups.append(grid.get_pipe_parallel_group())
         counts_all = experts is None or dist.get_rank(experts) == 0
         layers = list(enumerate(engine.module._layer_specs))
         self._num_layers = len(layers)
@@ -383,6 +388,8 @@ class LayerwiseNorm:
         self._layer_of = {}
         for name, parameter in engine.module.named_parameters():
             if is_tied_copy(parameter) or not (counts_all or is_divided(parameter)):
+                continue
+            if grid.get_slice_parallel_rank() and not is_model_parallel_parameter(parameter):
                 continue
             number, key, *_ = name.split(".")
             layer = tied[key] if number == "tied_modules" else len(layers) - 1  # that of a loss

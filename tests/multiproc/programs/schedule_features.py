@@ -461,6 +461,16 @@ FEATURES: dict[str, Feature] = {
     "two replicas": Feature(),
     "ZeRO 1": Feature(config=ZERO),
     "tensor parallelism": Feature(ours=SPLIT, replicas=1),
+    "tensor parallelism, clipping": Feature(config=CLIP, ours=SPLIT, replicas=1),
+    "tensor parallelism, clipping, ZeRO 1": Feature(
+        config={**CLIP, **ZERO}, ours=SPLIT, replicas=1
+    ),
+    "tensor parallelism, clipping, bf16": Feature(
+        config={**BF16, **CLIP}, ours=SPLIT, replicas=1, dtype=torch.bfloat16, tolerance=ROUGH
+    ),
+    "tensor parallelism, clipping, LoRA": Feature(
+        lora, config={"gradient_clipping": 0.02}, ours=SPLIT, replicas=1
+    ),
     "clipping": Feature(config=CLIP),
     "clipping, bf16": Feature(config={**BF16, **CLIP}, dtype=torch.bfloat16, tolerance=ROUGH),
     "clipping, fp16": Feature(config={**FP16, **CLIP}, dtype=torch.float16, tolerance=ROUGH),
