@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import deepspeed
+from deepspeed import comm as dist
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.utils import groups
 
@@ -23,6 +24,20 @@ def is_divided(parameter: Any) -> bool:
 def expert_group(parameters: Iterable[Any]) -> Any:
     """Return the group of ranks that share experts among these weights; None if there are none."""
     return next((p.expert_group for p in parameters if is_divided(p)), None)
+
+
+def forget_expert_groups(size: int, stages: int) -> None:
+    """Let DeepSpeed make its groups of experts anew, if those of an earlier engine do not fit.
+
+    It keeps them by the number of ranks that share experts alone.
+
+    Args:
+        size: That number.
+        stages: Of the pipeline; each has groups of its own.
+    """
+    name, ranks = f"ep_size_{size}", groups._EXPERT_DATA_PARALLEL_GROUP_RANKS
+    if len(ranks.get(name, ())) != dist.get_world_size() // (stages * size):
+        groups._EXPERT_DATA_PARALLEL_GROUP.pop(name, None)
 
 
 class ExpertsMixin(deepspeed.DeepSpeedEngine):

@@ -29,6 +29,7 @@ from wavemare.engine.config.resolve import (
 )
 from wavemare.engine.config.shape import BATCH_KEYS, ZERO_WEIGHTS, is_enabled, offloads
 from wavemare.engine.data_parallel import Engine
+from wavemare.engine.experts import forget_expert_groups
 from wavemare.engine.launch.group import compiled_ops_enabled, gather
 from wavemare.engine.optim.optimizers import clipping_limit, take_optimizer
 from wavemare.engine.optim.policy import advise, check_replaceable
@@ -80,6 +81,8 @@ def build_engine(
     arguments["optimizer"] = optimizer
     arguments["args"] = _without_config(arguments.get("args"))
     replaces_experts = is_enabled(config, "expert_parallel")
+    if replaces_experts:
+        forget_expert_groups(config["expert_parallel"].get("autoep_size", 1), 1)
     with (
         dispatch_to(_engines(ours, model, plan)),
         finding_recorders() if replaces_experts else nullcontext(),

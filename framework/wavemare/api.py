@@ -20,6 +20,7 @@ from wavemare.engine.config.refusals import check_sequence_parallel
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config
 from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.config.shape import check_complete
+from wavemare.engine.experts import forget_expert_groups
 from wavemare.engine.health.watchdog import acquire
 from wavemare.engine.initialize import homes_of_stages, read_config
 from wavemare.engine.launch.group import gather
@@ -301,12 +302,10 @@ def _divided(model: Any, size: int, stages: int) -> Any:
     """Divide the experts of a model over every so many consecutive ranks of a stage."""
     from wavemare.parallel.experts import split_experts
 
-    name, ranks = f"ep_size_{size}", groups._EXPERT_DATA_PARALLEL_GROUP_RANKS
-    if len(ranks.get(name, ())) != dist.get_world_size() // (stages * size):
-        groups._EXPERT_DATA_PARALLEL_GROUP.pop(name, None)  # of an engine of other stages
+    forget_expert_groups(size, stages)
     # DeepSpeed's engine looks for them there.
     groups._create_expert_and_data_parallel(size, pp_size=stages)
-    return split_experts(model, groups._get_expert_parallel_group(name))
+    return split_experts(model, groups._get_expert_parallel_group(f"ep_size_{size}"))
 
 
 def _check_whole(section: str, optimizer: Any, model_parameters: Any, mpu: Any) -> None:
