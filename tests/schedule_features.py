@@ -82,7 +82,11 @@ REFUSED = {
     **{
         f"{row}/{feature}": "ConfigError: bf16.enabled"
         for row in WITHOUT_STAGES
-        for feature in ("experts in bf16", "experts, clipping, bf16")
+        for feature in (
+            "experts in bf16",
+            "experts, clipping, bf16",
+            "tensor parallelism, clipping, bf16",
+        )
     },
     "pipemare/weights tied across stages": "ConfigError: wavemare.pipeline.untie",
 }
