@@ -201,22 +201,22 @@ class EngineMixin(CheckpointMixin):
         elif self.torch_autocast_z0_gradscaler:
             loss = self.torch_autocast_z0_gradscaler.scale(loss)
         else:
-            loss = self.scale_half(loss)
+            loss = self.with_fp16_scale(loss)
         self.accumulate(loss.backward)
 
     @property
-    def half_scale(self) -> float:
+    def fp16_scale(self) -> float:
         """The loss scale of fp16 without ZeRO, 1 for all others.
 
         DeepSpeed 0.19.8 divides the gradients by it, and multiplies no loss.
         """
-        is_half = isinstance(self.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))
+        is_fp16 = isinstance(self.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))
         # DeepSpeed steps bf16 by these optimizers, too, and then without a scale.
-        return float(self.optimizer.loss_scale or 1.0) if is_half else 1.0
+        return float(self.optimizer.loss_scale or 1.0) if is_fp16 else 1.0
 
-    def scale_half(self, loss: Tensor) -> Tensor:
-        """Return the loss, () of any type, times `half_scale`: (), fp32 if that is not 1."""
-        scale = self.half_scale
+    def with_fp16_scale(self, loss: Tensor) -> Tensor:
+        """Return the loss, () of any type, times `fp16_scale`: (), fp32 if that is not 1."""
+        scale = self.fp16_scale
         return loss if scale == 1.0 else loss.float() * scale
 
     def accumulate(self, backward: Callable[[], None]) -> None:

@@ -90,7 +90,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         for left, batch in zip(reversed(range(count)), batches, strict=True):
             loss = self.before_backward(_loss_of(self._run(batch)))
             with PROGRESS.doing("backward"):
-                super().backward(self.scale_half(loss))
+                super().backward(self.with_fp16_scale(loss))
             losses.append(loss.detach())
             self.end_micro_batch(last=not left)
         return self._mean_loss(losses)
@@ -111,10 +111,10 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's backward pass; ``wavemare.balance`` weights the loss by its share."""
-        scaled = self.scale_half(self.before_backward(loss))
+        scaled = self.with_fp16_scale(self.before_backward(loss))
         with PROGRESS.doing("backward"):
             result = super().backward(scaled, *args, **kwargs)
-        return result if self.half_scale == 1.0 else result / self.half_scale
+        return result if self.fp16_scale == 1.0 else result / self.fp16_scale
 
     def _backward_prologue(self) -> None:
         has_loss = self._running_engine_backward or self._manual_backward_expected
@@ -131,7 +131,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, scaled and weighted."""
-        return super().scale(self.scale_half(self.before_backward(loss)))
+        return super().scale(self.with_fp16_scale(self.before_backward(loss)))
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for feature in self.features:

@@ -201,7 +201,7 @@ def refuse(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> 
 
 
 def refuse_split(config: Mapping[str, Any], key: str) -> None:
-    """Refuse what does not go beside split backward passes.
+    """Refuse what does not go beside the split backward passes of a plan that is not a schedule's.
 
     Args:
         config: The whole configuration.
@@ -340,6 +340,8 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     feature, key = f"the schedule {pipeline.schedule!r}", f"{key}.schedule"
     if pipeline.is_asynchronous:
         yield from _beside(config, _BESIDE_PIPEMARE, feature, key)
+    elif pipeline.schedule in SCHEDULES and SCHEDULES[pipeline.schedule].splits:
+        yield from _beside(config, _BESIDE_SPLIT_PASSES, feature, key)
 
 
 def _sparse(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:

@@ -109,7 +109,7 @@ class GradientNorm:
     def begin_step(self) -> None:
         """Forget a step that has failed; the next question measures the gradients."""
         self._step = None
-        self._scale = self._engine.half_scale
+        self._scale = self._engine.fp16_scale
 
     @property
     def is_total(self) -> bool:

@@ -39,6 +39,7 @@ class ScheduleRow:
         homes: For (length, chunks) the rank of each stage.
         options: Names of ``make``'s options.
         trains: Whether engines train with it.
+        splits: Whether it splits backward passes.
         flushes: Whether it empties the pipeline at each optimizer step.
         is_waves: Whether its stages are the segments of a model that is whole on one rank.
     """
@@ -47,6 +48,7 @@ class ScheduleRow:
     homes: Callable[[int, int], tuple[int, ...]] = _one_each
     options: tuple[str, ...] = ()
     trains: bool = False
+    splits: bool = False
     flushes: bool = True
     is_waves: bool = False
 
@@ -55,10 +57,10 @@ _SUMS = "sums_output", "sums_gradient"
 
 SCHEDULES: dict[str, ScheduleRow] = {
     "1f1b": ScheduleRow(orders.one_f_one_b, trains=True),
-    "zb-h1": ScheduleRow(orders.zb_h1, trains=True),
+    "zb-h1": ScheduleRow(orders.zb_h1, trains=True, splits=True),
     "interleaved": ScheduleRow(orders.interleaved, orders.loop, ("chunks",), trains=True),
-    "zbv": ScheduleRow(orders.zbv, _vee, trains=True),
-    "auto": ScheduleRow(automatic, _vee, ("costs", "memory_limit"), trains=True),
+    "zbv": ScheduleRow(orders.zbv, _vee, trains=True, splits=True),
+    "auto": ScheduleRow(automatic, _vee, ("costs", "memory_limit"), trains=True, splits=True),
     "pipemare": ScheduleRow(
         orders.pipemare,
         options=("warmup_steps", "drain_interval", "slack", "norms", "correct"),

@@ -30,6 +30,8 @@ from common import (
 )
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from experts import batches as masked
+from stage_inputs import bodies, mixed
 from torch import distributed as dist
 from torch import nn
 from torch.optim import SGD
@@ -78,36 +80,6 @@ def half_frozen():
     return model
 
 
-class Body(nn.Module):
-    """A layer of (hidden, what travels beside it)."""
-
-    def __init__(self, beside):
-        super().__init__()
-        self.linear, self.beside = nn.Linear(WIDTH, WIDTH), beside
-
-    def forward(self, given):
-        hidden, *others = given if isinstance(given, tuple) else (given,)
-        hidden = torch.tanh(self.linear(hidden))
-        for mask in others:
-            if mask.is_floating_point():
-                hidden = hidden + 0.1 * mask.mean().to(hidden.dtype)
-        return (hidden, *self.beside(hidden))
-
-
-class Head(nn.Linear):
-    def forward(self, given):
-        return super().forward(given[0] if isinstance(given, tuple) else given)
-
-
-def mixed():
-    """Layers that hand on a float without gradient, integers, and a smaller float with one."""
-
-    def beside(hidden):
-        return hidden.detach()[:, :3], torch.arange(4), hidden[:, :1].to(torch.float64)
-
-    return [Body(beside) for _ in range(5)] + [Head(WIDTH, WIDTH)]
-
-
 def looked_up():
     return [
         nn.Embedding(30, WIDTH, sparse=True),
@@ -133,14 +105,6 @@ def tied_inside():
 def tokens_of(rank):
     for tokens in token_batches(rank):
         yield {"input_ids": tokens, "labels": tokens}
-
-
-def masked(rank):
-    for tokens in token_batches(rank):
-        mask = torch.ones_like(tokens)
-        mask[1, -3:] = 0
-        labels = tokens.masked_fill(mask == 0, -100)
-        yield {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
 def of_many_lengths(rank):
@@ -515,7 +479,7 @@ FEATURES: dict[str, Feature] = {
     "frozen stage": Feature(half_frozen),
     "dynamic shapes": Feature(data=of_many_lengths, pipeline={"dynamic_shape": True}),
     "packed rows": Feature(data=packed, pipeline={"inputs": ["input_ids", "position_ids"]}),
-    "float without gradient": Feature(mixed, pairs),
+    "float without gradient": Feature(partial(bodies, mixed), pairs),
     "reentrant checkpoints": Feature(config=checkpoints(True)),
     "checkpoints": Feature(config=checkpoints(False)),
     "bf16": Feature(config=BF16, dtype=torch.bfloat16, tolerance=ROUGH),

@@ -119,6 +119,7 @@ def test_what_split_stages_do_not_go_with(config, key, reason):
     [
         ({}, zero(2), "zero_optimization.stage"),
         ({}, {"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
+        ({}, {"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"pipemare": {}}, {}, "wavemare.pipeline.pipemare"),
         ({"chunks": 2}, {}, "wavemare.pipeline.chunks"),
         ({"schedule": "zbv", "memory_limit": "1x"}, {}, "wavemare.pipeline.memory_limit"),
