@@ -37,7 +37,7 @@ from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.engine.pipe.plans import agreed_plan
 from wavemare.engine.pipe.staged import DualPipeVEngine
 from wavemare.engine.seams import dispatch_to, finding_recorders, warn_of_other_version
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.plan.files import GivenPlan
 from wavemare.pipeline.plan.run_plan import RunPlan
 
@@ -213,6 +213,7 @@ def _with_sizes(
     stages = isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule)
     if stages:
         _check_trained(model, config)
+        _check_tied(model)
         clips = clipping_limit(config) > 0
         run = agreed_plan(ours.pipeline, length, micro_batches, clips=clips, plan=plan)
         _check_homes(model, run)
@@ -264,6 +265,24 @@ def _check_trained(model: Any, config: Mapping[str, Any]) -> None:
         "need one on each rank",
         "Move the cuts, so that each stage trains a weight, or use ZeRO 0 in fp32",
     )
+
+
+def _check_tied(model: Any) -> None:
+    """Refuse a sparse embedding that stages share: they would add rows to a whole matrix."""
+    shared = [
+        key
+        for key, comm in model.tied_comms.items()
+        if len(comm["ranks"]) > 1 and getattr(comm["module"], "sparse", False)
+    ]
+    keys = sorted({key for keys in gather(shared) for key in keys})
+    if keys:
+        raise ModelError(
+            "TiedLayerSpec",
+            keys[0],
+            "several stages share this Embedding(sparse=True), and another layer's gradient of its "
+            "weight is dense",
+            "Leave out sparse=True, or cut the model so that one stage has all layers of this key",
+        )
 
 
 def _check_homes(model: Any, run: RunPlan) -> None:

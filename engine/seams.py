@@ -50,7 +50,7 @@ FUNCTIONS = {
         set_train_micro_batch_size=e5bdf7 _start_timers=352ef6 _stop_timers=38ddc0
         step=02d6a4 zero_allow_untested_optimizer=d96e72 zero_optimization=3405fc
         _load_checkpoint=45c195 _load_zero_checkpoint=008491 load_module_state_dict=402cc9
-        steps_per_print=47026b get_global_grad_norm=93f2c5""",
+        steps_per_print=47026b get_global_grad_norm=93f2c5 save_16bit_model=a9fbf0""",
     "runtime.pipe.dualpipev.DualPipeVEngine": """
         eval_batch=5a4f7c reset_activation_shape=eeeba4""",
     "runtime.bf16_optimizer.BF16_Optimizer": """

@@ -237,12 +237,27 @@ def frozen_zero(_, schedule, *changes):
     return refusal(lambda: start(frozen(1), schedule, *changes))
 
 
+def tied_sparse(_, schedule):
+    """A sparse embedding on the first and the last stage."""
+
+    def head(layer, hidden):
+        return (hidden @ layer.weight.t())[:, :WIDTH]
+
+    layers = [
+        TiedLayerSpec("ends", nn.Embedding, 30, WIDTH, sparse=True),
+        *[LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)],
+        TiedLayerSpec("ends", nn.Embedding, 30, WIDTH, sparse=True, forward_fn=head),
+    ]
+    return refusal(lambda: start(layers, schedule, sparse=True))
+
+
 SPECIAL = {
     "alternating": alternating,
     "epochs": epochs,
     "reentrant": reentrant,
     "tied": tied_inside,
     "frozen-zero": frozen_zero,
+    "tied-sparse": tied_sparse,
 }
 
 if __name__ == "__main__":
