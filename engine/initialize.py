@@ -213,10 +213,10 @@ def _with_sizes(
     stages = isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule)
     if stages:
         _check_trained(model, config)
-        _check_tied(model)
         clips = clipping_limit(config) > 0
         run = agreed_plan(ours.pipeline, length, micro_batches, clips=clips, plan=plan)
         _check_homes(model, run)
+        _check_tied(model)
         if not run.is_asynchronous and run.whole.is_split:
             refuse_split(config, "plan" if plan is not None else "wavemare.pipeline.schedule")
     asynchronous = ours.pipeline.is_asynchronous
