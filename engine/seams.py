@@ -248,6 +248,17 @@ def noting_groups(made: list[Any]) -> Iterator[None]:
 
     with replaced(distributed, {"new_group": new_group}):
         yield
+    await_connections()
+
+
+def await_connections(group: Any = None) -> None:
+    """Wait until all ranks of a group have connected the groups of gloo's that they have made.
+
+    ``new_group`` returns on each rank as soon as its own connections stand. It fails on the other
+    ranks if this one destroys the group, or leaves, while they still look at theirs.
+    """
+    if distributed.get_backend(group) == "gloo":
+        distributed.barrier(group)
 
 
 def destroy_groups(made: list[Any]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 
 from wavemare.engine.pipe.message import DESCRIPTION, MessageLayout
 from wavemare.engine.pipe.micro_batch import Tensors, as_leaves, as_tuple
-from wavemare.engine.seams import destroy_groups, fail_group
+from wavemare.engine.seams import await_connections, destroy_groups, fail_group
 from wavemare.errors import CommError, ModelError
 from wavemare.pipeline.plan.plan import RECEIVES, SENDS, Action, Kind
 
@@ -276,6 +276,7 @@ class PeerLink:
                     self._to[receiver] = SendQueue(ranks[receiver], group, self._slots)
                 elif me == ranks[receiver]:
                     self._from[sender] = RecvQueue(ranks[sender], group, self._device)
+        await_connections(grid.get_pipe_parallel_group())
 
     @property
     def _queues(self) -> list[SendQueue | RecvQueue]:
