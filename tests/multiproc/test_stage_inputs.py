@@ -26,6 +26,7 @@ SAMPLE += ["/1f1b/autocast", "mixed/1f1b/zero"]
 ALL = [named(case, schedule) for case in INPUTS for schedule in SCHEDULES]
 SPECIAL = [f"{case}/{name}" for case in ("alternating", "tied") for name in ("1f1b", "pipemare")]
 SPECIAL += [f"epochs/{name}" for name in ("1f1b", "zbv", "interleaved", "pipemare")]
+SPECIAL += ["connected/1f1b"]
 REFUSED = ["reentrant/1f1b", "reentrant/zb-h1", "reentrant/pipemare", "frozen-zero/zb-h1/zero"]
 REFUSED += ["tied-sparse/1f1b", "tied-sparse/zb-h1"]
 
@@ -62,6 +63,14 @@ def test_all_schedules_read_the_same_batches_between_evaluations_and_other_reade
             assert found[f"epochs/{name}"] == pytest.approx(found["epochs/1f1b"], abs=1e-6)
         # Weights tied within one stage need no other one.
         assert found["tied/pipemare"] == found["tied/1f1b"]
+
+
+@pytest.mark.world_size(3)
+def test_no_rank_begins_before_all_are_connected(launch_once):
+    # A rank that fails in its first step closes its connections.
+    for found in launch_once("stage_inputs.py", *SAMPLE, *SPECIAL, *REFUSED, ranks=3):
+        (count,) = set(found["connected/1f1b"])
+        assert count > 4
 
 
 @pytest.mark.world_size(3)

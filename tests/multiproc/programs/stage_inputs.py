@@ -6,12 +6,15 @@ Usage: stage_inputs.py FOLDER CASE/SCHEDULE...; each rank leaves the losses of b
 
 import copy
 import sys
+import time
 from functools import partial
 from itertools import islice
+from unittest import mock
 
 import deepspeed
 import torch
 from common import furthest, leave, refusal
+from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
@@ -251,7 +254,24 @@ def tied_sparse(_, schedule):
     return refusal(lambda: start(layers, schedule, sparse=True))
 
 
+def connected(_, schedule):
+    """The groups that each rank has connected when `initialize` ends here; one rank is slow."""
+    store, made = torch.distributed.distributed_c10d._get_default_store(), dist.new_group
+
+    def slow(*args, **kwargs):
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+        group = made(*args, **kwargs)
+        store.add(f"connected {schedule} {dist.get_rank()}", 1)
+        return group
+
+    with mock.patch.object(dist, "new_group", slow):
+        start(bodies_seeded(), schedule)
+    return [store.add(f"connected {schedule} {rank}", 0) for rank in range(STAGES)]
+
+
 SPECIAL = {
+    "connected": connected,
     "alternating": alternating,
     "epochs": epochs,
     "reentrant": reentrant,

@@ -162,7 +162,8 @@ def first_of_two(monkeypatch):
 
 
 def link(**options):
-    return PeerLink(SimpleNamespace(pipe_groups=[[0, 1]]), CPU, (0, 1), **options)
+    grid = SimpleNamespace(pipe_groups=[[0, 1]], get_pipe_parallel_group=lambda: None)
+    return PeerLink(grid, CPU, (0, 1), **options)
 
 
 def send(number):
