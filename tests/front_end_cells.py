@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Front ends and layouts, with the models and data that are trained through each."""
+
+FRONT_ENDS = ("loop", "trainer", "patch", "accelerate")
+LAYOUTS = {
+    "ZeRO 0": {},
+    "ZeRO 1": {},
+    "ZeRO 2": {},
+    "ZeRO 3": {},
+    "waves": {"wavelet": {"mode": "sync"}},
+    "local steps": {"local_steps": {"mode": "average", "every": 1, "replica": "rank"}},
+    "1f1b": {"pipeline": {"stages": 2, "schedule": "1f1b"}},
+    "zbv": {"pipeline": {"stages": 2, "schedule": "zbv"}},
+    "pipemare": {
+        "pipeline": {"stages": 2, "schedule": "pipemare", "pipemare": {"drain_interval": 1}}
+    },
+    "experts": {"expert_parallel": {"size": 2}},
+    "tensor parallelism": {"tensor_parallel": {"size": 2}},
+}
+"""Their sections of ``wavemare``. DeepSpeed keeps the groups of the last one for later engines."""
+STAGES = ("1f1b", "zbv", "pipemare")
+MODELS = ("whole", "LoRA", "named adapter")
+DATA = ("equal", "lengths", "ignored", "smoothing", "short", "packed", "sizes")
+"""Rows of one length, of several, with micro-batches without labels, with smoothed labels, a last
+step of fewer batches, rows that hold several texts, and evaluation of other sizes."""
+
+
+def _exists(front: str, layout: str, data: str) -> bool:
+    """Whether one process could train it alike.
+
+    Whole steps have no place for a loss of the loop's own, and loops of one's own no short steps;
+    between exchanges, `TokenMean` of a replica knows its own labels alone.
+    """
+    whole_steps = layout in STAGES or layout == "waves"
+    return front != "loop" or not (
+        data == "short"
+        or (data == "smoothing" and whole_steps)
+        or (data == "ignored" and layout == "local steps")
+    )
+
+
+CELLS = [
+    f"{front}/{layout}/{model}/{data}"
+    for layout in LAYOUTS
+    for front in FRONT_ENDS
+    for model in MODELS
+    for data in DATA
+    if _exists(front, layout, data)
+]
+
+
+def twin_of(cell: str) -> str:
+    """The cell that transformers and PyTorch train in one process, with the same result."""
+    front, layout, model, data = cell.split("/")
+    front = "loop" if front in ("loop", "accelerate") else "trainer"
+    layout = layout if layout in ("experts", "local steps") else "ZeRO 0"
+    return f"{front}/{layout}/{model}/{data}"
+
+
+def replicas_of(layout: str) -> int:
+    """Number of models that two ranks train with batches of their own."""
+    return 1 if layout in STAGES or layout == "tensor parallelism" else 2
+
+
+def refusal_of(cell: str) -> str | None:
+    """How the refusal of a cell begins; None for those that train."""
+    front, layout, _, _ = cell.split("/")
+    if front == "accelerate" and layout in (*STAGES, "waves"):
+        key = "wavelet.mode" if layout == "waves" else "pipeline"
+        return f"ConfigError: wavemare.{key}"
+    return None
