@@ -32,7 +32,6 @@ if ALONE:  # transformers joins a group wherever a launcher's variables are
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name)
 else:
-    import accelerate
     from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin, DummyOptim
 
