@@ -29,6 +29,7 @@ PAGES = (
     Path(__file__).with_name("configuration.md"),
     Path(__file__).with_name("models.md"),
     Path(__file__).with_name("schedules.md"),
+    Path(__file__).with_name("huggingface.md"),
     Path(__file__).with_name("performance.md"),
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
@@ -76,7 +77,8 @@ def cells(name: str) -> str:
         for schedule in values["ROWS"]:
             cell = f"{schedule}/{feature}"
             refused = values["REFUSED"].get(cell, "").partition(": ")[2]
-            row.append(f"refused: `{refused}`" if refused else "equal" * (cell in values["CELLS"]))
+            known = any(f"{each}/".startswith(f"{cell}/") for each in values["CELLS"])
+            row.append(f"refused: `{refused}`" if refused else "equal" * known)
         rows.append(row)
     heads = ["", *(f"`{schedule}`" for schedule in values["ROWS"])]
     return _markdown([heads, ["---"] * len(heads), *rows])

@@ -19,6 +19,12 @@ LAYOUTS = {
 }
 """Their sections of ``wavemare``. DeepSpeed keeps the groups of the last one for later engines."""
 STAGES = ("1f1b", "zbv", "pipemare")
+ROWS, FEATURES = FRONT_ENDS, tuple(LAYOUTS)
+REFUSED = {
+    **{f"accelerate/{layout}": "ConfigError: wavemare.pipeline" for layout in STAGES},
+    "accelerate/waves": "ConfigError: wavemare.wavelet.mode",
+}
+"""How the refusals of a front end and a layout begin."""
 MODELS = ("whole", "LoRA", "named adapter")
 DATA = ("equal", "lengths", "ignored", "smoothing", "short", "packed", "sizes")
 """Rows of one length, of several, with micro-batches without labels, with smoothed labels, a last
@@ -65,7 +71,4 @@ def replicas_of(layout: str) -> int:
 def refusal_of(cell: str) -> str | None:
     """How the refusal of a cell begins; None for those that train."""
     front, layout, _, _ = cell.split("/")
-    if front == "accelerate" and layout in (*STAGES, "waves"):
-        key = "wavelet.mode" if layout == "waves" else "pipeline"
-        return f"ConfigError: wavemare.{key}"
-    return None
+    return REFUSED.get(f"{front}/{layout}")
