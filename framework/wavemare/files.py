@@ -244,7 +244,7 @@ def _stat(pid: int) -> list[str] | None:
 def read_json(file: Path, error: type[WavemareError], key: str, remedy: str) -> Any:
     """Read and parse a JSON file, see `parse_json`; raise an error of a kind if that fails."""
     try:
-        return parse_json(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as failure:
         reason = f"it cannot be read ({getattr(failure, 'strerror', None) or failure})"
         raise error(key, str(file), reason, remedy) from failure
@@ -262,7 +262,7 @@ def parse_json(text: str) -> Any:
         return json.loads(
             text,
             parse_constant=_refuse_constant,
-            object_pairs_hook=lambda pairs: refuse_duplicates(pairs, _refuse_duplicate),
+            object_pairs_hook=without_duplicates,
         )
 
     return say_what_is_wrong(parse)
@@ -299,6 +299,15 @@ def refuse_duplicates(
             refuse(key, value)
         values[key] = value
     return values
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of an object as a dictionary.
+
+    Raises:
+        ValueError: A key stands twice.
+    """
+    return refuse_duplicates(pairs, _refuse_duplicate)
 
 
 def _refuse_duplicate(key: str, value: Any) -> NoReturn:
