@@ -117,7 +117,7 @@ def _text(config: str) -> str:
             return base64.urlsafe_b64decode(config).decode("utf-8")
         except ValueError:  # neither base64 nor text: it was meant as a path
             pass
-    return Path(config).read_text(encoding="utf-8")
+    return Path(config).read_text(encoding="utf-8-sig")
 
 
 def _parse(text: str) -> Any:

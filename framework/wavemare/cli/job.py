@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +28,7 @@ _DEFAULT_PROCESSES = 2
 _AGENT = "wavemare.cli.agent"
 _PORT_OPTION = "--master_port"
 _CHOOSE_DEVICES = {"-i", "--include", "-e", "--exclude", "--num_gpus", "--num_accelerators"}
+_ANY_BYTES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}
 _LINE = re.compile(r"^(\S+)\s+slots=(\d{1,9})(?!\d)(?P<rest>.*)$")
 _REMEDY = "Write 'HOST slots=N', N being the number of ranks on that host"
 
@@ -62,6 +63,9 @@ def parse_hostfile(text: str, file: str = "") -> list[Host]:
     Raises:
         LaunchError: A line is wrong, or there is no host.
     """
+    if text.startswith("\ufeff"):
+        reason = "it begins with a byte order mark, which deepspeed takes for a host's name"
+        raise LaunchError("--hostfile", file, reason, "Save it as UTF-8 without the mark")
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         entry = line.strip()
@@ -214,8 +218,8 @@ def _environment_file(variables: Mapping[str, str], *, pdsh: bool = True) -> Ite
     ]
     for folder in (Path.home(), Path()):  # in DeepSpeed's order
         if (folder / name).is_file():
-            lines += (folder / name).read_text(encoding="utf-8").splitlines()
-    with tempfile.NamedTemporaryFile("w", prefix="wavemare-environment-") as file:
+            lines += (folder / name).read_text("utf-8-sig", "surrogateescape").splitlines()
+    with tempfile.NamedTemporaryFile("w", prefix="wavemare-environment-", **_ANY_BYTES) as file:
         file.write("".join(f"{line}\n" for line in lines if "=" in line))
         file.flush()
         yield Path(file.name)

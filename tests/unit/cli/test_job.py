@@ -57,7 +57,8 @@ def exported(machine, monkeypatch, tmp_path):
 
         def read(command, given, **options):
             assert given["OMP_NUM_THREADS"] == "1"
-            lines.extend(Path(given["DS_ENV_FILE"]).read_text().splitlines())
+            text = Path(given["DS_ENV_FILE"]).read_text("utf-8", "surrogateescape")
+            lines.extend(text.splitlines())
             return 5
 
         monkeypatch.setattr(launch, "run", read)
@@ -76,13 +77,14 @@ def test_other_hosts_need_ssh_and_pdsh(monkeypatch, tmp_path):
 
 
 def test_variables_reach_other_hosts_by_a_file(exported, tmp_path):
-    (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=eth7\n\n")
+    (tmp_path / ".deepspeed_env").write_bytes(b"\xef\xbb\xbfGLOO_SOCKET_IFNAME=eth7\n\nHF_A=\xe9\n")
     # The last one wins: the user's.
     assert exported(GLOO_SOCKET_IFNAME="eth0", NCCL_DEBUG="1\n2", HF_HOME="/a=b") == [
         "GLOO_SOCKET_IFNAME=eth0",
         "HF_HOME=/a=b",
         "OMP_NUM_THREADS=1",
         "GLOO_SOCKET_IFNAME=eth7",
+        "HF_A=\udce9",
     ]
 
 
