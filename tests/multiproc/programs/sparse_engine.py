@@ -2,8 +2,9 @@
 """Train with gradients reduced by DeepSpeed and by the sparse collective; leave what came of it.
 
 Arguments: result folder, then a list of cases in JSON. A case has a ``name``, the ``model``, the
-number of ``steps``, a ``section`` (``wavemare.sparse_collective``), and other keys of the
-configuration. Or "lose a rank", which ends in an error.
+number of ``steps``, a ``section`` (``wavemare.sparse_collective``), other keys of the
+configuration, and ``frozen``: by step, patterns of the weights that are not trained from there on.
+Or "lose a rank", which ends in an error.
 """
 
 import json
@@ -17,7 +18,7 @@ from unittest import mock
 import deepspeed
 import torch
 import transformers
-from common import build_bert, build_gpt2, leave, weights_digest
+from common import build_bert, build_gpt2, freeze, leave, weights_digest
 
 import wavemare
 from wavemare.comm import SparseComm
@@ -160,6 +161,8 @@ def train(case):
     losses, metrics = [], []
     with noting_sent(engine.module) as sent:
         for step in range(case["steps"]):
+            if (patterns := case.get("frozen", {}).get(str(step))) is not None:
+                freeze(engine.module, patterns)
             losses.append(engine.train_batch(data).item())
             metrics.append(engine.step_metrics())
             if step + 1 == case.get("save_after"):
