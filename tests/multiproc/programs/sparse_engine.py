@@ -60,6 +60,24 @@ class Branching(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
 
 
+class Once(torch.nn.Module):
+    """A layer that only the first of two micro-batches uses, on the first rank or on all."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.branch = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.out = torch.nn.Linear(HIDDEN, 3)
+        self.calls, self.ranks = 0, ranks
+
+    def forward(self, input_ids, labels):
+        hidden = self.words(input_ids).mean(1)
+        if self.calls % 2 == 0 and torch.distributed.get_rank() < self.ranks:
+            hidden = torch.tanh(self.branch(hidden))
+        self.calls += 1
+        return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
+
+
 class Shared(torch.nn.Module):
     """One layer used twice within segments that are computed again in the backward pass."""
 
@@ -86,6 +104,8 @@ def build(model):
         return _pipeline()
     if model.startswith("rows"):
         return Rows(sparse=model == "rows")
+    if model.startswith("once"):
+        return Once(ranks=int(model[-1]))
     return {"branching": Branching, "shared": Shared}[model]()
 
 
