@@ -25,6 +25,7 @@ from wavemare.engine.config.resolve import (
     check_config,
     load_config,
     misplaced_keys,
+    refuse_misspelt_section,
     zero_section,
 )
 from wavemare.engine.config.shape import BATCH_KEYS, ZERO_WEIGHTS, is_enabled, offloads
@@ -115,6 +116,7 @@ def resolve(
     """
     ours = check_config(config, world_size=dist.get_world_size())
     _refuse_removed(config)
+    refuse_misspelt_section(config)
     if dist.get_rank() == 0:
         for warning in misplaced_keys(config):
             logger.warning(warning)

@@ -31,6 +31,7 @@ from wavemare.engine.config.shape import (
     check_shape,
     check_zero_stage,
     misplaced_keys,
+    refuse_misspelt_section,
     zero_section,
 )
 from wavemare.errors import ConfigError
@@ -47,6 +48,7 @@ __all__ = [
     "check_config",
     "load_config",
     "misplaced_keys",
+    "refuse_misspelt_section",
     "zero_section",
 ]
 
