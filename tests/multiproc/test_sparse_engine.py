@@ -72,6 +72,8 @@ SHORT = [
     *pair("gpt", 3, zero=2, zero_keys={"contiguous_gradients": False}),
     *pair("rows", 4, of="rows of tables"),
     *pair("shared", 3),
+    *pair("late", 12),
+    *pair("late", 22, gradient_accumulation_steps=1),
     *pair("gpt", 6, frozen=FREEZING),
     *(
         each
