@@ -34,6 +34,7 @@ from wavemare.engine.checkpoint.files import (
     write_file,
 )
 from wavemare.engine.checkpoint.manifest import checksum
+from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.errors import CheckpointError
 
 
@@ -254,6 +255,37 @@ def test_what_a_client_keeps_comes_back(tmp_path, state):
 @dataclass
 class Progress:
     epoch: int
+
+
+KINDS = ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]
+
+
+@pytest.fixture
+def generator_of_numpy():
+    before = np.random.get_bit_generator()
+    yield lambda kind: np.random.set_bit_generator(getattr(np.random, kind)(3))
+    np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_generators_go_on(tmp_path, generator_of_numpy, kind):
+    def draw():
+        numbers = [np.random.rand(), np.random.standard_normal(), random.random()]
+        return [*numbers, random.gauss(0, 1), torch.rand(1).item()]
+
+    generator_of_numpy(kind)
+    draw()  # numpy and Python keep a second Gaussian
+    write_file(random_state(), str(tmp_path / "a.pt"))
+    expected = draw()
+    draw()
+    restore_random_state(read_file(tmp_path / "a.pt"))
+    assert draw() == expected
+    generator_of_numpy("PCG64" if kind == "MT19937" else "MT19937")
+    with pytest.raises(CheckpointError, match=kind):
+        restore_random_state(read_file(tmp_path / "a.pt"))
+    generator_of_numpy(kind)  # as the remedy says
+    restore_random_state(read_file(tmp_path / "a.pt"))
+    assert draw() == expected
 
 
 SCHEDULERS = [
