@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wavemare.comm.agreement import Agreement, Reported, exchange_masks
@@ -31,12 +32,13 @@ from wavemare.comm.transport import Transport
 from wavemare.errors import CommError
 
 _SAMPLE = 128
-"""Blocks that are looked at to find a bucket dense."""
+"""Blocks that are looked at to find a bucket dense, or a list of blocks wrong."""
 _CHECK_INTERVAL = 251
-"""Calls between two checks of a caller's list of blocks; a prime, as steps repeat in patterns. The
-calls 0, 1, 2, 4, 8, ... are checked too."""
+"""Calls between two checks of all of a caller's list of blocks; a prime, as steps repeat in
+patterns. The calls 0, 1, 2, 4, 8, ... are checked too, and a sample in each call."""
 _TRIALS = 8
-"""Calls of a bucket in which a wrong list is not an error: lists are not used from then on."""
+"""Calls of a bucket in which a wrong list is not an error: lists are not used from then on. Nor is
+it in any call in which most of the sample is not zero: a term of all rows has just begun."""
 
 
 @dataclass(frozen=True)
@@ -348,13 +350,9 @@ class Reduction:
         searched = bits is None
         if bits is None:
             number = min(blocks, _SAMPLE)
+            step = blocks // number
             with call.phase("sample"):
-                step = blocks // number
-                index = call.index(np.arange(number, dtype=np.int64) * step + step // 2)
-                packed = call.packed("sample", number)
-                call.kernels.gather(call.flat, call.block, index, packed)
-                bits = packed.new_empty(mask_bytes(number), dtype=torch.uint8)
-                call.kernels.mask(packed, call.block, bits)
+                bits = self._sample(call, np.arange(number, dtype=np.int64) * step + step // 2)
         count = int(np.bitwise_count(bits.cpu().numpy()).sum()) * blocks // number
         # The best case of sparse sums: all ranks have the same blocks.
         alike = BlockCounts(blocks, np.full(call.size, count), count)
@@ -369,6 +367,24 @@ class Reduction:
         )
         return count if plan.executor in DENSE else -1
 
+    def _sample(self, call: CollectiveCall, places: NDArray[np.int64]) -> Tensor:
+        """Return the bit-packed mask of some blocks."""
+        packed = call.packed("sample", len(places))
+        call.kernels.gather(call.flat, call.block, call.index(places), packed)
+        bits = packed.new_empty(mask_bytes(len(places)), dtype=torch.uint8)
+        call.kernels.mask(packed, call.block, bits)
+        return bits
+
+    def _strays(self, call: CollectiveCall, listed: Tensor, number: int) -> tuple[int, int]:
+        """Return of a sample of blocks how many are listed wrongly, and how many are not listed."""
+        step = max(call.num_blocks // _SAMPLE, 1)
+        places = np.arange(number % step, call.num_blocks, step, dtype=np.int64)[:_SAMPLE]
+        sampled = self._sample(call, places).cpu().numpy()
+        found = np.unpackbits(sampled, count=len(places), bitorder="little")
+        index = call.index(places)
+        known = ((listed[index // 8] >> (index % 8).to(torch.uint8)) & 1).cpu().numpy()
+        return int((found > known).sum()), int((known == 0).sum())
+
     def _listed(self, call: CollectiveCall, bucket: Bucket) -> tuple[Tensor | None, int]:
         """Return the mask of the caller's list and, if it was checked, a block outside of it."""
         key = bucket.key
@@ -378,12 +394,15 @@ class Reduction:
         assert bucket.blocks is not None
         with call.phase("list"):
             listed = bits_of(bucket.blocks, call.num_blocks)
-        checks = not number & (number - 1) or not number % _CHECK_INTERVAL
+            strays, unlisted = self._strays(call, listed, number)
+        begins = strays and 2 * strays >= unlisted  # a term of all rows; earlier sums were right
+        checks = not number & (number - 1) or not number % _CHECK_INTERVAL or strays
         if not (checks or self._always_checks):
             return listed, -1
         bits = call.mask()
         stray = first_bit(bits & ~listed)
-        if stray >= 0 and number < _TRIALS and not self._always_checks:
+        trial = number < _TRIALS or begins
+        if stray >= 0 and trial and not self._always_checks:
             logging.getLogger("wavemare").warning(
                 "%s: block %d is not in the list; lists are not used", key, stray
             )

@@ -153,6 +153,9 @@ class ShareSampler(Sampler[int]):
         self, dataset: Sized, *, first: int, count: int, stride: int, shuffle: bool
     ) -> None:
         self._size = len(dataset)
+        if self._size < stride:
+            reason = f"it does not fill one micro-batch of all ranks, of {stride} samples"
+            raise DataError("training_data", self._size, reason, "Give more data, or smaller sizes")
         self._first, self._count, self._stride = first, count, stride
         self._shuffle = shuffle
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import deepspeed
@@ -195,6 +195,9 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             if self.training_dataloader is None:
                 reason = "there is no iterator, and initialize had no training_data"
                 raise DataError("data_iter", None, reason, "Give one of the two")
+            if isinstance(self.training_dataloader, Sized) and not len(self.training_dataloader):
+                reason = "the training_data of initialize do not fill one micro-batch"
+                raise DataError("training_data", 0, reason, "Give more data, or smaller sizes")
             self._own_batches = iter(RepeatingLoader(self.training_dataloader))
         return self._own_batches
 

@@ -25,13 +25,18 @@ from wavemare.engine.config.resolve import (
     check_config,
     load_config,
     misplaced_keys,
+    refuse_misspelt_section,
     zero_section,
 )
 from wavemare.engine.config.shape import BATCH_KEYS, ZERO_WEIGHTS, is_enabled, offloads
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.experts import forget_expert_groups
 from wavemare.engine.launch.group import compiled_ops_enabled, gather
-from wavemare.engine.optim.optimizers import clipping_limit, take_optimizer
+from wavemare.engine.optim.optimizers import (
+    clipping_limit,
+    ratio_keeping_scheduler,
+    take_optimizer,
+)
 from wavemare.engine.optim.policy import advise, check_replaceable
 from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.engine.pipe.plans import agreed_plan
@@ -78,6 +83,9 @@ def build_engine(
     # Without our section all is as in DeepSpeed.
     if SECTION in config and isinstance(model, deepspeed.PipelineModule) and dist.get_rank() == 0:
         _say_which_norm(complete, ours, model.mpu().get_pipe_parallel_world_size())
+    by_caller = [arguments.get(name) for name in ("optimizer", "lr_scheduler")]
+    if SECTION in config and by_caller == [None, None]:
+        arguments["lr_scheduler"] = ratio_keeping_scheduler(config)
     arguments["optimizer"] = optimizer
     arguments["args"] = _without_config(arguments.get("args"))
     replaces_experts = is_enabled(config, "expert_parallel")
@@ -115,6 +123,7 @@ def resolve(
     """
     ours = check_config(config, world_size=dist.get_world_size())
     _refuse_removed(config)
+    refuse_misspelt_section(config)
     if dist.get_rank() == 0:
         for warning in misplaced_keys(config):
             logger.warning(warning)

@@ -68,8 +68,6 @@ class LocalSteps(Feature):
         replicas = engine.mpu.replicas
         self._replicas = replicas.size
         self._momentum_rate = 0.0 if config.mode == "average" else config.outer.momentum
-        sizes = [size for size, _ in self._adapter.masters()]
-        self._parts = fragments_of(sizes, config.fragments)
         self._flights: list[_Flight] = []
         self._figures: dict[str, float] = {}
         self._link = ReplicaLink(replicas.group, timeout_s=timeout_s, device=self._device)
@@ -82,6 +80,9 @@ class LocalSteps(Feature):
 
     def _begin(self) -> None:
         """Take the present weights, the same on all replicas, as the common ones."""
+        self._adapter.hold_trained()
+        sizes = [size for size, _ in self._adapter.masters()]
+        self._parts = fragments_of(sizes, self._config.fragments)
         self._common = [self._read(number) for number in range(self._config.fragments)]
         self._momentum = [torch.zeros_like(c) for c in self._common if self._momentum_rate]
         self._residual = [torch.zeros_like(c) for c in self._common if self._config.bits < _FP32]
@@ -99,6 +100,8 @@ class LocalSteps(Feature):
     def before_step(self) -> bool:
         """Average the gradients over the replicas in a warm-up; the step is always made."""
         self._figures = {}
+        if self._adapter.trains_others:
+            self._follow()
         step = self._engine.global_steps + 1
         if step == 1:  # weights may have been loaded into the module since
             self._common = [self._read(number) for number in range(self._config.fragments)]
@@ -113,6 +116,19 @@ class LocalSteps(Feature):
             ):
                 gradient.copy_(part.view_as(gradient))
         return True
+
+    def _follow(self) -> None:
+        """Exchange what the layers so far have learned, and begin with those that are trained now.
+
+        So replicas have the same bits of frozen layers.
+        """
+        if self._engine.global_steps:
+            logger.warning(
+                "local_steps: other layers are trained from now on; replicas exchange all changes, "
+                "and the outer momentum begins anew"
+            )
+            self.synchronize()
+        self._begin()
 
     def after_step(self) -> None:
         """Apply what is due, then send the fragment whose turn it is.
@@ -284,7 +300,9 @@ class LocalSteps(Feature):
             for own, saved in zip(ours, state[name], strict=False):  # of other settings it has none
                 if own.shape != saved.shape:
                     reason = f"its {name} of a fragment is of {len(saved)} weights, not {len(own)}"
-                    remedy = "Resume with the model and parameter groups that saved it"
+                    remedy = (
+                        "Resume with the model, parameter groups and frozen layers that saved it"
+                    )
                     raise CheckpointError(_KEY, name, reason, remedy)
                 own.copy_(saved)
         flights = [

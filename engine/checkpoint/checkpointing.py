@@ -36,6 +36,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from wavemare.engine.checkpoint.compatibility import (
     check_checkpoint_fits,
+    check_kind,
     check_optimizer,
     check_shapes,
     check_universal,
@@ -49,10 +50,19 @@ from wavemare.engine.checkpoint.files import (
     CheckpointFiles,
     RankFiles,
     check_client_state,
+    check_optimizer_state,
+    check_scheduler,
     read_file,
     safe_loading,
+    taken_literally,
 )
-from wavemare.engine.checkpoint.manifest import FORMAT, read_manifest, resolve_tag, verify_contents
+from wavemare.engine.checkpoint.manifest import (
+    FORMAT,
+    as_tag,
+    read_manifest,
+    resolve_tag,
+    verify_contents,
+)
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group
 from wavemare.engine.launch.group import gather
@@ -112,15 +122,18 @@ class CheckpointMixin(DeepSpeedEngine):
             ValueError: There is no ``save_dir``.
             NumericsError: A stage has left a step out, as numbers were not finite.
             CheckpointError: A rank could not write this checkpoint, or the one before in the
-                background; or ``client_state`` holds what a load would not give back.
+                background; ``client_state``, the scheduler or the optimizer holds what a load
+                would not give back; or ``tag`` is no name of a folder.
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         self.drain()
         self.settle()
         self.finish_saving()
-        agree(Path(save_dir), lambda: _check_client_state(self, client_state))
-        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        save_dir = os.path.abspath(save_dir)  # a background save may end in another folder
+        name = tag if tag is not None else f"global_step{self.global_steps}"
+        tag = agree(Path(save_dir), lambda: self._check_save(name, client_state))
+        self._check_folder(save_dir)
         self._checkpoint_tag_validation(tag)  # of the ranks' own tags, not of a shared name
         state = {**_universal_information(self), **client_state}
         if self.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
@@ -158,6 +171,25 @@ class CheckpointMixin(DeepSpeedEngine):
         else:
             save.complete()
         return True
+
+    def _check_save(self, tag: object, client_state: Mapping[str, Any]) -> str:
+        """Return the tag; refuse what a load would not find or give back."""
+        _check_client_state(self, client_state)
+        check_scheduler(self.lr_scheduler)
+        check_optimizer_state(getattr(self, "basic_optimizer", None))
+        return as_tag(tag)
+
+    def _check_folder(self, save_dir: str) -> None:
+        """Refuse names by which ranks would write into different folders."""
+        others = gather(save_dir)
+        if len({*others}) > 1 and not self.use_node_local_storage():
+            rank, other = next((r, o) for r, o in enumerate(others) if o != others[0])
+            raise CheckpointError(
+                "save_dir",
+                others[0],
+                f"this is its name on rank 0, and on rank {rank} it is {other}",
+                "Give all ranks the same one: take a name with the time from rank 0",
+            )
 
     def finish_saving(self) -> None:
         """Wait until a background save is complete; all ranks should call it.
@@ -200,6 +232,7 @@ class CheckpointMixin(DeepSpeedEngine):
         """
         self.drain()
         self.finish_saving()
+        load_dir = os.path.abspath(load_dir)
         universal = self.load_universal_checkpoint()
         whole = load_optimizer_states and not load_module_only
         manifest = None
@@ -207,7 +240,7 @@ class CheckpointMixin(DeepSpeedEngine):
             check_universal(load_dir, self)
             latest = Path(load_dir) / "latest_universal"
             if tag is None and latest.is_file():
-                tag = latest.read_text().strip()
+                tag = latest.read_text(encoding="utf-8", errors="replace").strip()
         else:
             folder = Path(load_dir)
             tag, manifest = agree(folder, lambda: _find(folder, tag, self, whole=whole))
@@ -229,7 +262,13 @@ class CheckpointMixin(DeepSpeedEngine):
         # Under ZeRO 3 DeepSpeed takes weights from the optimizer's files; with load_module_only it
         # does so only if told to leave the optimizer's states.
         states = load_optimizer_states and (whole or not self.zero_optimization_partition_weights())
-        with reading, self.without_expert_files(), safe_loading(load_dir), _weights_of(tag):
+        with (
+            reading,
+            self.without_expert_files(),
+            safe_loading(load_dir),
+            _weights_of(tag),
+            taken_literally(os.path.join(load_dir, tag or "")),
+        ):
             result = super().load_checkpoint(
                 load_dir,
                 tag,
@@ -379,6 +418,8 @@ def _find(
     manifest = read_manifest(load_dir / tag) if tag is not None else None
     if manifest is not None:
         check_checkpoint_fits(load_dir / str(tag), manifest, engine, whole=whole)
+    elif tag is not None:
+        check_kind(load_dir / tag, engine)
     return tag, manifest
 
 

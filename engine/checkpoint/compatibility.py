@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +14,14 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from wavemare.engine.checkpoint.files import read_file
 from wavemare.engine.checkpoint.manifest import MANIFEST
+from wavemare.engine.config.shape import ZERO_WEIGHTS
 from wavemare.engine.optim.optimizers import is_added
 from wavemare.errors import CheckpointError
 
 if TYPE_CHECKING:
     from wavemare.engine.base import EngineMixin
 
-_EXPORTED = "a model that save_pretrained exported"
+_EXPORTED = "a model that save_pretrained exported (of an engine that has loaded the checkpoint)"
 _OF_REPLICAS = {"world_size", "replicas"}
 _WRAPPERS = ("optimizer", "optimizer_state_dict", "base_optimizer_state")
 _COMPILED = "bias_correction"
@@ -87,6 +89,10 @@ def check_checkpoint_fits(
     saved, current = manifest["topology"], topology(engine)
     converts = keeps_adam_alone(engine) and engine.settings.expert_parallel.size == 1
     converts = converts and not {"replicas"} & (saved.keys() | current.keys())
+    # A pipeline has other names, and without ZeRO there are no files to convert or to convert for.
+    converts = converts and (saved.get("cuts") is None) == (current["cuts"] is None)
+    stages = {saved["zero_stage"], current["zero_stage"]}  # ZeRO 3 reads files of its own alone
+    converts = converts and (stages <= {1, 2} or stages == {ZERO_WEIGHTS})
     convert = _universal_remedy(folder) if converts else f"go on from {_EXPORTED}"
     sizes = [each.get("experts", 1) for each in (saved, current)]
     rows: list[tuple[object, str, str]] = [
@@ -204,6 +210,22 @@ def _name(settings: list[str]) -> str:
     return f"an optimizer with {' and '.join(settings) or 'neither betas nor momentum'}"
 
 
+def check_kind(folder: Path, engine: EngineMixin) -> None:
+    """Refuse stock DeepSpeed's checkpoint of a pipeline for another engine, and the reverse.
+
+    Raises:
+        CheckpointError: The files are of the other kind.
+    """
+    layers = next(folder.glob("layer_*model_states.pt"), None) is not None
+    weights = next(folder.glob("*mp_rank_*_model_states.pt"), None) is not None
+    kinds = "an engine without stages", "a pipeline"
+    own = engine.pipeline_parallelism
+    if (layers or weights) and layers != own:
+        reason = f"{kinds[layers]} has saved it, and this is {kinds[own]}"
+        remedy = f"Load it with {kinds[layers]}, or go on from {_EXPORTED}"
+        raise CheckpointError("checkpoint", str(folder), reason, remedy)
+
+
 def check_universal(load_dir: str, engine: EngineMixin) -> None:
     """Refuse a universal checkpoint for an optimizer whose states it cannot have.
 
@@ -218,10 +240,11 @@ def check_universal(load_dir: str, engine: EngineMixin) -> None:
 
 
 def _universal_remedy(folder: Path) -> str:
+    words = ["python", "-m", "wavemare.universal", "--input_folder", str(folder)]
+    command = shlex.join([*words, "--output_folder", f"{folder}_universal"])
     return (
-        f"convert it with 'python -m wavemare.universal --input_folder {folder} "
-        f"--output_folder {folder}_universal' (needs ZeRO 1 or higher), write "
-        f"'{folder.name}_universal' into the file latest_universal and set "
+        f"convert it with `{command}`, write '{folder.name}_universal' into the file "
+        f"{folder.parent / 'latest_universal'} and set "
         '"checkpoint": {"load_universal": true}'
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import enum
+import glob
 import io
 import os
 import pathlib
@@ -19,7 +20,7 @@ import socket
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -274,20 +275,63 @@ def check_client_state(state: Mapping[str, Any]) -> None:
         CheckpointError: A value cannot be pickled, or holds an object of another class.
     """
     for key, value in state.items():
-        buffer = io.BytesIO()
-        try:
-            # What tensors hold is always read, and would take time and memory here.
-            torch.save(tree_map_only(torch.Tensor, lambda t: t.new_empty(0), value), buffer)
-            buffer.seek(0)
-            _read(torch.load, "client_state", buffer, map_location="cpu")
-        except Exception as error:  # of the value's own methods, too
-            detail = getattr(error, "reason", f"{type(error).__name__}: {error}")
-            reason = f"a checkpoint could not give it back: {detail}"
-            remedy = (
-                "Save plain values, tensors or arrays instead, or call "
-                "torch.serialization.add_safe_globals([its class]) before each save and load"
-            )
-            raise CheckpointError(f"client_state[{key!r}]", value, reason, remedy) from error
+        _check(f"client_state[{key!r}]", value)
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Check that `read_file` would give the state of a scheduler back, if it has one.
+
+    Raises:
+        CheckpointError: A value cannot be pickled, or holds an object of another class.
+    """
+    state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+    for name, value in state.items():
+        _check(f"lr_scheduler.state_dict()[{name!r}]", value)
+
+
+def check_optimizer_state(optimizer: Any) -> None:
+    """Check that `read_file` would give back what an optimizer keeps beside tensors.
+
+    Raises:
+        CheckpointError: A value cannot be pickled, or holds an object of another class.
+    """
+    groups = getattr(optimizer, "param_groups", ())
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    _check("optimizer.param_groups", settings)
+    state = list(getattr(optimizer, "state", {}).values())
+    _check("optimizer.state", tree_map_only(torch.Tensor, lambda _: None, state))
+
+
+def _check(key: str, value: Any) -> None:
+    buffer = io.BytesIO()
+    try:
+        # What tensors hold is always read, and would take time and memory here.
+        torch.save(tree_map_only(torch.Tensor, lambda t: t.new_empty(0), value), buffer)
+        buffer.seek(0)
+        _read(torch.load, key, buffer, map_location="cpu")
+    except Exception as error:  # of the value's own methods, too
+        detail = getattr(error, "reason", f"{type(error).__name__}: {error}")
+        reason = f"a checkpoint could not give it back: {detail}"
+        remedy = (
+            "Save plain values, tensors or arrays instead, or call "
+            "torch.serialization.add_safe_globals([its class]) before each save and load"
+        )
+        raise CheckpointError(key, value, reason, remedy) from error
+
+
+def taken_literally(folder: str) -> AbstractContextManager[None]:
+    """Return the context in which DeepSpeed finds files in a folder whatever its name is.
+
+    It puts the name before patterns such as ``mp_rank_*``.
+    """
+    find = glob.glob
+
+    def literal(pattern: str, *args: Any, **options: Any) -> list[str]:
+        if str(pattern).startswith(folder):
+            pattern = glob.escape(folder) + str(pattern).removeprefix(folder)
+        return find(pattern, *args, **options)
+
+    return replaced(glob, {"glob": literal})
 
 
 @contextmanager

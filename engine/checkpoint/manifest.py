@@ -45,7 +45,24 @@ def checksum(path: str | os.PathLike[str], *, sync: bool = False) -> FileRecord:
     return FileRecord(size, found.hexdigest())
 
 
-def resolve_tag(load_dir: str | Path, tag: str | None) -> str | None:
+def as_tag(tag: object) -> str:
+    """Return the name of a checkpoint's folder.
+
+    Raises:
+        CheckpointError: A folder of this name would not be found again: ``latest`` names it in one
+            line, and hidden folders are those that are being written.
+    """
+    name = str(tag)
+    parts = name.split("/")
+    hidden = any(not part or part.startswith(".") for part in parts)
+    if hidden or parts[0] == "latest" or name != name.strip() or not name.isprintable():
+        reason = "this is no name for a checkpoint's folder"
+        remedy = "Give a name such as step-100, without blanks at its ends or dots before it"
+        raise CheckpointError("tag", name, reason, remedy)
+    return name
+
+
+def resolve_tag(load_dir: str | Path, tag: object) -> str | None:
     """Return the tag to load: the one given, else the one that ``latest`` names, else None.
 
     Raises:
@@ -53,11 +70,14 @@ def resolve_tag(load_dir: str | Path, tag: str | None) -> str | None:
     """
     folder = Path(load_dir)
     latest = folder / "latest"
-    if tag is None:
-        if not latest.is_file():
-            return None
+    if tag is not None:
+        tag = as_tag(tag)
+    elif not latest.is_file():
+        return None
+    else:
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
-    restore_folder(folder / tag)
+    if tag and "\0" not in tag:
+        restore_folder(folder / tag)
     if not tag or "\0" in tag or not (folder / tag).is_dir():
         there = sorted(path.parent.name for path in _lists(folder))
         remedy = f"Choose one of {there}" if there else "Start without resuming"

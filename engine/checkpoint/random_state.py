@@ -11,26 +11,53 @@ import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from wavemare.errors import CheckpointError
+
+_MERSENNE_TWISTER = "MT19937"
+
 
 def random_state() -> dict[str, Any]:
     """Return the states of torch's, Python's, NumPy's and the device's generator."""
     accelerator = get_accelerator()
-    kind, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state())
     state = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(numpy.int64)), *rest),
+        "numpy": _numpy_state(),
     }
     if accelerator.device_name() != "cpu":
         state["device"] = accelerator.get_rng_state()
     return state
 
 
+def _numpy_state() -> Any:
+    found = numpy.random.get_state(legacy=False)
+    if found["bit_generator"] != _MERSENNE_TWISTER:  # of numpy.random.set_bit_generator
+        return found
+    kind, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state())
+    return (kind, torch.from_numpy(keys.astype(numpy.int64)), *rest)
+
+
+def _set_numpy_state(state: Any) -> None:
+    own = numpy.random.get_state(legacy=False)["bit_generator"]
+    saved = state["bit_generator"] if isinstance(state, dict) else _MERSENNE_TWISTER
+    if own != saved:
+        reason = f"the checkpoint has the state of {saved}, and numpy.random is {own}"
+        remedy = f"Call numpy.random.set_bit_generator(numpy.random.{saved}()) before the load"
+        raise CheckpointError("numpy.random", own, reason, remedy)
+    if not isinstance(state, dict):
+        kind, keys, *rest = state
+        state = (kind, keys.numpy().astype(numpy.uint32), *rest)
+    numpy.random.set_state(state)
+
+
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Put states of `random_state` in place."""
+    """Put states of `random_state` in place.
+
+    Raises:
+        CheckpointError: ``numpy.random`` has another kind of generator.
+    """
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
+    _set_numpy_state(state["numpy"])
     if "device" in state:
         get_accelerator().set_rng_state(state["device"])

@@ -7,8 +7,10 @@ renames the folder, points ``latest`` to it and removes the oldest.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,7 @@ from wavemare.engine.launch.group import gather
 from wavemare.errors import CheckpointError
 from wavemare.files import atomic_write_text, replace_folder, sync_folder
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 logger = logging.getLogger("wavemare")
 
 
@@ -70,7 +73,8 @@ class Save:
     def _finish(self, reports: Sequence[Mapping[str, Any]]) -> list[str] | None:
         """Complete the folder, or remove it; return value, reason and remedy of a failure."""
         reason = next((r["failure"] for r in reports if r["failure"] is not None), None)
-        remedy = "Make room for it, or save elsewhere; older checkpoints and latest are unchanged"
+        unchanged = "older checkpoints and latest are unchanged"
+        remedy = f"Save elsewhere; {unchanged}"
         try:
             if reason is None:
                 self._name_folder(reports)
@@ -81,7 +85,9 @@ class Save:
             words = getattr(error, "strerror", None) or error
             reason = f"rank {self.files.rank} could not complete it ({words})"
         shutil.rmtree(self.partial, ignore_errors=True)
-        return [str(self.folder / self.tag), f"{reason}; {_free(self.folder)}", remedy]
+        if any(os.strerror(number) in reason for number in _FULL):
+            remedy, reason = f"Make room for it; {unchanged}", f"{reason}; {_free(self.folder)}"
+        return [str(self.folder / self.tag), reason, remedy]
 
     def _name_folder(self, reports: Sequence[Mapping[str, Any]]) -> None:
         here = self.files.report()["node"]

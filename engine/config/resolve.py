@@ -31,6 +31,7 @@ from wavemare.engine.config.shape import (
     check_shape,
     check_zero_stage,
     misplaced_keys,
+    refuse_misspelt_section,
     zero_section,
 )
 from wavemare.errors import ConfigError
@@ -47,6 +48,7 @@ __all__ = [
     "check_config",
     "load_config",
     "misplaced_keys",
+    "refuse_misspelt_section",
     "zero_section",
 ]
 
@@ -117,7 +119,7 @@ def _text(config: str) -> str:
             return base64.urlsafe_b64decode(config).decode("utf-8")
         except ValueError:  # neither base64 nor text: it was meant as a path
             pass
-    return Path(config).read_text(encoding="utf-8")
+    return Path(config).read_text(encoding="utf-8-sig")
 
 
 def _parse(text: str) -> Any:

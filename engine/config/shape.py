@@ -221,6 +221,18 @@ def misplaced_keys(config: Mapping[str, Any]) -> list[str]:
     return [*warnings, *(f"pipeline.{key}: {never} {SECTION}.pipeline.{key}" for key in ours)]
 
 
+def refuse_misspelt_section(config: Mapping[str, Any]) -> None:
+    """Refuse a key that looks like our section's: all that it asks for would be left out.
+
+    Raises:
+        ConfigError: There is such a key.
+    """
+    for key in config:
+        if key != SECTION and get_close_matches(str(key).casefold(), [SECTION], cutoff=0.75):
+            reason = "nobody reads this key"
+            raise ConfigError(str(key), config[key], reason, f"Write {SECTION!r}")
+
+
 def _deepspeed_keys() -> set[str]:
     from deepspeed.runtime import constants
 

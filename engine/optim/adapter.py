@@ -68,6 +68,7 @@ class OptimizerAdapter:
         self._optimizer = engine.optimizer
         basic = getattr(engine, "basic_optimizer", None)
         self.steps_one_stage = self._can_detach_stage or self._optimizer is basic
+        self._held = self.trained()
 
     def accumulated_gradients(self) -> list[Tensor]:
         """Return the gradients that backward passes add to, not yet reduced.
@@ -99,13 +100,27 @@ class OptimizerAdapter:
         """Yield each flat parameter that the basic optimizer steps, and which tensors it holds."""
         yield from ()
 
-    def masters(self) -> list[tuple[int, Tensor]]:
-        """Return of each trained parameter its size and this rank's part of its fp32 master.
+    def trained(self) -> list[Any]:
+        """Return the parameters that are trained now; none if the optimizer's are fixed."""
+        return list(self._parameters())
 
-        Ranks of a replica have different parts, flat and perhaps empty. Ranks at one place of
-        several replicas have the same ones.
+    @property
+    def trains_others(self) -> bool:
+        """Whether others are trained now than those of `masters`."""
+        return [id(p) for p in self.trained()] != [id(p) for p in self._held]
+
+    def hold_trained(self) -> None:
+        """Have `masters` be those of the parameters that are trained now."""
+        self._held = self.trained()
+
+    def masters(self) -> list[tuple[int, Tensor]]:
+        """Return of each held parameter its size and this rank's part of its fp32 master.
+
+        Held are those that were trained when this was made, or at the last `hold_trained`. Ranks of
+        a replica have different parts, flat and perhaps empty. Ranks at one place of several
+        replicas have the same ones.
         """
-        weights = [parameter.detach().view(-1) for parameter in self._parameters()]
+        weights = [parameter.detach().view(-1) for parameter in self._held]
         own = self._share(sum(weight.numel() for weight in weights))
         starts = [0, *accumulate(weight.numel() for weight in weights)]
         return [
@@ -124,7 +139,7 @@ class OptimizerAdapter:
         padded = torch.nn.functional.pad(own, (0, size - own.numel()))
         dist.all_gather_into_tensor(whole, padded, group=engine.data_parallel_group)
         parts = whole[: sum(sizes)].split(sizes)
-        for parameter, part in zip(self._parameters(), parts, strict=True):
+        for parameter, part in zip(self._held, parts, strict=True):
             parameter.detach().view(-1).copy_(part)
 
     def _share(self, total: int) -> range:
@@ -202,8 +217,12 @@ class OptimizerAdapter:
 class _PartitionedMasters(OptimizerAdapter):
     """Optimizers of which each rank steps its partition of flat fp32 masters."""
 
+    def trained(self) -> list[Any]:
+        """Return none: a partition has the same parameters from the beginning to the end."""
+        return []
+
     def masters(self) -> list[tuple[int, Tensor]]:
-        """Return of each trained parameter its size and this rank's part of its fp32 master."""
+        """Return of each parameter its size and this rank's part of its fp32 master."""
         found = []
         for flat, partition in self.partitions():
             own = range(partition.begin, partition.begin + partition.size)

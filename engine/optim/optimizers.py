@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, get_gradient_clipping
 from torch import Tensor, nn
 
@@ -22,8 +24,12 @@ from wavemare.pipeline.optim.soap_muon import SOAP, Muon, refresh_of
 if TYPE_CHECKING:
     from wavemare.engine.base import EngineMixin
 
+logger = logging.getLogger("wavemare")
+
 _KEY = "optimizer.params"
 _RATES = ("muon_lr", "adam_lr")
+_WARMUP_RATES = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001}
+"""Of DeepSpeed's schedulers that warm up, with their defaults."""
 _ADDED = {"soap": SOAP, "nadam": torch.optim.NAdam}
 
 
@@ -90,6 +96,38 @@ def make_muon(model: nn.Module, params: Mapping[str, Any]) -> Callable[[Any], Mu
     for key, rate in rates.items():
         check_parameters(Muon, {"lr": rate}, key=f"{_KEY}.{key}")
     return lambda parameters: Muon(list(muon_groups(model, parameters, rates)), **settings)
+
+
+def ratio_keeping_scheduler(config: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+    """Return a function that makes a scheduler for Muon's two rates; None if DeepSpeed's will do.
+
+    ``WarmupLR`` and ``WarmupDecayLR`` would give all groups one rate. Theirs is that of the larger
+    one, and the other one keeps its ratio to it. Of the schedulers that have no rate for each group
+    a warning tells.
+
+    Args:
+        config: The whole configuration.
+    """
+    optimizer, scheduler = (config.get(name) or {} for name in ("optimizer", "scheduler"))
+    params = optimizer.get("params") or {}
+    rates: set[Any] = {params.get(name, params.get("lr")) for name in _RATES} - {None}
+    kind, settings = scheduler.get("type"), dict(scheduler.get("params") or {})
+    if str(optimizer.get("type")).lower() != "muon" or len(rates) < len(_RATES) or not max(rates):
+        return None
+    if kind in (lr_schedules.ONE_CYCLE, lr_schedules.LR_RANGE_TEST):
+        logger.warning("%s gives muon_lr and adam_lr the same rate; WarmupCosineLR does not", kind)
+    if kind not in (lr_schedules.WARMUP_LR, lr_schedules.WARMUP_DECAY_LR):
+        return None
+    limits = {name: settings.get(name, default) for name, default in _WARMUP_RATES.items()}
+    if any(isinstance(limit, list | tuple) for limit in limits.values()):
+        return None  # one for each group
+
+    def make(optimizer: Any) -> Any:
+        shares = [group["lr"] / max(rates) for group in optimizer.param_groups]
+        own = {name: [limit * share for share in shares] for name, limit in limits.items()}
+        return getattr(lr_schedules, kind)(optimizer, **{**settings, **own})
+
+    return make
 
 
 def check_parameters(

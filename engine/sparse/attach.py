@@ -147,8 +147,21 @@ class PartitionedGradients(SparseGradients):
             CommError: A peer was lost, or makes another call.
         """
         with self._stream():
+            self._put_earlier()
             self.reducer.end()
         self.record_metrics()
+
+    def _put_earlier(self) -> None:
+        """Put the gradients of ZeRO 1 to which only earlier micro-batches of the step have added.
+
+        With ``overlap_comm`` DeepSpeed hands over those of the last backward pass alone.
+        """
+        if self._engine.zero_optimization_partition_gradients():
+            return
+        for name, parameter in self._parameters.items():
+            gradient = self._optimizer.get_gradient_for_reduction(parameter)
+            if gradient is not None and not self.reducer.has(name):
+                self.reducer.put(name, gradient)
 
     # --- in place of the optimizer's methods --------------------------------------------------
 

@@ -107,6 +107,33 @@ def _padded(numel: int, block: int) -> int:
     return -(-numel // block) * block
 
 
+def regrouped(
+    values: Mapping[str, Tensor], before: Sequence[Bucket], after: Sequence[Bucket]
+) -> dict[str, Tensor]:
+    """Return what each parameter has in the buckets of one layout, in those of another.
+
+    Args:
+        values: By the bucket's key, (its numel,).
+        before: The buckets of the values.
+        after: Those of the result, in which other parameters have zeros.
+    """
+    own = {
+        slot.name: values[bucket.key][slot.start : slot.stop]
+        for bucket in before
+        if bucket.key in values
+        for slot in bucket.slots
+    }
+    found = {}
+    for bucket in after:
+        held = [slot for slot in bucket.slots if slot.name in own]
+        if held:
+            flat = own[held[0].name].new_zeros(bucket.numel)
+            for slot in held:
+                flat[slot.start : slot.stop] = own[slot.name]
+            found[bucket.key] = flat
+    return found
+
+
 def embedding_weights(modules: Iterable[nn.Module], *, sparse: bool = False) -> set[int]:
     """Return the identities of embeddings' weights, whatever else they are tied to.
 

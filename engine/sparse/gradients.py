@@ -29,6 +29,7 @@ from wavemare.engine.sparse.buckets import (
     default_bucket_bytes,
     embedding_weights,
     make_buckets,
+    regrouped,
 )
 from wavemare.errors import CheckpointError, ModelError
 
@@ -173,8 +174,9 @@ class SparseGradients(Feature, ABC):
 class ReplicatedGradients(SparseGradients):
     """Reduces gradients to all ranks: without ZeRO, and for DeepSpeed's ``BF16_Optimizer``.
 
-    Without a pipeline, buckets are sent during the step's last backward pass. The first step counts
-    how often each parameter's gradient is added to in one pass, and sends at the end.
+    Without a pipeline, buckets are sent during the step's last backward pass. The first step, and
+    the first one after layers were frozen or thawed, counts how often each parameter's gradient is
+    added to in one pass, and sends at the end.
 
     Args:
         engine: See `SparseGradients`.
@@ -192,37 +194,70 @@ class ReplicatedGradients(SparseGradients):
         early: bool = True,
     ) -> None:
         super().__init__(engine, config, timeout_s)
-        tables = embedding_weights(engine.module.modules(), sparse=True)
-        trained = {
-            name: parameter
-            for name, parameter in engine.module.named_parameters()
-            if parameter.requires_grad and parameter.numel()
-        }
-        self._tables = {name: p for name, p in trained.items() if id(p) in tables}
-        self._parameters = {name: p for name, p in trained.items() if id(p) not in tables}
-        adapter = adapt(engine)
+        self._config, self._dtype = config, engine.communication_data_type
+        self._all = {name: p for name, p in engine.module.named_parameters() if p.numel()}
+        self._sparse = embedding_weights(engine.module.modules(), sparse=True)
         self._accumulated: dict[str, Any] | None = None
+        adapter = adapt(engine)
         if adapter.accumulates_in_fp32:
             held = {id(p): gradient for p, gradient in adapter.gradients_by_parameter()}
-            self._accumulated = {name: held[id(p)] for name, p in self._parameters.items()}
-        self._dtype = engine.communication_data_type
+            self._all = {name: p for name, p in self._all.items() if id(p) in held}
+            self._accumulated = {name: held[id(p)] for name, p in self._all.items()}
+        # Accumulated gradients may have been reduced before.
+        self._rows = None if self._accumulated else self._gradient_rows(self._all)
+        self._early = early and not engine.pipeline_parallelism and self._accumulated is None
+        self._hooks: list[Any] = []
+        self._begin(self._trained())
+
+    def _trained(self) -> list[str]:
+        """Return the parameters whose gradients a step needs now.
+
+        The fp32 masters of an optimizer are stepped whether their weights are trained or not.
+        """
+        if self._accumulated is not None:
+            return list(self._all)
+        return [n for n, p in self._all.items() if p.requires_grad or p.grad is not None]
+
+    def _begin(self, trained: list[str]) -> None:
+        """Lay out the gradients of these parameters."""
+        self._names = trained
+        parameters = {name: self._all[name] for name in trained}
+        self._tables = {name: p for name, p in parameters.items() if id(p) in self._sparse}
+        self._parameters = {name: p for name, p in parameters.items() if name not in self._tables}
         self.reducer = BucketReducer(
             self.comm,
-            self._buckets(self._parameters, lambda parameter: self._dtype, config),
-            device=engine.device,
+            self._buckets(self._parameters, lambda parameter: self._dtype, self._config),
+            device=self._engine.device,
             write=self._write,
             parameters=self._parameters if self._compares_weights else None,
-            # Accumulated gradients may have been reduced before.
-            rows=None if self._accumulated else self._gradient_rows(self._parameters),
+            rows=self._rows,
             expert_comm=self.expert_comm,
         )
         self._fired: Counter[str] = Counter()
         self._usual: Counter[str] = Counter()
-        self._hooks: list[Any] = []
-        if early and not engine.pipeline_parallelism and self._accumulated is None:
-            for name, parameter in self._parameters.items():
-                hook = partial(self._on_gradient, name)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
+            for name, parameter in (self._parameters.items() if self._early else ())
+            if parameter.requires_grad
+        ]
+
+    def _follow(self) -> None:
+        """Lay the gradients out anew if layers have been frozen or thawed since."""
+        if self.reducer.begun or (trained := self._trained()) == self._names:
+            return
+        compressor, before = self.comm.compressor, self.reducer.buckets
+        self._begin(trained)
+        if compressor is not None:
+            state = compressor.state_dict()
+            residuals = regrouped(state["residuals"], before, self.reducer.buckets)
+            steps = dict.fromkeys(self._bucket_sizes(), max(state["steps"].values(), default=0))
+            compressor.load_state_dict({**state, "steps": steps, "residuals": residuals})
+
+    def before_forward(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """See which parameters are trained, before gradients leave in the backward pass."""
+        self._follow()
 
     def reduce(self) -> None:
         """Reduce the buckets that the backward pass did not send, and wait for all.
@@ -231,6 +266,7 @@ class ReplicatedGradients(SparseGradients):
             CommError: A peer was lost, or makes another call.
             ModelError: A sparse gradient is not that of an embedding's rows.
         """
+        self._follow()
         for name in self._parameters:
             if not self.reducer.has(name):
                 self.reducer.put(name, self._gradient(name), in_place=True)

@@ -35,6 +35,7 @@ from wavemare.engine.launch.group import (
     environment_rank,
     exit_now,
     peer_loss,
+    wait_for_gloo,
 )
 from wavemare.errors import CommError, WavemareError
 
@@ -48,6 +49,8 @@ _LINGER_SECONDS = 0.5
 _ENDING_SECONDS = 30.0
 # For writers; a rank that has stopped would hold them up for ever.
 _SAVE_SECONDS = 600.0
+# For loggers that send the rest of a run; a handler that waits for peers would never end.
+_HANDLERS_SECONDS = 20.0
 _INTERRUPTED = 130
 _TORCH_HOOK = "torch.distributed.distributed_c10d"
 
@@ -222,4 +225,14 @@ def _leave(code: int) -> NoReturn:
     if (watchdog := _watchdog()) is not None:
         watchdog.send_exit_notice(code)
     time.sleep(_LINGER_SECONDS)
+    _run_exit_handlers(code)
     exit_now(code)
+
+
+def _run_exit_handlers(code: int) -> None:
+    """Call what scripts and libraries have registered by ``atexit``; it may not take for ever."""
+    atexit.unregister(wait_for_gloo)  # peers may never answer
+    limit = threading.Timer(_HANDLERS_SECONDS, exit_now, (code,))
+    limit.daemon = True
+    limit.start()
+    atexit._run_exitfuncs()

@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import socket
+import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,8 @@ from typing import Any, NoReturn
 
 from wavemare.errors import ConfigError, WavemareError, os_errors
 
+_RENAME_SECONDS = 60.0
+_POLL_SECONDS = 0.01
 _SIBLING = re.compile(
     r"\.(?P<name>.+)\.wavemare-(?P<machine>[0-9a-f]+)-(?P<pid>[0-9]+)-(?P<start>[0-9]+)"
     r"-[0-9a-f]{8}\.(?P<kind>partial|tmp|old|deleted)"
@@ -114,20 +117,29 @@ def replace_folder(source: str | os.PathLike[str], target: str | os.PathLike[str
 def restore_folder(target: str | os.PathLike[str]) -> None:
     """Give a folder its name back that a killed `replace_folder` has moved aside.
 
-    Several processes may call it at once.
+    Several processes may call it at once. While the process that has moved the folder lives, and
+    for a minute if it may live on another machine, this waits for it to finish.
     """
     target = Path(target)
-    if target.exists() or not target.parent.is_dir():
-        return
-    for path in target.parent.iterdir():
-        found = _SIBLING.fullmatch(path.name)
-        if found and found["name"] == target.name and found["kind"] == "old":
-            try:
-                os.rename(path, target)
-            except OSError:
-                if not target.exists():  # another process was not the faster one
-                    raise
+    deadline = time.monotonic() + _RENAME_SECONDS
+    while not target.exists() and target.parent.is_dir():
+        aside = [
+            (path, found)
+            for path in target.parent.iterdir()
+            if (found := _SIBLING.fullmatch(path.name))
+            and (found["name"], found["kind"]) == (target.name, "old")
+        ]
+        if not aside:
             return
+        path, found = aside[0]
+        late, elsewhere = time.monotonic() > deadline, found["machine"] != _machine()
+        if _writer_has_ended(found) or (late and elsewhere):
+            with suppress(FileNotFoundError):  # another process is faster
+                os.rename(path, target)
+        elif late:
+            return
+        else:
+            time.sleep(_POLL_SECONDS)
 
 
 def discard_folder(folder: str | os.PathLike[str]) -> None:
@@ -244,7 +256,7 @@ def _stat(pid: int) -> list[str] | None:
 def read_json(file: Path, error: type[WavemareError], key: str, remedy: str) -> Any:
     """Read and parse a JSON file, see `parse_json`; raise an error of a kind if that fails."""
     try:
-        return parse_json(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as failure:
         reason = f"it cannot be read ({getattr(failure, 'strerror', None) or failure})"
         raise error(key, str(file), reason, remedy) from failure
@@ -262,7 +274,7 @@ def parse_json(text: str) -> Any:
         return json.loads(
             text,
             parse_constant=_refuse_constant,
-            object_pairs_hook=lambda pairs: refuse_duplicates(pairs, _refuse_duplicate),
+            object_pairs_hook=without_duplicates,
         )
 
     return say_what_is_wrong(parse)
@@ -299,6 +311,15 @@ def refuse_duplicates(
             refuse(key, value)
         values[key] = value
     return values
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of an object as a dictionary.
+
+    Raises:
+        ValueError: A key stands twice.
+    """
+    return refuse_duplicates(pairs, _refuse_duplicate)
 
 
 def _refuse_duplicate(key: str, value: Any) -> NoReturn:

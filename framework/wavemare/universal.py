@@ -7,13 +7,18 @@ are refused.
 
 from __future__ import annotations
 
+import os
+import secrets
+import shutil
+from contextlib import chdir
 from pathlib import Path
 
 from deepspeed.checkpoint import ds_to_universal
 
-from wavemare.engine.checkpoint.files import safe_loading
-from wavemare.errors import CheckpointError
+from wavemare.engine.checkpoint.files import safe_loading, taken_literally
+from wavemare.errors import CheckpointError, os_errors
 from wavemare.failure import run_main
+from wavemare.files import replace_folder
 
 _OPTIMIZER_STATES = "_optim_states.pt"
 
@@ -37,8 +42,20 @@ def main() -> None:
         reason = "it is of local steps, and DeepSpeed would join its replicas into one model"
         remedy = "Go on from a model that save_pretrained exported"
         raise CheckpointError("--input_folder", str(folder), reason, remedy)
-    with safe_loading(arguments.input_folder):
-        ds_to_universal.main(arguments)
+    arguments.input_folder = source = os.path.abspath(arguments.input_folder)
+    output = Path(arguments.output_folder).absolute()
+    # DeepSpeed reads the output's name as a regular expression.
+    arguments.output_folder = partial = f".universal-{secrets.token_hex(8)}"
+    with os_errors(
+        CheckpointError, "--output_folder", str(output), "it cannot be made", "Name another"
+    ):
+        output.parent.mkdir(parents=True, exist_ok=True)
+    with chdir(output.parent), safe_loading(source), taken_literally(source):
+        try:
+            ds_to_universal.main(arguments)
+            replace_folder(partial, output)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 if __name__ == "__main__":

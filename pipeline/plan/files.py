@@ -108,7 +108,7 @@ def read_plan(file: Path, key: str) -> Plan:
     """
     remedy = "Name a file with the text that 'wavemare plan show --text' prints, or torch's .csv"
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(key, str(file), error.strerror or type(error).__name__, remedy) from None
     except UnicodeDecodeError:

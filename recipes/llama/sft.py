@@ -152,7 +152,7 @@ def make_model(args: SftArguments) -> tuple[Any, Any]:
     tokenizer: Any = load_tokenizer(args.model)
     if args.chat_template is not None:
         try:
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 "--chat-template", args.chat_template, f"it cannot be read ({error})", "Name a file"

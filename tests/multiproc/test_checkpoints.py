@@ -4,6 +4,7 @@
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -75,8 +76,19 @@ def test_a_client_state_that_cannot_be_kept_is_refused_by_all_ranks(run, tmp_pat
     told = run("refuse_states", "run:moe", folder=tmp_path)
     for rank in range(2):
         keys = ["client_state['universal_checkpoint_info']", "client_state['own']"]
+        keys += ["lr_scheduler.state_dict()['own']", "tag", "save_dir"]
         assert told.result(rank)["run:moe"] == keys
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["good", "latest"]
+    assert not list(tmp_path.glob("run?"))
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("case", ["1", "3", "pipeline"])
+def test_names_of_folders_and_tags_are_taken_literally(run, tmp_path, case):
+    found = run("odd_names", f"run:{case}", ranks=1, folder=tmp_path).result(0)[f"run:{case}"]
+    names = ["d[1]/a[0]*?", "a b/5", "-ünï/x/y::z", "{a,b}"]
+    assert [path for path in found if not path.endswith(".pt")] == []
+    assert [path.rpartition("/")[0] for path in found] == [name for name in names for _ in range(2)]
 
 
 @pytest.mark.world_size(2)
@@ -91,9 +103,18 @@ def test_a_checkpoint_of_another_topology_is_refused_naming_both(run):
         assert "ZeRORuntimeException" in zero_1_to_3["kinds"]  # what stock DeepSpeed raises
         assert "zero_stage 3" in zero_1_to_3["reason"]
         assert "pipe 1" in data_to_pipeline["reason"]
-        assert "wavemare.universal" in data_to_pipeline["remedy"]
+        assert "save_pretrained" in data_to_pipeline["remedy"]
+        assert "wavemare.universal" not in data_to_pipeline["remedy"]
         assert "in this run ['lm_head.weight']" in to_untied["reason"]
         assert "pipemare unties heads" in to_untied["remedy"]
+
+
+@pytest.mark.world_size(2)
+def test_a_pipeline_goes_on_from_an_exported_model(run):
+    done = run("exported", "1:pipeline")
+    for rank in range(2):
+        found, right = done.result(rank)["1:pipeline"]
+        assert found == pytest.approx(right, rel=1e-6)
 
 
 @pytest.mark.world_size(2)
@@ -113,14 +134,15 @@ def test_a_checkpoint_of_another_model_is_refused_naming_a_weight(run):
 def test_another_topology_goes_through_the_universal_checkpoint(run, saved, tmp_path, case):
     if case == "pipemare":
         asynchronous = run("save", case).result(0)[case]["losses"]
-    folder = tmp_path / "converted"
-    (folder / case).mkdir(parents=True)
-    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-    folders = ["--input_folder", saved / case / "first"]
-    folders += ["--output_folder", folder / case / "universal"]
-    done = subprocess.run([*tool, *folders], check=False, capture_output=True, text=True)
+    folder = tmp_path / "con[v]erted"
+    shutil.copytree(saved / case, folder / case, ignore=shutil.ignore_patterns("model"))
+    remedy = run("refuse", case, ranks=1, folder=folder).result(0)[case]["remedy"]
+    _, command, rest = remedy.split("`")  # as it says
+    python, *words = shlex.split(command)
+    assert python == "python"
+    done = subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (folder / case / "latest_universal").write_text("universal")
+    (folder / case / "latest_universal").write_text(rest.split("'")[1])
 
     losses = run("universal", case, ranks=1, folder=folder).result(0)[case]["losses"]
     before = load_file(saved / case / "model" / "model.safetensors")
@@ -133,7 +155,7 @@ def test_another_topology_goes_through_the_universal_checkpoint(run, saved, tmp_
         assert losses[0] == pytest.approx(asynchronous[0], rel=1e-5)
         assert losses[1:] != pytest.approx(asynchronous[1:], rel=1e-5)
     if case == "1":  # DeepSpeed reads these files past its checkpoint engine, and unpickles freely
-        for file in (folder / case / "universal" / "zero").rglob("exp_avg.pt"):
+        for file in (folder / case / "first_universal" / "zero").rglob("exp_avg.pt"):
             torch.save(Evil(tmp_path / "marker"), file)
         error = run("refuse_universal", case, ranks=1, folder=folder).result(0)[case]
         assert "cannot be read safely" in error["reason"]

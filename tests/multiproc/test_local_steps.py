@@ -16,6 +16,7 @@ WARM = {"mode": "diloco", "every": 4, "warmup_steps": 1}  # which no message's b
 EACH = {"mode": "average", "every": 1}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "steps": 4}
 SUM = {**SGD, "gradient_allreduce_op": "sum"}
+FROZEN = {"frozen": {"0": ["h.1", "wte"], "2": ["wpe", "h.0"], "4": ["h.0"]}, "steps": 6}
 BF16 = {"bf16": {"enabled": True}}
 TWINS = {
     "average": {"local": AVERAGE},
@@ -36,6 +37,9 @@ CASES = {
         **{name: ["resume", settings] for name, settings in RESUMED.items()},
         "each": ["train", {"local": EACH, **SGD}],
         "synchronous": ["train", {"local": None, **SGD}],
+        "each frozen": ["train", {"local": EACH, **SGD, **FROZEN}],
+        "synchronous frozen": ["train", {"local": None, **SGD, **FROZEN}],
+        "stream frozen": ["train", {"local": STREAM, "steps": 7, **FROZEN}],
         "warm-up": ["train", {"local": {**STREAM, "warmup_steps": 4}, "steps": 4, "clip": 0.1}],
         "synchronous warm-up": ["train", {"local": None, "steps": 4, "clip": 0.1}],
         "sum": ["train", {"local": {**STREAM, "warmup_steps": 4}, **SUM}],
@@ -94,6 +98,16 @@ def test_an_average_in_each_step_is_synchronous_sgd(found):
     for ours, stock in zip(found("each"), found("synchronous"), strict=True):
         assert np.allclose(ours["weights"], stock["weights"], atol=1e-6)
         assert ours["moved"] == 0.0  # without overlap all are in step after each exchange
+
+
+@pytest.mark.world_size(2)
+def test_layers_are_frozen_and_thawed_in_training(found):
+    for ours, stock in zip(found("each frozen"), found("synchronous frozen"), strict=True):
+        assert np.allclose(ours["weights"], stock["weights"], atol=1e-6)
+    assert not np.allclose(ours["weights"], found("each")[0]["weights"], atol=1e-4)
+    results = found("stream frozen")
+    assert same(result["digest"] for result in results)
+    assert all(result["moved"] > 0 for result in results)
 
 
 @pytest.mark.world_size(2)

@@ -9,13 +9,19 @@ import pytest
 PUSHPULL = {"mode": "pushpull", "bucket_bytes": 20_000}
 AUTO = {"mode": "auto"}
 CHECKED = {**PUSHPULL, "known_rows": "check"}
+ALL_BLOCKS = {"type": "block_topk", "ratio": 1.0, "density_warmup_steps": 0}
+OVERLAP = {"overlap_comm": True}
+FREEZING = {"0": ["h.0", "wte"], "2": ["wpe"], "4": ["h.1"]}
 BF16 = {"bf16": {"enabled": True}}
 TWO_STAGES = {"pipeline": {"stages": 2}}
 PIPEMARE = {"pipeline": {"stages": 2, "schedule": "pipemare"}}
 
 
-def case(name, model, section, steps, *, zero=0, wavemare=None, zero_keys=None, **config):
+def case(
+    name, model, section, steps, *, zero=0, wavemare=None, zero_keys=None, frozen=None, **config
+):
     return {
+        "frozen": frozen or {},
         "name": name,
         "model": model,
         "section": section,
@@ -66,6 +72,22 @@ SHORT = [
     *pair("gpt", 3, zero=2, zero_keys={"contiguous_gradients": False}),
     *pair("rows", 4, of="rows of tables"),
     *pair("shared", 3),
+    *pair("late", 12),
+    *pair("late", 22, gradient_accumulation_steps=1),
+    *pair("gpt", 6, frozen=FREEZING),
+    *(
+        each
+        for model in ("once 1", "once 2")
+        for each in (
+            *pair(model, 3),
+            *pair(model, 3, zero=2, zero_keys={"overlap_comm": True}),
+            # Stock DeepSpeed loses gradients of the first micro-batch here.
+            {
+                **case(f"{model} overlapped", model, PUSHPULL, 3, zero=1, zero_keys=OVERLAP),
+                "stock": pair(model, 3)[0]["name"],
+            },
+        )
+    ),
 ]
 
 LONG = [
@@ -89,6 +111,7 @@ LONG = [
         for each in pair("gpt", 10, zero=zero, zero_keys=keys)
     ),
     *(each for zero in (0, 1, 2) for each in pair("gpt", 10, zero=zero, **BF16)),
+    *(each for zero in (1, 2) for each in pair("gpt", 6, zero=zero, frozen=FREEZING)),
     *pair("gpt", 10, zero=0, zero_keys={"overlap_comm": False}),
     *pair("gpt", 10, zero=1, data_types={"grad_accum_dtype": "fp32"}, **BF16),
     *pair("gpt", 10, zero=2, data_types={"grad_accum_dtype": "fp32"}, **BF16),

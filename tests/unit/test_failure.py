@@ -217,6 +217,14 @@ def test_an_error_waits_for_the_checkpoint_that_a_thread_writes(ranks):
     assert (ended.code, ended.stdout.splitlines()[-1:]) == (2, ["saved"])
 
 
+def test_handlers_of_the_script_run_at_an_error(ranks):
+    handlers = "import atexit\natexit.register(print, 'last', flush=True)\n"
+    handlers += "atexit.register(lambda: 1 / 0)\natexit.register(print, 'first', flush=True)\n"
+    for error, code in ((RAISE, 2), ("raise RuntimeError('own')", 1)):
+        (ended,) = ranks(handlers + error, number=1)
+        assert (ended.code, ended.stdout) == (code, "first\nlast\n")
+
+
 def test_what_still_runs_in_a_group_does_not_keep_the_process(ranks):
     # Stands for the threads of a process group that wait for peers which never answer.
     body = f"threading.Thread(target=time.sleep, args=(300,)).start()\n{RAISE}"

@@ -3,6 +3,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -107,6 +108,17 @@ def test_whatever_call_is_the_last_one_the_folder_is_old_or_new(tmp_path, last):
     files.remove_leftovers(tmp_path)
     left = names(tmp_path)
     assert left in (["model"], [source.name, "model"])  # this process made the source
+
+
+def test_a_reader_leaves_a_writer_that_lives_alone(tmp_path):
+    source, target = two_folders(tmp_path)
+    source = source.rename(files.temporary_sibling(target))
+    target.rename(files.temporary_sibling(target, "old"))  # the writer is between two renames
+    slow = threading.Timer(0.3, os.rename, (source, target))
+    slow.start()
+    files.restore_folder(target)
+    slow.join()
+    assert names(target) == ["fresh"]
 
 
 def test_only_what_processes_that_ended_have_left_is_removed(tmp_path):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,9 @@ _ENVIRONMENT_FILE = "DS_ENV_FILE"
 _DEFAULT_PROCESSES = 2
 _AGENT = "wavemare.cli.agent"
 _PORT_OPTION = "--master_port"
+_PORTS = 1 << 16
 _CHOOSE_DEVICES = {"-i", "--include", "-e", "--exclude", "--num_gpus", "--num_accelerators"}
+_ANY_BYTES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}
 _LINE = re.compile(r"^(\S+)\s+slots=(\d{1,9})(?!\d)(?P<rest>.*)$")
 _REMEDY = "Write 'HOST slots=N', N being the number of ranks on that host"
 
@@ -62,6 +64,9 @@ def parse_hostfile(text: str, file: str = "") -> list[Host]:
     Raises:
         LaunchError: A line is wrong, or there is no host.
     """
+    if text.startswith("\ufeff"):
+        reason = "it begins with a byte order mark, which deepspeed takes for a host's name"
+        raise LaunchError("--hostfile", file, reason, "Save it as UTF-8 without the mark")
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         entry = line.strip()
@@ -123,18 +128,18 @@ class Job:
         if self.max_restarts:
             words = [str(self.max_restarts), *(["-m"] if module else []), program, *words]
             program, module = _AGENT, True
-            options = ["--no_local_rank", *options]
         if self._by_pdsh():
             program, words = (
                 _through_pdsh(shlex.quote(program)),
                 [_as_pdsh_takes(word) for word in words],
             )
         # The launcher would report the end of its children as an error, below their own message.
-        options = ["--log_level", "critical", *options]
+        # Launchers of torch and MPI give the rank in the environment alone.
+        options = ["--log_level", "critical", "--no_local_rank", *options]
         given, default = self._given_options(), None if self.hosts else _DEFAULT_PROCESSES
         count = self.num_processes or default
         if _PORT_OPTION not in given:  # a second run on this host would fail with the default port
-            options = [_PORT_OPTION, str(free_port()), *options]
+            options = [_PORT_OPTION, str(_port_of_environment() or free_port()), *options]
         if count is not None and not given & _CHOOSE_DEVICES:
             options = ["--num_accelerators", str(count), *options]
         return [launch.find_deepspeed(), *options, *(["--module"] * module), program, *words]
@@ -166,6 +171,21 @@ class Job:
         """Whether DeepSpeed passes the program and its options as one text to remote shells."""
         remote = bool(self.hosts) and not is_this_host_alone(self.hosts)
         return remote and "--launcher" not in self._given_options()
+
+
+def _port_of_environment() -> int | None:
+    """Return ``MASTER_PORT``, if it is set.
+
+    Raises:
+        LaunchError: It is no port.
+    """
+    given = os.environ.get("MASTER_PORT")
+    if not given:
+        return None
+    if not (given.isascii() and given.isdecimal() and 0 < int(given[:6]) < _PORTS):
+        remedy = "Give a number from 1 to 65535, or unset it"
+        raise LaunchError("MASTER_PORT", given, "this is no port", remedy)
+    return int(given)
 
 
 def split_options(text: str) -> list[str]:
@@ -214,8 +234,8 @@ def _environment_file(variables: Mapping[str, str], *, pdsh: bool = True) -> Ite
     ]
     for folder in (Path.home(), Path()):  # in DeepSpeed's order
         if (folder / name).is_file():
-            lines += (folder / name).read_text(encoding="utf-8").splitlines()
-    with tempfile.NamedTemporaryFile("w", prefix="wavemare-environment-") as file:
+            lines += (folder / name).read_text("utf-8-sig", "surrogateescape").splitlines()
+    with tempfile.NamedTemporaryFile("w", prefix="wavemare-environment-", **_ANY_BYTES) as file:
         file.write("".join(f"{line}\n" for line in lines if "=" in line))
         file.flush()
         yield Path(file.name)

@@ -14,14 +14,14 @@ import torch
 from torch.utils.data import Dataset
 
 from wavemare.data.sources import Kind, Source, read_stdlib
-from wavemare.data.text import load_rows, split_indices
+from wavemare.data.text import load_records, split_indices
 from wavemare.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-_COLUMNS = (("messages",), ("prompt", "completion"), ("text",))
+_COLUMNS = ({"messages": False}, {"prompt": True, "completion": True}, {"text": True})
 _IGNORED = -100
 _VALIDATION = 0.05
 _DOCUMENTED = re.compile(r'^ *(def \w+\([^\n]*\):)\n +"""(\w[^\n"\\]{8,70}\.)', re.MULTILINE)
@@ -52,26 +52,15 @@ def load_chats(source: Source) -> tuple[list[dict[str, Any]], list[dict[str, Any
         rows = [{"prompt": f'{head}\n    """', "completion": f'{line}"""'} for head, line in found]
         other = None
     else:
-        table, held = load_rows(source)
-        rows = _known_columns(source, table)
-        other = None if held is None else _known_columns(source, held)
+        rows, other = load_records(source, *_COLUMNS)
     if other is not None:
         return rows, other
-    keys = (json.dumps(row, sort_keys=True) for row in rows)
+    keys = (json.dumps(row, sort_keys=True, default=str) for row in rows)
     first, second = split_indices(keys, _VALIDATION, name=source.name)
     if not second:
         reason = "a single row cannot be split for validation"
         raise DataError("--data", source.name, reason, "Give more rows")
     return [rows[i] for i in first], [rows[i] for i in second]
-
-
-def _known_columns(source: Source, table: Any) -> list[dict[str, Any]]:
-    for columns in _COLUMNS:
-        if set(columns) <= set(table.column_names):
-            return list(table.select_columns(list(columns)))
-    reason = f"its columns are {', '.join(map(repr, table.column_names))}"
-    remedy = "Give rows with messages, with prompt and completion, or with text"
-    raise DataError("--data", source.name, reason, remedy)
 
 
 def encode_rows(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wavemare.data.sources import STDLIB, Kind, Source, read_stdlib
-from wavemare.data.text import check_text_column, hash_fraction, load_rows, split_indices
+from wavemare.data.text import hash_fraction, load_records, split_indices
 from wavemare.errors import DataError
 
 if TYPE_CHECKING:
@@ -70,10 +70,12 @@ def load_classification(
         raise DataError("--data", source.name, reason, remedy)
     if source.kind is Kind.DEFAULT:
         return _package_snippets(read_stdlib())
-    table, other = load_rows(source)
-    rows = _read_rows(source, table, text_column, label_column)
+    columns = [text_column] + ([_SENTENCE_COLUMN] if text_column == "text" else [])
+    choices = [{column: True, label_column: False} for column in columns]
+    records, other = load_records(source, *choices)
+    rows = _labelled(source, records, label_column)
     if other is not None:
-        return _corpus(source.name, rows, _read_rows(source, other, text_column, label_column))
+        return _corpus(source.name, rows, _labelled(source, other, label_column))
     first, second = split_indices((text for text, _ in rows), _VALIDATION, name=source.name)
     if not second:
         reason = "a single text cannot be split for evaluation"
@@ -124,28 +126,21 @@ def encode_labelled(
     return encoded.with_format("torch")
 
 
-def _read_rows(source: Source, table: Dataset, text_column: str, label_column: str) -> list[_Row]:
-    if text_column == "text" and "text" not in table.column_names:
-        text_column = _SENTENCE_COLUMN if _SENTENCE_COLUMN in table.column_names else text_column
-    check_text_column(source, table, text_column, label_column)
-    names = getattr(table.features[label_column], "names", None)  # of a datasets.ClassLabel
-    rows = [
-        (row[text_column], _check_label(source, number, label_column, row[label_column], names))
-        for number, row in enumerate(table)
-        if row[text_column] and row[text_column].strip()
-    ]
+def _labelled(source: Source, records: list[dict[str, Any]], label_column: str) -> list[_Row]:
+    rows = []
+    for number, record in enumerate(records):
+        label = record.pop(label_column)
+        (text,) = record.values()
+        if text and text.strip():
+            rows.append((text, _check_label(source, number, label_column, label)))
     if not rows:
         reason = "the corpus is empty: no row holds text"
         raise DataError("--data", source.name, reason, "Give rows that hold text")
     return rows
 
 
-def _check_label(
-    source: Source, number: int, column: str, label: Any, names: list[str] | None
-) -> str | int:
-    if names is not None and isinstance(label, int) and 0 <= label < len(names):
-        return names[label]
-    if names is not None or not isinstance(label, str | int) or label == "":
+def _check_label(source: Source, number: int, column: str, label: Any) -> str | int:
+    if not isinstance(label, str | int) or label == "":
         reason = f"row {number} has the label {label!r} in the column {column!r}"
         remedy = "Give every row a label that is an integer or a text"
         raise DataError("--data", source.name, reason, remedy)

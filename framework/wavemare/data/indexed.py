@@ -25,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from wavemare.data.sources import check_prefix, with_extension
+from wavemare.data.sources import as_prefix, with_extension
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import DataError, os_errors
 from wavemare.files import temporary_sibling
@@ -97,14 +97,13 @@ def open_indexed(prefix: str | Path) -> IndexedData:
     """Open Megatron data and check that index and tokens agree.
 
     Args:
-        prefix: The path without ``.bin`` or ``.idx``.
+        prefix: The path, with or without ``.bin`` or ``.idx``.
 
     Raises:
         DataError: A file is missing, or the index contradicts itself or the size of a file; the
             message says what was found and what was expected.
     """
-    prefix = Path(os.path.expanduser(prefix))
-    check_prefix("--data", prefix)
+    prefix = as_prefix("--data", prefix)
     index_path, data_path = with_extension(prefix, ".idx"), with_extension(prefix, ".bin")
     for path in (index_path, data_path):
         if not path.is_file():
@@ -210,11 +209,12 @@ def _corrupt(path: Path, reason: str) -> DataError:
 class IndexedWriter:
     """Writes ``PREFIX.bin`` and ``PREFIX.idx``, the bytes that Megatron-core would write.
 
-    A context manager: both files appear when its block ends well; if it raises, nothing is left.
+    A context manager: when its block ends well, so does an open document, and both files appear; if
+    it raises, nothing is left.
     Tokens go to disk at once. The index needs 12 bytes of memory per sequence.
 
     Args:
-        prefix: The target, without ``.bin`` and ``.idx``; its folder is made.
+        prefix: The target, with or without ``.bin`` or ``.idx``; its folder is made.
         dtype: Type of the tokens, one that the format knows.
         overwrite: Replace files of the target's name.
 
@@ -224,14 +224,13 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: str | Path, dtype: Any, *, overwrite: bool = False) -> None:
-        self.prefix = Path(os.path.expanduser(prefix))
+        self.prefix = as_prefix("--output", prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = {known: code for code, known in _TYPES.items()}
         if self.dtype not in codes:
             remedy = f"Choose one of {', '.join(known.name for known in codes)}"
             raise DataError("dtype", str(self.dtype), "the format has no such type", remedy)
         self._code = codes[self.dtype]
-        check_prefix("--output", self.prefix)
         for file in (with_extension(self.prefix, end) for end in (".bin", ".idx")):
             if file.exists() and not overwrite:
                 reason, remedy = f"the file {file} exists", "Give --overwrite to replace it"
@@ -311,6 +310,8 @@ class IndexedWriter:
 
     def _finish(self) -> None:
         """Write the index and give both files their names."""
+        if self._bounds[-1] != len(self._lengths):  # no reader takes sequences of no document
+            self.end_document()
         self._partial_index.write_bytes(self._index())
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -346,7 +347,7 @@ def merge_indexed(
     parts = [open_indexed(prefix) for prefix in prefixes]
     if not parts:
         raise DataError("PREFIX", [], "there is nothing to merge", "Name data sets to merge")
-    dtype, target = parts[0].tokens.dtype, Path(os.path.expanduser(output))
+    dtype, target = parts[0].tokens.dtype, as_prefix("--output", output)
     for part in parts:
         if part.prefix.resolve() == target.resolve():
             reason = "the target is one of the data sets to merge"

@@ -286,6 +286,8 @@ def blended_samples(
     if num_samples is None:
         reason = "a blend has no epochs"
         raise DataError("num_samples", None, reason, "Say how many samples are needed")
+    filled = [pair for pair in zip(stores, weights, strict=True) if pair[1]]
+    stores, weights = zip(*filled, strict=True)  # of weight 0 nothing is read
     ready = blend_sizes(weights, num_samples, _SURPLUS)
     parts = [
         MegatronSamples(store, num_samples=count, **options)

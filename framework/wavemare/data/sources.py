@@ -88,6 +88,8 @@ class Source:
 def resolve(spec: str | None) -> Source:
     """Find the data that a ``--data`` argument names, without reading it or using a network.
 
+    The name of a file that exists is taken literally. A file that several links reach is read once.
+
     Args:
         spec: None or ``stdlib`` (the default corpus), a file, a folder, a glob, a Megatron prefix,
             a dataset's name, ``hub:OWNER/NAME[:CONFIG]``, or a blend of Megatron prefixes:
@@ -103,12 +105,11 @@ def resolve(spec: str | None) -> Source:
         return Source(Kind.DEFAULT, STDLIB)
     if spec.startswith(_HUB_PREFIX):
         return _hub(spec, spec.removeprefix(_HUB_PREFIX))
-    blend = _blend(spec)
-    if blend is not None:
-        return blend
     path = Path(os.path.expanduser(spec))
     try:
-        return _resolve_path(spec, path) or _hub(spec, spec)
+        if path.is_file() and path.suffix not in _MEGATRON_EXTENSIONS:
+            return _files(spec, [path])  # whatever else its name may look like
+        return _blend(spec) or _resolve_path(spec, path) or _hub(spec, spec)
     except OSError as error:  # a name that is too long, a folder that may not be read
         reason = f"it cannot be looked for ({error.strerror})"
         raise DataError("--data", spec, reason, "Check the path") from None
@@ -125,23 +126,17 @@ def _blend(spec: str) -> Source | None:
     if not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
         reason = "weights are 0 or more, and one is above"
         raise DataError("--data", spec, reason, "Give weights such as 0.3 A 0.7 B")
-    named = [Path(os.path.expanduser(word)) for word in words[1::2]]
-    stems = [
-        path.with_suffix("") if path.suffix in _MEGATRON_EXTENSIONS else path for path in named
-    ]
-    prefixes = [_megatron(spec, stem).files[0] for stem in stems]
+    prefixes = [_megatron(spec, Path(os.path.expanduser(word))).files[0] for word in words[1::2]]
     return Source(Kind.MEGATRON, spec, tuple(prefixes), weights=weights)
 
 
 def _resolve_path(spec: str, path: Path) -> Source | None:
     """Return the data at a path, or None if the argument can only be a dataset's name."""
-    if path.suffix in _MEGATRON_EXTENSIONS:
-        return _megatron(spec, path.with_suffix(""))
     if path.is_dir():
         return _folder(spec, path)
-    if path.exists():
-        return _files(spec, [path])
-    if any(with_extension(path, extension).exists() for extension in _MEGATRON_EXTENSIONS):
+    if path.suffix in _MEGATRON_EXTENSIONS or any(
+        with_extension(path, extension).exists() for extension in _MEGATRON_EXTENSIONS
+    ):
         return _megatron(spec, path)
     if glob.has_magic(spec):
         matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
@@ -165,15 +160,24 @@ def with_extension(prefix: Path, extension: str) -> Path:
     return prefix.with_name(prefix.name + extension)
 
 
-def check_prefix(option: str, prefix: Path) -> None:
-    """Raise DataError if a prefix names a folder, not the files in it."""
+def as_prefix(option: str, path: str | Path) -> Path:
+    """Return the prefix of Megatron data, of which a path may name one of the two files.
+
+    Raises:
+        DataError: It names a folder, not the files in it.
+    """
+    prefix = Path(os.path.expanduser(path))
     if not prefix.name:
         reason = "it names a folder, not the files in it"
         raise DataError(option, str(prefix), reason, "Give FOLDER/NAME, without .bin and .idx")
+    names_file = prefix.suffix in _MEGATRON_EXTENSIONS
+    if names_file and not with_extension(prefix, prefix.suffix).exists():
+        return prefix.with_suffix("")
+    return prefix
 
 
 def _megatron(spec: str, prefix: Path) -> Source:
-    check_prefix("--data", prefix)
+    prefix = as_prefix("--data", prefix)
     for extension in _MEGATRON_EXTENSIONS:
         file = with_extension(prefix, extension)
         if not file.is_file():
@@ -185,13 +189,22 @@ def _megatron(spec: str, prefix: Path) -> Source:
 def _folder(spec: str, folder: Path) -> Source:
     if any((folder / marker).is_file() for marker in _SAVED_MARKERS):
         return Source(Kind.SAVED, spec, (folder,))
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
-    visible = [
-        path
-        for path in found
-        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
-    ]
-    return _files(spec, visible)
+    return _files(spec, [file for file in _visible_files(folder) if _kind_of(file) is not None])
+
+
+def _visible_files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, through links, too; each folder once."""
+    seen: set[str] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        seen.add(os.path.realpath(parent))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = [n for n in folders if os.path.realpath(os.path.join(parent, n)) not in seen]
+        files = [Path(parent, name) for name in names if not name.startswith(".")]
+        yield from (file for file in files if file.is_file())
+
+
+def _kind_of(file: Path) -> Kind | None:
+    return EXTENSIONS.get(file.suffix.lower())
 
 
 def _files(spec: str, files: list[Path]) -> Source:
@@ -199,9 +212,11 @@ def _files(spec: str, files: list[Path]) -> Source:
     if not files:
         reason = "no file with a known extension is there"
         raise DataError("--data", spec, reason, f"Known extensions are {known}")
+    # What several names reach is read once, whatever loops the links make.
+    files = list({os.path.realpath(file): file for file in sorted(files, reverse=True)}.values())
     kinds: dict[Kind, list[Path]] = {}
     for file in files:
-        kind = EXTENSIONS.get(file.suffix.lower())
+        kind = _kind_of(file)
         if kind is None:
             reason = f"the extension of {file.name} is not known"
             raise DataError("--data", spec, reason, f"Known extensions are {known}")

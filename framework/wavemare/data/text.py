@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wavemare.data.sources import Kind, Source, read_stdlib, resolve
@@ -21,6 +20,10 @@ _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _HUB_TIMEOUT_SECONDS = 10.0
 _VALIDATION = 0.05  # share of the documents
 _TEXT_TYPES = ("string", "large_string", "null")
+
+Columns = Mapping[str, bool]
+"""Columns by name, and whether they hold text."""
+_Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -87,20 +90,13 @@ def _load_columns(source: Source, option: str, column: str) -> tuple[Dataset, Da
         raise DataError(option, source.name, reason, "Give text, or use it where tokens are read")
     if source.kind is Kind.DEFAULT:
         return read_stdlib(), None
-    parts = load_rows(source)
-    train, validation = (
-        None if rows is None else _only_text(source, rows, column) for rows in parts
-    )
-    assert train is not None
-    return train, validation
-
-
-def _only_text(source: Source, rows: Dataset, column: str) -> Dataset:
-    if source.kind is Kind.TEXT:
-        column = "text"
-    check_text_column(source, rows, column)
-    rows = rows.select_columns([column])
-    return rows if column == "text" else rows.rename_column(column, "text")
+    column = "text" if source.kind is Kind.TEXT else column
+    train, validation = load_rows(source, {column: True})
+    if column == "text":
+        return train, validation
+    if validation is not None:
+        validation = validation.rename_column(column, "text")
+    return train.rename_column(column, "text"), validation
 
 
 def iterate_texts(documents: Dataset) -> Iterator[str | None]:
@@ -172,64 +168,105 @@ def _split_one(name: str, text: str) -> Corpus:
     return Corpus(name, train, validation)
 
 
-def load_rows(source: Source) -> tuple[Dataset, Dataset | None]:
-    """Read text files or a table by ``datasets``.
+def load_rows(source: Source, *choices: Columns) -> tuple[Dataset, Dataset | None]:
+    """Read the columns that are used, of text files or a table, by ``datasets``.
+
+    Args:
+        source: The data.
+        choices: Sets of columns. The first set of which the data has all columns is read.
 
     Returns:
         The training rows, and the rows of a validation or test split if the dataset has one.
 
     Raises:
-        DataError: The files cannot be parsed, or the dataset cannot be found or reached.
+        DataError: The files cannot be parsed, the dataset cannot be found or reached, or it lacks
+            a column or its text.
     """
-    import datasets
-
     if source.kind is Kind.HUB:
         _check_reachable(source)
+    with _one_error(source):
+        parts = _choose_splits(source, _load(source, choices))
+        train, validation = (
+            None if part is None else _only_columns(source, part, choices) for part in parts
+        )
+    assert train is not None
+    return train, validation
+
+
+def load_records(source: Source, *choices: Columns) -> tuple[list[_Record], list[_Record] | None]:
+    """Read the columns that are used of all rows into memory; see `load_rows`.
+
+    Values of JSON are what the file says, and may differ in form from row to row. A class label is
+    its name.
+    """
+    if source.kind is Kind.JSON:
+        return _json_records(source, choices), None
+    train, validation = load_rows(source, *choices)
+    return _records(train), None if validation is None else _records(validation)
+
+
+def _json_records(source: Source, choices: Sequence[Columns]) -> list[_Record]:
+    from wavemare.data.tables import column_names, read_json_rows
+
+    with _one_error(source):
+        columns = _choose(source, column_names(source), choices)
+        rows = (row for file in source.files for row in read_json_rows(file))
+        records = [{name: row.get(name) for name in columns} for row in rows]
+        for number, record in enumerate(records):
+            json.dumps(record, ensure_ascii=False).encode()  # half a character has no bytes
+            for name, value in record.items():
+                if columns[name] and not isinstance(value, str | None):
+                    reason = f"the column {name!r} of row {number} holds {value!r}, not text"
+                    raise DataError("--data", source.name, reason, "Put it in quotes")
+    return records
+
+
+def _records(table: Dataset) -> list[_Record]:
+    records = list(table)
+    for column, feature in table.features.items():
+        names: Any = getattr(feature, "names", None)  # of a datasets.ClassLabel
+        for record in records if names is not None else ():
+            label = record[column]
+            known = label is not None and 0 <= label < len(names)
+            record[column] = names[label] if known else None
+    return records
+
+
+@contextmanager
+def _one_error(source: Source) -> Iterator[None]:
+    """Raise a `DataError` for whatever a reader says about the data."""
+    import datasets
+    from pyarrow import ArrowException
+
+    kinds = (datasets.exceptions.DatasetsError, OSError, ValueError, StopIteration, ArrowException)
     try:
-        loaded = _load(source)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, StopIteration) as error:
+        yield
+    except DataError:
+        raise
+    except kinds as error:
         cause = error.__cause__ or error
+        if isinstance(cause, DataError):
+            raise cause from None
         detail = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
         reason = f"the data cannot be read as {source.kind}: {detail}"
         remedy = "Check that every file has the format and the columns of the others"
-        if isinstance(cause, UnicodeDecodeError):
+        if isinstance(cause, UnicodeError) or "UTF8" in detail:
             remedy = "Convert the files to UTF-8"
         raise DataError("--data", source.name, reason, remedy) from error
-    return _choose_splits(source, loaded)
 
 
-def _load(source: Source) -> Dataset | DatasetDict:
+def _load(source: Source, choices: Sequence[Columns]) -> Dataset | DatasetDict:
     import datasets
 
     if source.kind is Kind.HUB:
         return datasets.load_dataset(source.dataset, source.config)
     if source.kind is Kind.SAVED:
         return datasets.load_from_disk(str(source.files[0]))
-    options: dict[str, Any] = {}
-    if source.kind is Kind.TEXT:
-        options["sample_by"] = "document"
-    if source.kind in (Kind.CSV, Kind.TSV):
-        options["keep_default_na"] = False  # the word "null" is text
-    if source.kind is Kind.CSV:
-        for file in source.files:
-            _check_width(source, file)
-    if source.kind is Kind.TSV:
-        options |= {"sep": "\t", "quoting": csv.QUOTE_NONE}
-    files = [str(file) for file in source.files]
-    builder = Kind.CSV if source.kind is Kind.TSV else source.kind
-    return datasets.load_dataset(builder.value, data_files=files, split="train", **options)
+    from wavemare.data.builder import read_table
+    from wavemare.data.tables import column_names
 
-
-def _check_width(source: Source, path: Path) -> None:
-    """Refuse a first row wider than the header: pandas would take its first fields for an index."""
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        try:
-            header, row = islice(chain(csv.reader(file), ([], [])), 2)
-        except csv.Error:  # pandas describes it
-            return
-    if len(row) > len(header):
-        reason = f"the first row of {path.name} has {len(row)} fields, its header {len(header)}"
-        raise DataError("--data", source.name, reason, "Put texts with commas in quotes")
+    columns = _choose(source, column_names(source), choices)
+    return read_table(source, list(columns), [name for name in columns if columns[name]])
 
 
 def _check_reachable(source: Source) -> None:
@@ -267,18 +304,27 @@ def _choose_splits(source: Source, loaded: Dataset | DatasetDict) -> tuple[Datas
     return train, None if validation is train else validation
 
 
-def check_text_column(source: Source, dataset: Dataset, column: str, *others: str) -> None:
-    """Refuse a table that lacks a column, or whose text column does not hold text.
+def _choose(source: Source, names: Sequence[str], choices: Sequence[Columns]) -> Columns:
+    """Return the first set of columns that the data has."""
+    missing = [[name for name in columns if name not in names] for columns in choices]
+    for columns, lacking in zip(choices, missing, strict=True):
+        if not lacking:
+            return columns
+    nearest = min(missing, key=len)
+    existing = ", ".join(map(repr, names))
+    wanted = ", or ".join(" and ".join(columns) for columns in choices)
+    remedy = f"The columns are {existing}; give {wanted}"
+    raise DataError("--data", source.name, f"there is no column {nearest[0]!r}", remedy)
 
-    Raises:
-        DataError: Names the columns that exist, or the column's type.
-    """
-    for name in (column, *others):
-        if name not in dataset.column_names:
-            existing = ", ".join(map(repr, dataset.column_names))
-            reason = f"there is no column {name!r}"
-            raise DataError("--data", source.name, reason, f"The columns are {existing}")
-    dtype = getattr(dataset.features[column], "dtype", "nested")
-    if dtype not in _TEXT_TYPES:
-        reason = f"the column {column!r} holds {dtype}, not text"
-        raise DataError("--data", source.name, reason, "Name a column of text")
+
+def _only_columns(source: Source, rows: Dataset, choices: Sequence[Columns]) -> Dataset:
+    """Select the columns that are used, and refuse those that do not hold the text they should."""
+    columns = _choose(source, rows.column_names, choices)
+    for name, is_text in columns.items():
+        dtype = getattr(rows.features[name], "dtype", "nested")
+        if is_text and dtype not in _TEXT_TYPES:
+            reason = f"the column {name!r} holds {dtype}, not text"
+            raise DataError("--data", source.name, reason, "Name a column of text")
+        for part in rows.data.column(name).chunks:
+            part.validate(full=True)  # of texts, that they are UTF-8
+    return rows.select_columns(list(columns))

@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, os_errors
 from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
 from wavemare.observe.lines import Lines, read_metrics
 
@@ -65,7 +65,7 @@ class Run:
             The older run's new name; None if there was none, and on ranks that do not write.
 
         Raises:
-            ConfigError: Another process still writes the folder, or it cannot be made.
+            ConfigError: Another process still writes the folder, or it cannot be renamed or made.
         """
         if not self._writes:
             return None
@@ -82,9 +82,17 @@ class Run:
         if not (self.metrics_file.exists() or saved or told):
             return None
         self.close()
-        numbered = (self.folder.with_name(f"{self.folder.name}.{n}") for n in count(1))
+        folder = self.folder.resolve()  # a link stays one, and names the new run
+        reason = "it holds an older run, and is the working directory, which cannot be renamed"
+        remedy = "Name another folder, or move what is in it"
+        if Path.cwd().is_relative_to(folder):
+            raise ConfigError("--output", str(self.folder), reason, remedy)
+        numbered = (folder.with_name(f"{folder.name}.{n}") for n in count(1))
         older = next(path for path in numbered if not path.exists())
-        self.folder.rename(older)
+        what = "it holds an older run, and cannot be renamed"
+        with os_errors(ConfigError, "--output", str(self.folder), what, remedy):
+            folder.rename(older)
+            folder.mkdir()
         check_writable("--output", self.folder, is_folder=True)
         self._acquire()
         return older

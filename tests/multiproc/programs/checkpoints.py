@@ -4,12 +4,14 @@
 Arguments: result folder, checkpoint folder, action, then what the action needs.
 """
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from common import (
     HIDDEN,
     QUIET,
@@ -133,8 +135,47 @@ def refuse_states(folder, case):
         with pytest.raises(wavemare.errors.CheckpointError) as caught:
             engine.save_checkpoint(str(folder), "bad", state)
         told.append(caught.value.key)
+    own = Path if dist.get_rank() else 3
+    state = engine.lr_scheduler.state_dict
+    engine.lr_scheduler.state_dict = lambda: {**state(), "own": own}
+    with pytest.raises(wavemare.errors.CheckpointError) as caught:
+        engine.save_checkpoint(str(folder), "bad")
+    told.append(caught.value.key)
+    engine.lr_scheduler.state_dict = state
+    for place, tag in ((folder, ".."), (f"{folder}{dist.get_rank()}", "good")):
+        with pytest.raises(wavemare.errors.CheckpointError) as caught:
+            engine.save_checkpoint(str(place), tag)
+        told.append(caught.value.key)
     engine.save_checkpoint(str(folder), "good", {"step": 3})
     return told
+
+
+def odd_names(folder, case):
+    """Save into folders and tags of odd names, the last one in the background; load each."""
+    engine = build(case, wavemare={"checkpoint": {"background": True}})
+    folder.mkdir(exist_ok=True)
+    here, found = Path.cwd(), []
+    for place, tag in (("d[1]", "a[0]*?"), ("a b", 5), ("-ünï", Path("x/y::z")), (".", "{a,b}")):
+        os.chdir(folder)
+        engine.save_checkpoint(place, tag)
+        os.chdir(here)
+        engine.finish_saving()
+        (folder / place / "latest").read_text()
+        for given in (tag, None):
+            path, _ = engine.load_checkpoint(str(folder / place), given)
+            found.append(Path(path).relative_to(folder).as_posix())
+    return found
+
+
+def exported(folder, case):
+    """Go on in a pipeline from the exported model; return its loss and the right one."""
+    whole = transformers.GPT2LMHeadModel.from_pretrained(folder / "model")
+    (batch, labels) = next(batches(case, first=0))
+    right = whole(input_ids=batch, labels=labels).loss.item()
+    stages = torch.distributed.get_world_size()
+    module = wavemare.to_pipeline(whole, num_stages=stages, inputs=["input_ids"])
+    engine = wavemare.initialize(model=module, config=configuration(1))[0]
+    return [engine.eval_batch(iter([(batch, labels)] * 2)).item(), right]
 
 
 def again(folder, case):
@@ -153,6 +194,8 @@ if __name__ == "__main__":
         "refuse_universal": lambda where, case: refuse(where, case, universal),
         "again": again,
         "refuse_states": refuse_states,
+        "odd_names": odd_names,
+        "exported": exported,
     }
     leave(
         {case: actions[action](folder / case.split(":")[0], case.split(":")[-1]) for case in cases}

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,12 @@ def build_gpt2(**changes):
         "eos_token_id": 0,
     }
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **changes}))
+
+
+def freeze(model, patterns):
+    """Have the weights whose names match a pattern not trained from now on, and all others."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.search(pattern, name) for pattern in patterns))
 
 
 def build_bert(kind=transformers.BertForMaskedLM, **changes):

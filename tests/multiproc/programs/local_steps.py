@@ -17,6 +17,7 @@ from common import (
     QUIET,
     build_gpt2,
     configuration,
+    freeze,
     leave,
     refusal,
     token_batches,
@@ -163,11 +164,13 @@ def finish(engine):
     return weights_digest(engine)
 
 
-def train(local, *, steps, zero=0, **changes):
+def train(local, *, steps, zero=0, frozen=(), **changes):
     """Train; return what a user sees, and the weights before the end and after `synchronize`."""
     engine = start(local, zero=zero, **changes)
     data = batches(distributed.get_rank())
-    for _ in range(steps):
+    for step in range(steps):
+        if str(step) in frozen:
+            freeze(engine.module, frozen[str(step)])
         engine.train_batch(data)
     before = flat(engine.module)
     metrics = engine.step_metrics()

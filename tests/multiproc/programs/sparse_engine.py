@@ -2,8 +2,9 @@
 """Train with gradients reduced by DeepSpeed and by the sparse collective; leave what came of it.
 
 Arguments: result folder, then a list of cases in JSON. A case has a ``name``, the ``model``, the
-number of ``steps``, a ``section`` (``wavemare.sparse_collective``), and other keys of the
-configuration. Or "lose a rank", which ends in an error.
+number of ``steps``, a ``section`` (``wavemare.sparse_collective``), other keys of the
+configuration, and ``frozen``: by step, patterns of the weights that are not trained from there on.
+Or "lose a rank", which ends in an error.
 """
 
 import json
@@ -17,7 +18,7 @@ from unittest import mock
 import deepspeed
 import torch
 import transformers
-from common import build_bert, build_gpt2, leave, weights_digest
+from common import build_bert, build_gpt2, freeze, leave, weights_digest
 
 import wavemare
 from wavemare.comm import SparseComm
@@ -59,6 +60,40 @@ class Branching(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
 
 
+class Once(torch.nn.Module):
+    """A layer that only the first of two micro-batches uses, on the first rank or on all."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.branch = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.out = torch.nn.Linear(HIDDEN, 3)
+        self.calls, self.ranks = 0, ranks
+
+    def forward(self, input_ids, labels):
+        hidden = self.words(input_ids).mean(1)
+        if self.calls % 2 == 0 and torch.distributed.get_rank() < self.ranks:
+            hidden = torch.tanh(self.branch(hidden))
+        self.calls += 1
+        return torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
+
+
+class Late(torch.nn.Module):
+    """A term on all of an embedding's weight, which begins in the 20th call."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.out = torch.nn.Linear(HIDDEN, 3)
+        self.calls = 0
+
+    def forward(self, input_ids, labels):
+        self.calls += 1
+        hidden = self.words(input_ids).mean(1)
+        loss = torch.nn.functional.cross_entropy(self.out(hidden), labels[:, 0] % 3)
+        return loss + self.words.weight.square().mean() if self.calls >= 20 else loss
+
+
 class Shared(torch.nn.Module):
     """One layer used twice within segments that are computed again in the backward pass."""
 
@@ -85,7 +120,9 @@ def build(model):
         return _pipeline()
     if model.startswith("rows"):
         return Rows(sparse=model == "rows")
-    return {"branching": Branching, "shared": Shared}[model]()
+    if model.startswith("once"):
+        return Once(ranks=int(model[-1]))
+    return {"branching": Branching, "late": Late, "shared": Shared}[model]()
 
 
 def _pipeline():
@@ -160,6 +197,8 @@ def train(case):
     losses, metrics = [], []
     with noting_sent(engine.module) as sent:
         for step in range(case["steps"]):
+            if (patterns := case.get("frozen", {}).get(str(step))) is not None:
+                freeze(engine.module, patterns)
             losses.append(engine.train_batch(data).item())
             metrics.append(engine.step_metrics())
             if step + 1 == case.get("save_after"):

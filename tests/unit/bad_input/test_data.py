@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data that cannot be read: names, texts, tables, labels, tokenizers, shares."""
 
+import datasets
+import pandas
+import pyarrow
 import pytest
+from pyarrow import parquet
 
+from wavemare.data.chat import load_chats
 from wavemare.data.classification import load_classification
 from wavemare.data.loader import ResumableLoader
 from wavemare.data.megatron_order import split_ranges
@@ -56,8 +61,11 @@ FILES = [
     ("a.csv", "text,label\na, b, c,1\nd,2\n", "first row of a.csv has 4 fields, its header 2"),
     pytest.param("a.jsonl", '{"text":"a"}\n{"text":\n', "in row 1", id="half a line of JSON"),
     pytest.param("a.jsonl", '{"text": 1}\n', "holds int64, not text", id="numbers for text"),
+    pytest.param("a.jsonl", '{"text":"\\ud800"}\n', "Convert the files", id="half a character"),
+    pytest.param("a.jsonl", '{"text":"a","text":"b"}', "'text' appears twice", id="two texts"),
+    pytest.param("a.jsonl", "[" * 99999, "nested too deeply", id="deep nesting"),
     pytest.param("a.jsonl", '{"text": null}\n', "no text besides blanks", id="null for text"),
-    ("a.json", "3", "cannot be read as json"),
+    ("a.json", "3", "row 0 is no object"),
     pytest.param("a.parquet", "text" * 9, "not a parquet file", id="text as Parquet"),
     ("dataset_info.json", "{}", "cannot be read as saved"),
 ]
@@ -68,6 +76,42 @@ def test_a_file_of_data(refused, write, name, content, said):
     file = write(f"data/{name}", content)
     spec = str(file.parent if name.startswith("dataset_info") else file)
     refused(lambda: load_text(spec), DataError, "--data", spec, said)
+
+
+READERS = {
+    "text": (load_text, ("text",)),
+    "chats": (lambda spec: load_chats(resolve(spec)), ("prompt", "completion")),
+    "labels": (lambda spec: load_classification(resolve(spec)), ("text", "label")),
+}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "jsonl", "csv"])
+@pytest.mark.parametrize("reader", READERS)
+def test_bytes_that_are_no_text(refused, tmp_path, reader, kind):
+    load, (*others, column) = READERS[reader]
+    content = [b"good", b"\xff\xfe", b"good"]
+    _, *buffers = pyarrow.array(content, pyarrow.binary()).buffers()
+    bad = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, *buffers])
+    table = pyarrow.table({**{name: ["a", "b", "c"] for name in others}, column: bad})
+    file = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, file)
+    elif kind == "saved":
+        datasets.Dataset(table).save_to_disk(str(file))
+    elif kind == "csv":
+        rows = [b",".join([b"a"] * len(others) + [text]) for text in content]
+        file.write_bytes(b"\n".join([",".join([*others, column]).encode(), *rows]))
+    else:
+        head = "".join(f'"{name}":"a",' for name in others) + f'"{column}":"'
+        file.write_bytes(b"\n".join(b"{" + head.encode() + text + b'"}' for text in content))
+    refused(lambda: load(str(file)), DataError, "--data", str(file), "Convert the files to UTF-8")
+
+
+def test_dates_and_numbers_for_answers(refused, tmp_path):
+    for values in ([1, 2], [1.5, 2.5], pandas.to_datetime(["2024-01-01", "2024-01-02"])):
+        file = tmp_path / "a.parquet"
+        pandas.DataFrame({"prompt": ["a", "b"], "completion": values}).to_parquet(file)
+        refused(lambda: load_chats(resolve(str(file))), DataError, "--data", "not text")  # noqa: B023
 
 
 def test_a_folder_without_text(refused, tmp_path):

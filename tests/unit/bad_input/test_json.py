@@ -12,6 +12,7 @@ from wavemare.engine.config.resolve import (
     check_config,
     load_config,
     misplaced_keys,
+    refuse_misspelt_section,
 )
 from wavemare.errors import ConfigError
 
@@ -195,9 +196,18 @@ def test_only_one_process_is_asked_for_its_launcher(refused):
     refused(act, ConfigError, TRAIN, f"{told}. Give 16")
 
 
+@pytest.mark.parametrize("key", ["wavemre", "wavmare", "Wavemare", "WAVEMARE", "wave_mare"])
+def test_a_misspelt_section(refused, key):
+    section = {"pipeline": {"stages": 2}}
+    refused(lambda: refuse_misspelt_section({key: section}), ConfigError, key, "'wavemare'")
+
+
+def test_what_is_no_section_of_ours():
+    refuse_misspelt_section({"wavemare": {}, "wave": {}, "weights": 1, "zero_optimization": {}})
+
+
 WARNINGS = [
     ({"train_batch_sise": 8}, "Did you mean 'train_batch_size'?"),
-    ({"wavmare": {}}, "Did you mean 'wavemare'?"),
     ({"optimizer": {"lr": 1}}, "Use optimizer.params.lr"),
 ]
 

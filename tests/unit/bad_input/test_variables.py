@@ -64,6 +64,7 @@ HOSTFILES = [
     pytest.param("node0 slots=2 max_slots=4\n", "deepspeed ignores", id="Open MPI's form"),
     pytest.param("a slots=1\nb slots=1\na slots=1\n", "a is listed twice", id="a host twice"),
     pytest.param(b"\xff\xfe slots=x\n", "line 1", id="no text"),
+    pytest.param("\ufeffa slots=1\n", "byte order mark", id="a byte order mark"),
     pytest.param("a slots=" + "9" * 5000, "is not a host with its slots", id="5,000 digits"),
 ]
 

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_deepspeed_on_hosts_counts_their_slots(tmp_path):
     command = Job(program="x.py", hosts=HOSTS, hostfile=file).command()
     assert command == [
         *("/bin/deepspeed", "--master_port", "4321", "--log_level", "critical"),
-        *("--hostfile", str(file), "x.py"),
+        *("--no_local_rank", "--hostfile", str(file), "x.py"),
     ]
     # A host alone is not this one.
     command = Job(program="x.py", hosts=HOSTS[:1], hostfile=file, num_processes=2).command()
@@ -57,7 +58,8 @@ def exported(machine, monkeypatch, tmp_path):
 
         def read(command, given, **options):
             assert given["OMP_NUM_THREADS"] == "1"
-            lines.extend(Path(given["DS_ENV_FILE"]).read_text().splitlines())
+            text = Path(given["DS_ENV_FILE"]).read_text("utf-8", "surrogateescape")
+            lines.extend(text.splitlines())
             return 5
 
         monkeypatch.setattr(launch, "run", read)
@@ -76,13 +78,14 @@ def test_other_hosts_need_ssh_and_pdsh(monkeypatch, tmp_path):
 
 
 def test_variables_reach_other_hosts_by_a_file(exported, tmp_path):
-    (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=eth7\n\n")
+    (tmp_path / ".deepspeed_env").write_bytes(b"\xef\xbb\xbfGLOO_SOCKET_IFNAME=eth7\n\nHF_A=\xe9\n")
     # The last one wins: the user's.
     assert exported(GLOO_SOCKET_IFNAME="eth0", NCCL_DEBUG="1\n2", HF_HOME="/a=b") == [
         "GLOO_SOCKET_IFNAME=eth0",
         "HF_HOME=/a=b",
         "OMP_NUM_THREADS=1",
         "GLOO_SOCKET_IFNAME=eth7",
+        "HF_A=\udce9",
     ]
 
 
@@ -123,5 +126,21 @@ def test_options_after_the_script_are_its_own():
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert shlex.split(result.stdout) == [
         *("OMP_NUM_THREADS=1", "/bin/deepspeed", "--num_accelerators", "3"),
-        *("--master_port", "4321", "--log_level", "critical", "x.py", "--nproc", "9", "-m"),
+        *("--master_port", "4321", "--log_level", "critical", "--no_local_rank"),
+        *("x.py", "--nproc", "9", "-m"),
     ]
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_port_of_the_environment_is_used(monkeypatch):
+    def port(given, *options):
+        monkeypatch.setattr(job.os, "environ", {"MASTER_PORT": given})
+        command = Job(program="x.py", launcher_options=options).command()
+        return [after for word, after in pairwise(command) if word == "--master_port"]
+
+    assert port("1234") == ["1234"]
+    assert port("") == ["4321"]
+    assert port("1234", "--master_port", "7") == ["7"]
+    for wrong in ("x", "0", "65536", "-1", "9" * 5000):
+        with pytest.raises(LaunchError, match="no port"):
+            port(wrong)

@@ -44,7 +44,13 @@ def test_command_in_full(command, config):
     assert 1024 <= int(port) < 65536
     assert words == [
         *("/bin/deepspeed", "--num_accelerators", "4", "--master_port", port),
-        *("--log_level", "critical", "--module", "wavemare.recipes.gpt.pretrain"),
+        *(
+            "--log_level",
+            "critical",
+            "--no_local_rank",
+            "--module",
+            "wavemare.recipes.gpt.pretrain",
+        ),
         *("--deepspeed_config", str(config), "--data", "my corpus.txt", "--max_steps=3"),
     ]
 

@@ -205,9 +205,15 @@ def test_columns_tell_the_kind_of_rows(tmp_path):
     train, validation = load()
     assert sorted(int(row["text"]) for row in train + validation) == list(range(50))
     assert 0 < len(validation) < 10
+    for i, (number, answer) in enumerate([(1, "2024-01-01"), ("x", "2024-01-02")]):
+        turns = [{"role": "user", "content": answer}, {"role": "tool", "content": [{f"{i}": i}]}]
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps({"messages": turns, "n": number}) + "\n")
+    (_, validation) = load_chats(resolve(str(tmp_path / "?.jsonl")))
+    assert validation[0]["messages"][0]["content"].startswith("2024-01-0")
+    assert list(validation[0]["messages"][1]["content"][0]) in (["0"], ["1"])
     file.write_text('{"question": "a", "answer": "b"}\n')
     with pytest.raises(
-        DataError, match=r"its columns are 'question', 'answer'\. Give rows with mess"
+        DataError, match=r"columns are 'question', 'answer'; give messages, or prompt and"
     ):
         load_chats(resolve(str(file)))
 

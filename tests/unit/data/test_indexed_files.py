@@ -80,6 +80,22 @@ def test_files_of_any_data(tmp_path_factory, documents, dtype):
     assert read_indexed(prefix, vocab_size=600).vocab_size == 600
 
 
+@pytest.mark.parametrize("extension", ["", ".bin", ".idx"])
+def test_an_open_document_ends_with_the_file_which_may_be_named_as_well(tmp_path, extension):
+    with IndexedWriter(f"{tmp_path}/a.b{extension}", "u2") as writer:
+        writer.add_sequence([1, 2])
+        writer.end_document()
+        writer.add_sequence([3])
+        writer.add_sequence([4])
+    assert files(tmp_path / "a.b") == slow_files([[[1, 2]], [[3], [4]]], "u2")
+    assert read_indexed(f"{tmp_path}/a.b{extension}").document(1).tolist() == [3, 4]
+    write(tmp_path / "other", [[[9]]])
+    for end in ("bin", "idx"):  # a data set of that very prefix
+        (tmp_path / f"other.{end}").rename(f"{tmp_path}/a.b.bin.{end}")
+    assert read_indexed(tmp_path / "a.b.bin").document(0).tolist() == [9]
+    assert read_indexed(tmp_path / "a.b.idx").document(0).tolist() == [1, 2]
+
+
 @settings(max_examples=15)
 @given(parts=st.lists(DOCUMENTS, min_size=1, max_size=4))
 def test_merging_is_writing_one_after_another(tmp_path_factory, parts):

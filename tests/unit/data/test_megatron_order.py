@@ -148,6 +148,17 @@ def test_a_blend_draws_from_its_parts_in_order():
         assert (expected >= 1000).all() == (source == 1)
 
 
+def test_of_weight_0_nothing_is_read():
+    sizes, weights = (40, 3, 40), (1, 0, 3)
+    stores = [TokenStore(np.arange(size), np.array([0, size])) for size in sizes]
+    options = {"num_samples": 16, "sequence_length": 5, "seed": 2}
+    blend = blended_samples(stores, weights, **options)
+    expected = blended_samples(stores[::2], weights[::2], **options)
+    assert [blend[i]["input_ids"].tolist() for i in range(16)] == [
+        expected[i]["input_ids"].tolist() for i in range(16)
+    ]
+
+
 def test_megatron_core_makes_the_same_arrays():
     reason = "megatron-core is not installed (pip install megatron-core)"
     megatron = pytest.importorskip("megatron.core.datasets.helpers", reason=reason)

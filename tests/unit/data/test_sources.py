@@ -91,6 +91,75 @@ def test_tables(tmp_path, extension):
     assert list(again.validation) == list(corpus.validation)
 
 
+NAMES = [
+    "d[1]/a.jsonl",
+    "a*.jsonl",
+    "a?.jsonl",
+    "[!x].csv",
+    "{a,b}.tsv",
+    "x::y.parquet",
+    "zip::b.txt",
+    "file:b.jsonl",
+    "https:/b.jsonl",
+    "**/b.txt",
+    "10 books.txt",
+    "-b.csv",
+    "#b%20.jsonl",
+    "sea ünï\n.txt",
+    ".hidden.jsonl",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_a_file_is_taken_literally(tmp_path, monkeypatch, name):
+    file = tmp_path / name
+    for other in ("d1/a", "ab", "b", "x", "d1/b"):
+        decoy = tmp_path / f"{other}{file.suffix}"
+        decoy.parent.mkdir(exist_ok=True)
+        decoy.write_text("decoy")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".txt":
+        file.write_text("right")
+    else:
+        write_rows(file, ["right"] * 2)
+    monkeypatch.chdir(tmp_path)
+    for spec in (str(file), name):
+        assert "".join(everything(load_text(spec))).replace("rightright", "right") == "right"
+
+
+def test_only_the_columns_that_are_used_must_agree(tmp_path):
+    others = [1, "x", {"a": 1}, [2], None, float("nan"), "2024-01-01"]
+    for i, other in enumerate(others):
+        row = {"text": f"2024-01-0{i + 1}", f"m{i // 4}": other}
+        (tmp_path / f"{i}.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    together = (tmp_path / "0.jsonl").read_text() + (tmp_path / "1.jsonl").read_text()
+    (tmp_path / "0.jsonl").write_text(together)
+    texts = everything(load_text(str(tmp_path)))
+    assert texts == sorted(2 * [f"2024-01-0{i + 1}" for i in range(7)] + 2 * ["2024-01-02"])
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "csv", "tsv"])
+def test_a_byte_order_mark_is_no_text(tmp_path, suffix):
+    text = "one two\nthree" if suffix == "txt" else "one"
+    content = {"txt": text, "jsonl": json.dumps({"text": text}), "json": json.dumps([text])}
+    table = f"text\n{text}\n"
+    (tmp_path / f"a.{suffix}").write_text(content.get(suffix, table), encoding="utf-8-sig")
+    assert "".join(sorted(everything(load_text(str(tmp_path))), reverse=True)) in (text, "one")
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.txt"])
+def test_links_are_followed_once(tmp_path, pattern):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("data/a.txt", "data/b.txt", "elsewhere/c.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "data" / "loop").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "again.txt").symlink_to(tmp_path / "data" / "a.txt")
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "elsewhere")
+    found = resolve(str(tmp_path / "data" / pattern)).files
+    assert [file.name for file in found] == ["a.txt", "b.txt", "c.txt"]
+
+
 def test_quotes_in_a_tsv_are_text(tmp_path):
     texts = ['he said "no', '"never closed', '"yes" and "no"', "third"]
     path = write_rows(tmp_path / "rows.tsv", texts)

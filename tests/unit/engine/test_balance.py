@@ -24,7 +24,7 @@ SIZES = {
 }
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 60), st.booleans())
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(20, 60), st.booleans())
 def test_ranks_read_every_sample_of_whole_micro_batches_once(shares, size, shuffle):
     stride = sum(shares)
     samplers = [
@@ -49,6 +49,8 @@ def test_ranks_read_every_sample_of_whole_micro_batches_once(shares, size, shuff
 
 
 def test_the_order_is_that_of_equal_shares():
+    with pytest.raises(DataError, match="16 samples"):
+        ShareSampler(range(15), first=0, count=8, stride=16, shuffle=True)
     equal = ShareSampler(range(32), first=0, count=8, stride=16, shuffle=True)
     whole = ShareSampler(range(32), first=0, count=16, stride=16, shuffle=True)
     unequal = ShareSampler(range(32), first=0, count=10, stride=16, shuffle=True)

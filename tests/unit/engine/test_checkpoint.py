@@ -4,6 +4,7 @@
 import json
 import shutil
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from wavemare.engine.checkpoint import compatibility as checkpoint_checks
 from wavemare.engine.checkpoint.compatibility import check_checkpoint_fits
 from wavemare.engine.checkpoint.manifest import (
     MANIFEST,
+    as_tag,
     checksum,
     complete_tags,
     keep_last,
@@ -83,6 +85,24 @@ def test_a_tag_that_is_not_there_names_those_that_are(checkpoints):
     assert "['step-1', 'step-2']" in caught.value.remedy
 
 
+@pytest.mark.parametrize("tag", [5, Path("a/b"), "a b", "step[1]", "ünï", "-x", "latest-1"])
+def test_what_a_save_takes_as_a_tag_a_load_finds(tmp_path, tag):
+    (tmp_path / as_tag(tag)).mkdir(parents=True)
+    assert resolve_tag(tmp_path, tag) == str(tag)
+    (tmp_path / "latest").write_text(as_tag(tag))
+    assert resolve_tag(tmp_path, None) == str(tag)
+
+
+TAGS = ["", ".", "..", ".a", "a/../b", "/a", "a/", "a//b", "latest", "latest/a", " a", "a\n", "a\0"]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_what_is_no_tag(tmp_path, tag):
+    for use in (as_tag, lambda tag: resolve_tag(tmp_path, tag)):
+        with pytest.raises(CheckpointError, match="no name for a checkpoint"):
+            use(tag)
+
+
 def test_no_checkpoint_at_all_is_none_as_in_deepspeed(tmp_path):
     assert resolve_tag(tmp_path, None) is None
 
@@ -119,7 +139,8 @@ def test_another_topology_is_refused_naming_both(checkpoints, monkeypatch, key):
         check_topology(monkeypatch, folder, TOPOLOGY, {**TOPOLOGY, key: changed})
     assert f"{key} {TOPOLOGY[key]}" in caught.value.reason
     assert f"{key} {changed}" in caught.value.reason
-    assert "-m wavemare.universal --input_folder" in caught.value.remedy
+    converts = "-m wavemare.universal --input_folder" in caught.value.remedy
+    assert converts == (key != "zero_stage")
 
 
 def make(folder, tag, saved, sizes=(8,), runs=("run 1",)):

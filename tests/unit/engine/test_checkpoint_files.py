@@ -18,18 +18,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 import xxhash
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupLR
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from wavemare.engine.checkpoint.files import (
     RankFiles,
     check_client_state,
+    check_optimizer_state,
+    check_scheduler,
     read_file,
     safe_loading,
     write_file,
 )
 from wavemare.engine.checkpoint.manifest import checksum
+from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.errors import CheckpointError
 
 
@@ -250,6 +255,95 @@ def test_what_a_client_keeps_comes_back(tmp_path, state):
 @dataclass
 class Progress:
     epoch: int
+
+
+KINDS = ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"]
+
+
+@pytest.fixture
+def generator_of_numpy():
+    before = np.random.get_bit_generator()
+    yield lambda kind: np.random.set_bit_generator(getattr(np.random, kind)(3))
+    np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_generators_go_on(tmp_path, generator_of_numpy, kind):
+    def draw():
+        numbers = [np.random.rand(), np.random.standard_normal(), random.random()]
+        return [*numbers, random.gauss(0, 1), torch.rand(1).item()]
+
+    generator_of_numpy(kind)
+    draw()  # numpy and Python keep a second Gaussian
+    write_file(random_state(), str(tmp_path / "a.pt"))
+    expected = draw()
+    draw()
+    restore_random_state(read_file(tmp_path / "a.pt"))
+    assert draw() == expected
+    generator_of_numpy("PCG64" if kind == "MT19937" else "MT19937")
+    with pytest.raises(CheckpointError, match=kind):
+        restore_random_state(read_file(tmp_path / "a.pt"))
+    generator_of_numpy(kind)  # as the remedy says
+    restore_random_state(read_file(tmp_path / "a.pt"))
+    assert draw() == expected
+
+
+SCHEDULERS = [
+    lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1.0),
+    lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 10),
+    lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 1.0, scale_fn=lambda x: x),
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+    lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [2],
+    ),
+    lambda o: transformers.get_cosine_schedule_with_warmup(o, 1, 3),
+    WarmupLR,
+    lambda o: WarmupCosineLR(o, 9),
+    lambda o: OneCycle(o, 0.1, 0.2),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_states_of_schedulers_come_back(tmp_path, make):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.param_groups[0]["params"][0].sum().backward()
+    scheduler = make(optimizer)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step(1.0) if "Plateau" in type(scheduler).__name__ else scheduler.step()
+    check_scheduler(scheduler)
+    check_optimizer_state(optimizer)
+    write_file(scheduler.state_dict(), str(tmp_path / "a.pt"))
+    assert read_file(tmp_path / "a.pt") == scheduler.state_dict()
+
+
+class OwnLR(torch.optim.lr_scheduler.LambdaLR):
+    """Keeps an object in its state."""
+
+    def __init__(self, optimizer):
+        self.progress = Progress(3)
+        super().__init__(optimizer, lambda step: 1.0)
+
+
+def test_a_scheduler_whose_state_would_not_come_back_is_refused():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(CheckpointError, match="Progress") as caught:
+        check_scheduler(OwnLR(optimizer))
+    assert caught.value.key == "lr_scheduler.state_dict()['progress']"
+    with torch.serialization.safe_globals([Progress]):  # as the remedy says
+        check_scheduler(OwnLR(optimizer))
+
+
+def test_an_optimizer_whose_state_would_not_come_back_is_refused():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    check_optimizer_state(optimizer)
+    check_optimizer_state(None)
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {"own": Progress(3)}
+    with pytest.raises(CheckpointError, match="Progress"):
+        check_optimizer_state(optimizer)
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,8 @@ def test_a_loaded_mapping_is_a_copy_and_comments_are_allowed(tmp_path):
     path = tmp_path / "commented.json"
     path.write_text('{\n // as DeepSpeed allows\n "train_batch_size": 8\n}')
     assert load_config(path) == {"train_batch_size": 8}
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a byte order mark
+    assert load_config(path) == {"train_batch_size": 8}
     path.write_text(json.dumps(values))
     assert load_config(str(path)) == values
 

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime import lr_schedules
 
 from wavemare.engine.optim.optimizers import (
     check_matrix_optimizer,
     is_added,
     muon_groups,
+    ratio_keeping_scheduler,
     take_optimizer,
 )
 from wavemare.errors import ConfigError
@@ -48,6 +50,45 @@ def test_what_optimizers_of_matrices_cannot_go_with_is_refused_by_name(changes, 
 def test_other_optimizers_are_left_to_deepspeed(kind):
     config = {"optimizer": {"type": kind, "params": {"lr": 1.0}}}
     assert take_optimizer(config, torch.nn.Linear(2, 2), None) == (config, None)
+
+
+def muon_with(kind, **params):
+    return {
+        "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.005}},
+        "scheduler": {"type": kind, "params": params},
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("WarmupLR", {}), ("WarmupDecayLR", {"total_num_steps": 9})]
+)
+@pytest.mark.parametrize("rates", [(0.02, 0.005), (0.005,)])  # a stage may have no matrix
+def test_rates_keep_their_ratio_while_they_warm_up(kind, settings, rates):
+    settings |= {"warmup_min_lr": 0.004, "warmup_max_lr": 0.4, "warmup_num_steps": 3}
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
+    scheduler = ratio_keeping_scheduler(muon_with(kind, **settings))(torch.optim.SGD(groups))
+    one = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=9.0)
+    stock = getattr(lr_schedules, kind)(one, **settings)
+    for _ in range(8):
+        for each in (scheduler, stock):
+            each.step()
+        (rate,) = stock.get_lr()
+        expected = [rate * own / 0.02 for own in rates]
+        assert scheduler.get_lr() == pytest.approx(expected, rel=1e-12)
+
+
+def test_other_schedulers_are_left_to_deepspeed(caplog):
+    for config in (
+        muon_with("WarmupCosineLR", total_num_steps=9),
+        muon_with("WarmupLR", warmup_max_lr=[0.1, 0.2]),
+        {**muon_with("WarmupLR"), "optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
+        {**muon_with("WarmupLR"), "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}},
+        {},
+    ):
+        assert ratio_keeping_scheduler(config) is None
+    assert not caplog.records
+    assert ratio_keeping_scheduler(muon_with("OneCycle", cycle_min_lr=0.1)) is None
+    assert "same rate" in caplog.text
 
 
 def test_an_optimizer_that_is_given_goes_before_the_section():

@@ -98,6 +98,30 @@ def test_curve_is_a_png_of_readme_size(tmp_path):
     assert len({tuple(pixel) for pixel in image.reshape(-1, image.shape[2])[::7]}) > 10
 
 
+@pytest.mark.parametrize("name", ["run", "link", "link/../run", "run/inner/.."])
+def test_an_older_run_moves_aside_whatever_names_it(tmp_path, name):
+    (tmp_path / "run" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    run = Run(tmp_path / name, rank=0)
+    run.log(0, loss=1.0)
+    assert run.begin(done=0) == tmp_path / "run.1"
+    assert (tmp_path / "run.1" / "metrics.jsonl").exists()
+    assert (tmp_path / "link").is_symlink()
+    run.log(3, loss=1.0)
+    assert steps(Run(tmp_path / "run", rank=0)) == [3]
+
+
+@pytest.mark.parametrize("name", [".", "..", "../../run/inner"])
+def test_an_older_run_in_the_working_directory_is_refused(tmp_path, monkeypatch, name):
+    (tmp_path / "run" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run" / "inner")
+    run = Run(Path(name), rank=0)
+    run.log(0, loss=1.0)
+    with pytest.raises(ConfigError, match="working directory"):
+        run.begin(done=0)
+    assert steps(run) == [0]
+
+
 def test_a_run_begins_anew_or_goes_on(tmp_path):
     run = Run(tmp_path / "run", rank=0)
     run.checkpoints.mkdir(parents=True)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local texts and tables: files whose names are taken literally, and the columns that are used.
+
+The packaged readers of ``datasets`` take names for patterns and URLs, and read all columns, which
+must then agree in all rows and files.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pyarrow
+from pyarrow import parquet
+
+from wavemare.data.sources import Kind, Source
+from wavemare.errors import DataError
+from wavemare.files import say_what_is_wrong, without_duplicates
+
+_SEPARATORS: dict[Kind, dict[str, Any]] = {
+    Kind.CSV: {},
+    Kind.TSV: {"sep": "\t", "quoting": csv.QUOTE_NONE},
+}
+_ROWS = 1000
+"""Rows of a JSON or CSV file in a part."""
+_FIRST_ROWS = 1000
+"""Rows of a JSON file that say which columns there are."""
+_UNLIKE = (pyarrow.null(), pyarrow.large_string())
+
+
+def read_tables(
+    kind: Kind, file: str, columns: Sequence[str], texts: Sequence[str]
+) -> Iterator[pyarrow.Table]:
+    """Yield a file in parts.
+
+    Args:
+        kind: A kind of local files.
+        file: Of it.
+        columns: That are read; of a text file ``text``.
+        texts: Those of them that hold text, whatever it looks like.
+
+    Raises:
+        Exception: Of any kind, that of the reader.
+    """
+    for table in _READERS[kind](kind, Path(file), columns, texts):
+        table.validate(full=True)  # of texts, that they are UTF-8
+        # A part in which all values are missing has the type of the others.
+        fields = [
+            field.with_type(pyarrow.string())
+            if field.name in texts and field.type in _UNLIKE
+            else field
+            for field in table.schema
+        ]
+        yield table.cast(pyarrow.schema(fields))
+
+
+def column_names(source: Source) -> list[str]:
+    """Return the columns of the first file, which have names in its header or its first rows.
+
+    Raises:
+        DataError: A row of JSON is wrong, or the first row of a CSV file is wider than its header.
+        Exception: Of any kind, that of the reader.
+    """
+    file = source.files[0]
+    if source.kind is Kind.TEXT:
+        return ["text"]
+    if source.kind is Kind.JSON:
+        rows = islice(read_json_rows(file), _FIRST_ROWS)
+        return list(dict.fromkeys(name for row in rows for name in row))
+    if source.kind is Kind.PARQUET:
+        return list(parquet.read_schema(file).names)
+    if source.kind is Kind.CSV:
+        for each in source.files:
+            _check_width(source, each)
+    return list(_read_csv(source.kind, file, nrows=1).columns)
+
+
+def read_json_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of JSON lines, or of one list of objects; a bare text is a row with ``text``.
+
+    Raises:
+        DataError: A row is no object or no JSON.
+    """
+    with file.open(encoding="utf-8-sig") as lines:
+        first = next((line for line in lines if line.strip()), "")
+        if first.lstrip().startswith("["):
+            yield from _read_json_list(file, first + lines.read())
+            return
+        for number, line in enumerate(chain([first], lines)):
+            if line.strip():
+                yield _row(file, number, _parse(file, number, line))
+
+
+def _parse(file: Path, number: int, text: str) -> Any:
+    """Parse the JSON of a row.
+
+    Raises:
+        DataError: It is no JSON.
+    """
+    try:
+        return say_what_is_wrong(partial(json.loads, text, object_pairs_hook=without_duplicates))
+    except ValueError as error:
+        remedy = "Give one JSON object for each line, or a list of objects"
+        raise DataError("--data", str(file), f"in row {number}: {error}", remedy) from None
+
+
+def _read_json_list(file: Path, text: str) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(_parse(file, 0, text)):
+        yield _row(file, number, {"text": row} if isinstance(row, str) else row)
+
+
+def _row(file: Path, number: int, row: Any) -> dict[str, Any]:
+    if isinstance(row, dict):
+        return row
+    reason = f"row {number} is no object but {type(row).__name__}"
+    raise DataError("--data", str(file), reason, 'Give rows such as {"text": "..."}')
+
+
+def _read_csv(kind: Kind, file: Path, **options: Any) -> Any:
+    # The word "null" is text.
+    settings = {"keep_default_na": False, "encoding": "utf-8-sig", **_SEPARATORS[kind]}
+    return pandas.read_csv(file, **settings, **options)
+
+
+def _check_width(source: Source, path: Path) -> None:
+    """Refuse a first row wider than the header: pandas would take its first fields for an index."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        try:
+            header, row = islice(chain(csv.reader(file), ([], [])), 2)
+        except csv.Error:  # pandas describes it
+            return
+    if len(row) > len(header):
+        reason = f"the first row of {path.name} has {len(row)} fields, its header {len(header)}"
+        raise DataError("--data", source.name, reason, "Put texts with commas in quotes")
+
+
+def _text_tables(_: Kind, file: Path, *__: Sequence[str]) -> Iterator[pyarrow.Table]:
+    yield pyarrow.table({"text": [file.read_text(encoding="utf-8-sig")]})
+
+
+def _json_tables(
+    _: Kind, file: Path, columns: Sequence[str], __: Sequence[str]
+) -> Iterator[pyarrow.Table]:
+    rows = read_json_rows(file)
+    while part := list(islice(rows, _ROWS)):
+        yield pyarrow.table({name: [row.get(name) for row in part] for name in columns})
+
+
+def _csv_tables(
+    kind: Kind, file: Path, columns: Sequence[str], texts: Sequence[str]
+) -> Iterator[pyarrow.Table]:
+    options = {"usecols": list(columns), "dtype": dict.fromkeys(texts, str)}
+    for part in _read_csv(kind, file, chunksize=_ROWS, **options):
+        yield pyarrow.Table.from_pandas(part[list(columns)], preserve_index=False)
+
+
+def _parquet_tables(
+    _: Kind, file: Path, columns: Sequence[str], __: Sequence[str]
+) -> Iterator[pyarrow.Table]:
+    with parquet.ParquetFile(file) as opened:
+        for part in opened.iter_batches(columns=list(columns)):
+            yield pyarrow.Table.from_batches([part]).select(list(columns))
+
+
+_Reader = Callable[[Kind, Path, Sequence[str], Sequence[str]], Iterator[pyarrow.Table]]
+_READERS: dict[Kind, _Reader] = {
+    Kind.TEXT: _text_tables,
+    Kind.JSON: _json_tables,
+    Kind.CSV: _csv_tables,
+    Kind.TSV: _csv_tables,
+    Kind.PARQUET: _parquet_tables,
+}
