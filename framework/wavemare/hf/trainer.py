@@ -380,12 +380,12 @@ class Trainer(StockTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a folder for ``from_pretrained``; all processes must call this."""
         ours = isinstance(self.model, PreTrainedModel) or is_adapted(self.model)
-        if self.deepspeed is None or not ours:
+        if not self.is_deepspeed_enabled or not ours:
             super().save_model(output_dir, _internal_call)
             return
         folder = str(output_dir if output_dir is not None else self.args.output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        save_pretrained(self.deepspeed, folder, tokenizer=tokenizer)
+        save_pretrained(self.deepspeed or self.model, folder, tokenizer=tokenizer)
         if self.args.should_save:
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
         if self.args.push_to_hub and not _internal_call:

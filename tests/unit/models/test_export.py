@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from wavemare.errors import ModelError
-from wavemare.models import pipeline_state_dict, save_pretrained, to_pipeline
+from wavemare.models import save_pretrained, to_pipeline, whole_state_dict
 
 
 def contents(folder):
@@ -26,7 +26,7 @@ def test_a_pipeline_holds_and_saves_what_the_model_does(model_name, make_model, 
     model.save_pretrained(tmp_path / "theirs")
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     assert contents(tmp_path / "ours") == contents(tmp_path / "start")
-    gathered, state = pipeline_state_dict(module), model.state_dict()
+    gathered, state = whole_state_dict(module), model.state_dict()
     assert list(gathered) == list(state)
     assert all(torch.equal(gathered[name], state[name]) for name in state)
 
@@ -86,7 +86,7 @@ def test_a_failure_leaves_the_target_as_it_was(make_model, tmp_path, monkeypatch
 
 
 def test_other_modules_are_refused(tmp_path):
-    for call in (pipeline_state_dict, lambda module: save_pretrained(module, tmp_path)):
+    for call in (whole_state_dict, lambda module: save_pretrained(module, tmp_path)):
         with pytest.raises(ModelError, match=r"'Linear': .*model inside.*save_checkpoint"):
             call(SimpleNamespace(module=torch.nn.Linear(2, 2)))
 
