@@ -31,7 +31,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import wavemare
 import wavemare.hf
-from wavemare.errors import WavemareError
+from wavemare.errors import ConfigError, WavemareError
 
 huggingface_hub.constants.HF_HUB_OFFLINE = True
 FACTOR = 2.0
@@ -192,6 +192,12 @@ class Ways:
 
     def push_to_hub(self):
         return self._pushed(self.model)
+
+    def push_to_hub_of_trainer(self):
+        try:
+            self.trainer.push_to_hub()
+        except (huggingface_hub.errors.OfflineModeIsEnabled, ConfigError):
+            return "offline"
 
     def module_push_to_hub(self):
         return self._pushed(self.engine.module)

@@ -4,7 +4,9 @@
 import copy
 import gc
 import weakref
+from itertools import cycle
 
+import peft
 import pytest
 import torch
 import transformers
@@ -22,7 +24,7 @@ from tensor_models import (
 from torch import distributed as dist
 
 from wavemare.errors import ModelError
-from wavemare.models import whole_state_dict
+from wavemare.models import save_pretrained, whole_state_dict
 from wavemare.parallel.tensor.layers import (
     align_generators,
     gather_from_group,
@@ -210,6 +212,33 @@ def test_a_model_that_cannot_be_split_is_refused_and_left_as_it_was(make, ranks,
     with as_rank(0, ranks) as group, pytest.raises(ModelError, match=message):
         split_model(model, group)
     assert {name: (type(own), set(vars(own))) for name, own in model.named_modules()} == before
+
+
+def files(folder):
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != "README.md"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+NEEDING_MORE = ("corda", "loftq")
+"""Initializations by packages that are not there."""
+STARTS = (False, True, "gaussian", "orthogonal", "pissa", "olora", "eva", *NEEDING_MORE)
+
+
+@pytest.mark.parametrize(("start", "name"), zip(STARTS, cycle(["mine", "default"])))
+def test_an_adapter_of_any_initialization_is_saved_as_peft_does(start, name, alone, tmp_path):
+    begins = True if start in NEEDING_MORE else start
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=begins)
+    base = build("llama")
+    whole = peft.get_peft_model(base, config, adapter_name=name)
+    whole.peft_config[name].init_lora_weights = start
+    whole.save_pretrained(tmp_path / "theirs")
+    model = split_model(copy.deepcopy(whole), alone)
+    save_pretrained(model, tmp_path / "ours")
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+    save_pretrained(model, tmp_path / "ours", merge=True)
+    merged = type(base).from_pretrained(tmp_path / "ours").state_dict()
+    theirs = whole.merge_and_unload(safe_merge=True).state_dict()
+    assert all(torch.equal(merged[key], value) for key, value in theirs.items())
 
 
 def test_a_model_is_split_once(as_rank):
