@@ -31,8 +31,8 @@ _SAVE = "Call wavemare.save_pretrained(engine, folder) on all ranks (save_model 
 _WAYS = {
     "save_pretrained": _SAVE,
     "push_to_hub": f"{_SAVE}, and upload the folder",
-    "state_dict": "Call wavemare.models.whole_state_dict(engine) on all ranks; this rank's part is "
-    "in named_parameters() of engine.module",
+    "state_dict": "Call wavemare.models.whole_state_dict(engine) on all ranks; for this rank's "
+    "part alone, ask within wavemare.engine.parts.own_part()",
     "__deepcopy__": "Copy the model before initialize, or load what save_pretrained writes",
     "forward": "Call train_batch and eval_batch of the engine",
     "generate": "Load what save_pretrained writes, and generate with that",
@@ -60,12 +60,14 @@ class Part:
         remedy: The one way that works; empty where each method has its own.
         is_cut: Whether layers are missing, so that the model cannot be called.
         is_copy: Whether the rank holds a whole model of its own, until replicas are synchronized.
+        is_spread: Whether ZeRO 3 alone divides the model, so that DeepSpeed's tools know it.
     """
 
     reason: str
     remedy: str = ""
     is_cut: bool = False
     is_copy: bool = False
+    is_spread: bool = False
 
     def error(self, method: str, model: Any) -> ModelError:
         """Return the error of a method that would give the rank's part."""
@@ -90,7 +92,7 @@ def part_of(engine: EngineMixin) -> Part | None:
         ),
         (
             engine.zero_optimization_stage() == ZERO_WEIGHTS,
-            Part("ZeRO 3 has spread its weights over the ranks"),
+            Part("ZeRO 3 has spread its weights over the ranks", is_spread=True),
         ),
         (
             engine.num_replicas > 1,

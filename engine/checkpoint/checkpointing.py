@@ -115,16 +115,15 @@ class CheckpointMixin(DeepSpeedEngine):
             ModelError: They cannot be put together here.
             CheckpointError: Rank 0 cannot write the file.
         """
-        self.synchronize()
         part = part_of(self)
         if part is not None and not part.is_copy and self.gather_weights is not None:
             state = self.gather_weights(self, exclude_frozen_parameters)
             agree(Path(save_dir), lambda: _write_weights(Path(save_dir, save_filename), state))
             return True
-        spread = self.zero_optimization_partition_weights()  # which DeepSpeed gathers as well
-        if part is not None and (part.remedy or not (part.is_copy or spread)):
+        if part is not None and not (part.is_copy or part.is_spread):
             remedy = part.remedy or "Call save_checkpoint, which writes a file of each layer"
             raise ModelError("save_16bit_model", save_filename, part.reason, remedy)
+        self.synchronize()
         return bool(super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))
 
     @PROGRESS.doing("save_checkpoint")
@@ -328,8 +327,11 @@ class CheckpointMixin(DeepSpeedEngine):
         return secrets.token_hex(8)
 
     def _copy_recovery_script(self, save_path: str) -> None:
+        """Write DeepSpeed's scripts, or what says that they would give a part of the weights."""
         files: RankFiles | None = getattr(self.checkpoint_engine, "current", None)
-        copy = super()._copy_recovery_script
+        copy, part = super()._copy_recovery_script, part_of(self)
+        if part is not None and not part.is_spread:
+            copy = partial(_refuse_scripts, part.reason)
         if files is None:
             copy(save_path)
         else:
@@ -403,6 +405,15 @@ def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
     if refused is not None or found:
         raise refused or CheckpointError(*found[0])
     return result  # type: ignore[return-value]
+
+
+def _refuse_scripts(reason: str, folder: str) -> None:
+    for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+        told = (
+            f"{script} cannot put this model together: {reason}. Load the checkpoint into an "
+            "engine of the same configuration, and save from there (wavemare.save_pretrained)."
+        )
+        Path(folder, script).write_text(f"raise SystemExit({told!r})\n", encoding="utf-8")
 
 
 def _write_weights(file: Path, state: dict[str, Tensor] | None) -> None:

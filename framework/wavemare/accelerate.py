@@ -162,8 +162,9 @@ class Accelerator(accelerate.Accelerator):
 
         Where each rank holds a part, rank 0 gets them, and the others None; all must call it.
         """
-        marked = mark_of(getattr(model, "module", model)) or mark_of(model)
-        if marked is not None:
+        marked = mark_of(getattr(model, "module", model))
+        by_deepspeed = getattr(model, "autotp_size", int)() > 1  # which puts its own parts together
+        if marked is not None and not by_deepspeed:
             return whole_state_dict(model)
         return super().get_state_dict(model, unwrap)
 

@@ -35,44 +35,68 @@ NAMED = [
 ]
 SAMPLE = ["zero3/two", "tensor/pissa", "experts/whole", "pipemare/whole", "zbv/named"]
 SAMPLE += ["local steps/whole", "their experts/whole"]
+REFUSED = ["their experts/lora", "their experts of qwen2/whole"]
 
 
-def expected(layout, kind, way):
+def expected(layout, way):
     """Return what a way gives with a layout: ``equal``, or the beginning of a refusal."""
-    refused = "refused ModelError"
-    if layout in WHOLE or (layout in REPLICAS and way in CALLS | {"deepcopy"}):
+    if layout in WHOLE or way == "push_to_hub_of_trainer":
         return "equal"
-    if layout in THEIRS:
-        return "equal" if way in CALLS else refused
-    if way == "zero_to_fp32" and layout not in ("zero3", "stock zero3"):
-        return "raised "
-    if way in LOCAL or (way in CALLS and layout in (*CUT, *ON_FOUR)):
-        return refused
-    if way == "unwrapped_with_state" and layout in (*CUT, *ON_FOUR):
-        return refused
-    return "equal"
+    if way == "zero_to_fp32":
+        return "equal" if layout in ("zero3", "stock zero3") else "refused SystemExit"
+    refuses = LOCAL - ({"deepcopy"} if layout in REPLICAS else set())
+    if layout in (*CUT, *ON_FOUR):
+        refuses = LOCAL | CALLS | {"unwrapped_with_state"}
+    if layout in THEIRS and way not in CALLS:
+        refuses = {way}
+    return "refused ModelError" if way in refuses else "equal"
 
 
 def check(ranks):
     for cell, ways in ranks[0].items():
-        layout, kind = cell.split("/")
+        layout = cell.split("/")[0]
         assert len(ways) > len(LOCAL), (cell, ways)
         for way in ways:
-            found, wanted = [results[cell][way] for results in ranks], expected(layout, kind, way)
+            found, wanted = [results[cell][way] for results in ranks], expected(layout, way)
             if wanted == "equal":
                 # Files are read on the first rank alone; weights may be on it alone.
                 assert found[0] == "equal", (cell, way, found)
                 assert {*found[1:]} <= {"equal", "nothing"}, (cell, way, found)
-            elif wanted.startswith("refused"):
-                assert all(each.startswith(wanted) for each in found), (cell, way, found)
             else:
-                assert found[0].startswith(wanted), (cell, way, found)
+                everywhere = found if way != "zero_to_fp32" else found[:1]
+                assert all(each.startswith(wanted) for each in everywhere), (cell, way, found)
+
+
+@pytest.fixture
+def sample(launch_once):
+    """What each rank saw of the cells of CI, and of other uses."""
+    return launch_once("saving.py", *SAMPLE, *REFUSED, "again", "unlike lengths")
 
 
 @pytest.mark.world_size(2)
-def test_each_way_gives_the_whole_model_or_refuses_on_all_ranks(launch):
-    finished = launch("saving.py", *SAMPLE).check()
-    check([finished.result(rank) for rank in range(2)])
+def test_each_way_gives_the_whole_model_or_refuses_on_all_ranks(sample):
+    check([{cell: found[cell] for cell in SAMPLE} for found in sample])
+
+
+@pytest.mark.world_size(2)
+def test_experts_that_deepspeed_cannot_divide_are_refused_by_their_section(sample):
+    for found in sample:
+        for cell in REFUSED:
+            assert found[cell]["refused"].startswith("ConfigError: expert_parallel = {"), found
+
+
+@pytest.mark.world_size(2)
+def test_a_model_that_was_cut_goes_to_engines_that_cut_it_alike(sample):
+    for found in sample:
+        again = found["again"]
+        assert again["same cuts"] == "accepted"
+        for use in ("other cuts", "no stages", "called", "called again"):
+            assert again[use].startswith("ModelError"), (use, again)
+
+
+@pytest.mark.world_size(2)
+def test_ranks_that_share_experts_generate_texts_of_their_own_lengths(sample):
+    assert [found["unlike lengths"] for found in sample] == [True, True]
 
 
 @pytest.mark.nightly

@@ -19,7 +19,7 @@ from wavemare.errors import ModelError
 from wavemare.files import replace_path
 from wavemare.models.adapters import adapter_names, is_adapted, merged, whole_without_weights
 from wavemare.models.module import TransformerPipeline
-from wavemare.models.whole import complete, whole_state_dict
+from wavemare.models.whole import complete, gathered
 from wavemare.parallel.tensor.partition import is_split
 
 
@@ -50,7 +50,7 @@ def save_pretrained(
     """
     model = complete(engine_or_module)
     saver = model.skeleton if isinstance(model, TransformerPipeline) else model
-    state = whole_state_dict(model, _wanted(saver, merge))
+    state = gathered(model, _wanted(saver, merge))
     if isinstance(model, TransformerPipeline) and state is not None:
         # A 16-bit engine casts the layers; the skeleton decides what config.json says.
         saver.to(next(t.dtype for t in state.values() if t.is_floating_point()))

@@ -58,7 +58,11 @@ def whole_state_dict(
     Raises:
         ModelError: It is no transformers model, or its weights cannot be gathered.
     """
-    model = complete(engine_or_model)
+    return gathered(complete(engine_or_model), names)
+
+
+def gathered(model: Any, names: Collection[str] | None = None) -> dict[str, Tensor] | None:
+    """Gather what `complete` has returned, as `whole_state_dict` does."""
     if isinstance(model, TransformerPipeline):
         return _of_stages(model, names)
     with own_part():
@@ -183,9 +187,9 @@ def _receive(source: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _for_a_file(engine: Any, exclude_frozen: bool) -> dict[str, Tensor] | None:
-    if not exclude_frozen:
-        return whole_state_dict(engine)
     model = complete(engine)
+    if not exclude_frozen:
+        return gathered(model)
     if isinstance(model, TransformerPipeline):
         own, names = model.local_weights(), model.weight_names()
     else:
@@ -194,7 +198,7 @@ def _for_a_file(engine: Any, exclude_frozen: bool) -> dict[str, Tensor] | None:
         names = {name: name for name in own}
     frozen = [n for n, w in own.items() if isinstance(w, nn.Parameter) and not w.requires_grad]
     left_out = {name for part in gather(frozen) for name in part}
-    return whole_state_dict(engine, {name for name, key in names.items() if key not in left_out})
+    return gathered(model, {name for name, key in names.items() if key not in left_out})
 
 
 # --- before and after initialize ------------------------------------------------------------------

@@ -12,6 +12,7 @@ import copy
 import gc
 import json
 import os
+import runpy
 import sys
 import traceback
 from contextlib import suppress
@@ -22,8 +23,15 @@ import huggingface_hub
 import peft
 import torch
 import transformers
-from common import VOCABULARY, build_moe, leave, token_batches
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from common import (
+    VOCABULARY,
+    build_moe,
+    configuration,
+    leave,
+    own_groups,
+    refusal,
+    token_batches,
+)
 from hf_common import arguments, json_file
 from safetensors.torch import load_file
 from torch import distributed as dist
@@ -53,10 +61,11 @@ LAYOUTS = {
     "tensor": {"section": {"tensor_parallel": {"size": 2}}},
     "tensor zero1": {"zero": 1, "section": {"tensor_parallel": {"size": 2}}},
     "tensor zero3": {"zero": 3, "section": {"tensor_parallel": {"size": 2}}},
-    "experts": {"section": {"expert_parallel": {"size": 2}}, "moe": True},
-    "experts zero1": {"zero": 1, "section": {"expert_parallel": {"size": 2}}, "moe": True},
-    "experts zero3": {"zero": 3, "section": {"expert_parallel": {"size": 2}}, "moe": True},
-    "their experts": {"zero": 1, "config": {"expert_parallel": EXPERTS}, "moe": True},
+    "experts": {"section": {"expert_parallel": {"size": 2}}, "moe": "mixtral"},
+    "experts zero1": {"zero": 1, "section": {"expert_parallel": {"size": 2}}, "moe": "mixtral"},
+    "experts zero3": {"zero": 3, "section": {"expert_parallel": {"size": 2}}, "moe": "mixtral"},
+    "their experts": {"zero": 1, "config": {"expert_parallel": EXPERTS}, "moe": "mixtral"},
+    "their experts of qwen2": {"config": {"expert_parallel": EXPERTS}, "moe": "qwen2_moe"},
     **{
         f"{schedule}{f' zero{zero}' * bool(zero)}": {
             "zero": zero,
@@ -67,7 +76,7 @@ LAYOUTS = {
     },
     "1f1b experts": {
         "section": {"pipeline": {"stages": 2}, "expert_parallel": {"size": 2}},
-        "moe": True,
+        "moe": "mixtral",
     },
     "1f1b tensor": {"section": {"pipeline": {"stages": 2}, "tensor_parallel": {"size": 2}}},
 }
@@ -114,7 +123,8 @@ KINDS = {
 
 
 def build(layout, kind):
-    return KINDS[kind](build_moe() if LAYOUTS[layout].get("moe") else dense())
+    experts = LAYOUTS[layout].get("moe")
+    return KINDS[kind](build_moe(experts) if experts else dense())
 
 
 def alone(layout, kind):
@@ -254,7 +264,10 @@ class Ways:
 
     def zero_to_fp32(self):
         self.engine.save_checkpoint(str(self.folder))
-        return get_fp32_state_dict_from_zero_checkpoint(str(self.folder)) if self._first else None
+        if not self._first:
+            return None
+        script = runpy.run_path(str(self.folder / "zero_to_fp32.py"))
+        return script["get_fp32_state_dict_from_zero_checkpoint"](str(self.folder))
 
     def deepcopy(self):
         return copy.deepcopy(self.model).state_dict()
@@ -356,7 +369,7 @@ def tried(way, ways, cell, folder):
     """Return what a way gave on this rank: ``equal``, ``nothing``, an error, or a difference."""
     try:
         found = getattr(ways, way)()
-    except WavemareError as error:
+    except (WavemareError, SystemExit) as error:
         return f"refused {type(error).__name__}: {error}"
     except Exception as error:
         with open(f"{sys.argv[1]}/errors.{dist.get_rank()}", "a") as file:
@@ -393,11 +406,49 @@ def results_of(cell, chosen):
     return found
 
 
+# --- other uses -----------------------------------------------------------------------------------
+
+
+def engine_of(model, **section):
+    config = configuration(0, wavemare=section)
+    return wavemare.initialize(model=model, config=config)[0]
+
+
+def again():
+    """Give a model that an engine has cut to others; return what they say."""
+
+    def cut(model, *starts):
+        with own_groups():
+            engine_of(model, pipeline={"stages": 2, "partition": starts}).destroy()
+
+    model = dense()
+    cut(model, 0, 2)
+    found = {"called": refusal(lambda: model(next(token_batches(0))))}
+    found["same cuts"] = refusal(lambda: cut(model, 0, 2))
+    found["other cuts"] = refusal(lambda: cut(model, 0, 1))
+    found["no stages"] = refusal(lambda: engine_of(model))
+    return found | {"called again": refusal(lambda: model(next(token_batches(0))))}
+
+
+def unlike_lengths():
+    """Generate texts whose lengths differ by rank, with experts that the ranks share."""
+    model, rank = build_moe(), dist.get_rank()
+    options = {"input_ids": next(token_batches(rank))[:, :4], "do_sample": False}
+    expected = model.generate(**options, max_new_tokens=2 + 4 * rank)
+    engine = engine_of(model, expert_parallel={"size": 2})
+    found = engine.module.eval().generate(**options, max_new_tokens=2 + 4 * rank)
+    engine.destroy()
+    return found.tolist() == expected.tolist()
+
+
+OTHERS = {"again": again, "unlike lengths": unlike_lengths}
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     os.chdir(sys.argv[1])
     with suppress(FileNotFoundError):
         os.remove(f"errors.{os.environ['RANK']}")
-    cells = [word for word in sys.argv[2:] if "/" in word]
-    chosen = [word for word in sys.argv[2:] if "/" not in word] or WAYS
-    leave({cell: results_of(cell, chosen) for cell in cells})
+    words = sys.argv[2:]
+    chosen = [word for word in words if word in WAYS] or WAYS
+    found = {cell: results_of(cell, chosen) for cell in words if "/" in cell}
+    leave(found | {name: OTHERS[name]() for name in words if name in OTHERS})
