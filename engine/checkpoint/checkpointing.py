@@ -121,7 +121,7 @@ class CheckpointMixin(DeepSpeedEngine):
             agree(Path(save_dir), lambda: _write_weights(Path(save_dir, save_filename), state))
             return True
         if part is not None and not (part.is_copy or part.is_spread):
-            remedy = part.remedy or "Call save_checkpoint, which writes a file of each layer"
+            remedy = part.remedy or "Call save_checkpoint"
             raise ModelError("save_16bit_model", save_filename, part.reason, remedy)
         self.synchronize()
         return bool(super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))

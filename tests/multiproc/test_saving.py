@@ -5,6 +5,8 @@ A way gives the whole model's bytes, or a typed error on all ranks. CI takes som
 nightly tests all.
 """
 
+import math
+
 import pytest
 
 WHOLE = ("zero0", "zero1", "zero2", "waves")
@@ -35,6 +37,7 @@ NAMED = [
 ]
 SAMPLE = ["zero3/two", "tensor/pissa", "experts/whole", "pipemare/whole", "zbv/named"]
 SAMPLE += ["local steps/whole", "their experts/whole"]
+OTHERS = ("again", "inside", "unlike lengths")
 REFUSED = ["their experts/lora", "their experts of qwen2/whole"]
 
 
@@ -70,7 +73,7 @@ def check(ranks):
 @pytest.fixture
 def sample(launch_once):
     """What each rank saw of the cells of CI, and of other uses."""
-    return launch_once("saving.py", *SAMPLE, *REFUSED, "again", "unlike lengths")
+    return launch_once("saving.py", *SAMPLE, *REFUSED, *OTHERS)
 
 
 @pytest.mark.world_size(2)
@@ -92,6 +95,16 @@ def test_a_model_that_was_cut_goes_to_engines_that_cut_it_alike(sample):
         assert again["same cuts"] == "accepted"
         for use in ("other cuts", "no stages", "called", "called again"):
             assert again[use].startswith("ModelError"), (use, again)
+
+
+@pytest.mark.world_size(2)
+def test_models_inside_other_modules_train_and_say_what_they_are(sample):
+    for found in sample:
+        inside = found["inside"]
+        assert math.isfinite(inside["loss"])
+        assert inside["saved"] == ""
+        for use in ("pipeline", "state"):
+            assert inside[use].startswith("ModelError"), (use, inside)
 
 
 @pytest.mark.world_size(2)

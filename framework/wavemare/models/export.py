@@ -51,10 +51,11 @@ def save_pretrained(
     model = complete(engine_or_module)
     saver = model.skeleton if isinstance(model, TransformerPipeline) else model
     state = gathered(model, _wanted(saver, merge))
-    if isinstance(model, TransformerPipeline) and state is not None:
-        # A 16-bit engine casts the layers; the skeleton decides what config.json says.
-        saver.to(next(t.dtype for t in state.values() if t.is_floating_point()))
-        state = state if is_adapted(saver) else _one_tensor_each(state, saver)
+    if isinstance(model, TransformerPipeline):
+        if state is not None:
+            # A 16-bit engine casts the layers; the skeleton decides what config.json says.
+            saver.to(next(t.dtype for t in state.values() if t.is_floating_point()))
+            state = state if is_adapted(saver) else _one_tensor_each(state, saver)
     elif is_split(model):
         saver = whole_without_weights(model)
     failure: Exception | None = None

@@ -245,11 +245,14 @@ def hand_over(model: Any, engine: Any) -> None:
         model: What the caller has given to ``initialize``.
         engine: What was made of it.
     """
-    part, parts = part_of(engine), (model, engine.module)
-    inside = [m for each in parts for m in each.modules() if isinstance(m, PreTrainedModel)]
-    held = [m for m in parts if isinstance(m, TransformerPipeline) or is_adapted(m)]
-    if part is None or not (held or inside):
+    part, module = part_of(engine), engine.module
+    if part is None:
         return
-    mark(dict.fromkeys(held + inside), engine, part)
-    if not part.remedy:
+    ours = isinstance(module, (TransformerPipeline, PreTrainedModel)) or is_adapted(module)
+    # What a stage calls stays callable: layers may be models themselves.
+    called = set(module.modules()) if part.is_cut else set()
+    held = [m for m in model.modules() if isinstance(m, PreTrainedModel) or is_adapted(m)]
+    held = [m for m in held if m not in called] + ([module] if ours else [])
+    mark(held, engine, part)
+    if ours and not part.remedy:
         engine.gather_weights = _for_a_file

@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import deepspeed
 import huggingface_hub
 import peft
 import torch
@@ -441,7 +442,40 @@ def unlike_lengths():
     return found.tolist() == expected.tolist()
 
 
-OTHERS = {"again": again, "unlike lengths": unlike_lengths}
+class Wrapper(torch.nn.Module):
+    """Holds a transformers model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, ids):
+        return self.inner(input_ids=ids).logits
+
+
+def inside():
+    """Train modules that hold a transformers model: a layer of a pipeline, and one under ZeRO 3."""
+    ids = next(token_batches(0))
+    expected = {f"inner.{name}": weight for name, weight in dense().state_dict().items()}
+    with own_groups():
+        layers = [Wrapper(dense()), torch.nn.Linear(VOCABULARY, 3)]
+        module = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=lambda out, _: out.sum())
+        engine = engine_of(module, pipeline={})
+        found = {"loss": float(engine.train_batch(iter([(ids, ids)] * 2)))}
+        found["pipeline"] = refusal(lambda: engine.save_16bit_model("inside"))
+        engine.destroy()
+    stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    stage["stage3_gather_16bit_weights_on_model_save"] = True
+    config = configuration(0, wavemare={}, zero_optimization=stage)
+    engine = wavemare.initialize(model=Wrapper(dense()), config=config)[0]
+    found["state"] = refusal(engine.module.state_dict)
+    engine.save_16bit_model("inside")
+    dist.barrier()
+    engine.destroy()
+    return found | {"saved": difference(torch.load("inside/pytorch_model.bin"), expected)}
+
+
+OTHERS = {"again": again, "inside": inside, "unlike lengths": unlike_lengths}
 
 if __name__ == "__main__":
     wavemare.init_distributed()
