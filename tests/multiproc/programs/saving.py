@@ -420,7 +420,7 @@ def again():
 
     def cut(model, *starts):
         with own_groups():
-            engine_of(model, pipeline={"stages": 2, "partition": starts}).destroy()
+            engine_of(model, pipeline={"stages": 2, "partition": list(starts)}).destroy()
 
     model = dense()
     cut(model, 0, 2)
