@@ -66,7 +66,10 @@ LAYOUTS = {
     "experts zero1": {"zero": 1, "section": {"expert_parallel": {"size": 2}}, "moe": "mixtral"},
     "experts zero3": {"zero": 3, "section": {"expert_parallel": {"size": 2}}, "moe": "mixtral"},
     "their experts": {"zero": 1, "config": {"expert_parallel": EXPERTS}, "moe": "mixtral"},
-    "their experts of qwen2": {"config": {"expert_parallel": EXPERTS}, "moe": "qwen2_moe"},
+    "their experts of qwen2": {
+        "config": {"expert_parallel": {**EXPERTS, "preset_model": "qwen2_moe"}},
+        "moe": "qwen2_moe",
+    },
     **{
         f"{schedule}{f' zero{zero}' * bool(zero)}": {
             "zero": zero,
