@@ -368,6 +368,11 @@ class EngineMixin(CheckpointMixin):
         return 1 if self._replicas is None else int(self._replicas.size)
 
     @property
+    def are_replicas_equal(self) -> bool:
+        """Whether all replicas have the same weights."""
+        return all(feature.is_common for feature in self.features)
+
+    @property
     def replica(self) -> int:
         """The number of this process's replica."""
         return 0 if self._replicas is None else int(self._replicas.rank)

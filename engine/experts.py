@@ -13,9 +13,7 @@ from deepspeed import comm as dist
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.utils import groups
 
-from wavemare.engine.config.shape import is_enabled
 from wavemare.engine.seams import replaced
-from wavemare.errors import CheckpointError
 
 
 def is_divided(parameter: Any) -> bool:
@@ -88,21 +86,6 @@ class ExpertsMixin(deepspeed.DeepSpeedEngine):
             stage = mp_placeholder or f"{self.checkpoint_mp_rank:02d}"
             mp_placeholder = f"{stage}-expert_{share:02d}"
         return str(super()._get_ckpt_name(path, tag, mp_placeholder, *args, **kwargs))
-
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as DeepSpeed's method of that name.
-
-        Raises:
-            CheckpointError: DeepSpeed has divided the experts: it would save those of one rank.
-        """
-        if is_enabled(self.config, "expert_parallel"):
-            raise CheckpointError(
-                "expert_parallel.enabled",
-                True,
-                "DeepSpeed's save_16bit_model would write the experts of one rank alone",
-                "Use save_checkpoint, or wavemare.expert_parallel, whose save_pretrained is whole",
-            )
-        return super().save_16bit_model(*args, **kwargs)
 
     def without_expert_files(self) -> AbstractContextManager[None]:
         """Return the context in which DeepSpeed saves and loads a model as one without experts.

@@ -39,6 +39,11 @@ class Feature:
     def synchronize(self) -> None:
         """Bring the weights of all ranks to the same bits; all ranks call it."""
 
+    @property
+    def is_common(self) -> bool:
+        """Whether the weights of all ranks are as `synchronize` leaves them."""
+        return True
+
     def metrics(self) -> Mapping[str, float]:
         """Return what was measured of the last optimizer step, by name."""
         return {}

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -42,7 +44,7 @@ from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.engine.pipe.plans import agreed_plan
 from wavemare.engine.pipe.staged import DualPipeVEngine
 from wavemare.engine.seams import dispatch_to, finding_recorders, warn_of_other_version
-from wavemare.errors import ConfigError, ModelError
+from wavemare.errors import ConfigError, ModelError, WavemareError
 from wavemare.pipeline.plan.files import GivenPlan
 from wavemare.pipeline.plan.run_plan import RunPlan
 
@@ -94,10 +96,28 @@ def build_engine(
     with (
         dispatch_to(_engines(ours, model, plan)),
         finding_recorders() if replaces_experts else nullcontext(),
+        _naming_experts(config),
     ):
         result = deepspeed.initialize(config=complete, **arguments)
     _check_dispatch(result[0])
     return result
+
+
+@contextmanager
+def _naming_experts(config: Mapping[str, Any]) -> Iterator[None]:
+    """Say of an error which section asks for the experts that DeepSpeed does not find."""
+    try:
+        yield
+    except ValueError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, WavemareError) or "auto_ep" not in Path(frames[-1].filename).name:
+            raise
+        remedy = (
+            "Change that, or use wavemare.expert_parallel, which divides the experts of mixtral, "
+            "qwen2_moe and qwen3_moe, also beside LoRA"
+        )
+        section = config.get("expert_parallel")
+        raise ConfigError("expert_parallel", section, str(error).rstrip("."), remedy) from error
 
 
 def resolve(

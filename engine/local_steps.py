@@ -87,6 +87,7 @@ class LocalSteps(Feature):
         self._momentum = [torch.zeros_like(c) for c in self._common if self._momentum_rate]
         self._residual = [torch.zeros_like(c) for c in self._common if self._config.bits < _FP32]
         self._flights.clear()
+        self._common_since = -1
         self._loss, self._losses = torch.zeros((), device=self._engine.device), 0
 
     # --- called by engines ------------------------------------------------------------------------
@@ -165,6 +166,13 @@ class LocalSteps(Feature):
                 common.sub_(_finite(self._link.send(self._header(number, _FP32), change)))
                 self._write(number, common)
             self._adapter.publish_masters()
+        self._common_since = self._engine.global_steps
+
+    @property
+    def is_common(self) -> bool:
+        """Whether no replica has made a step of its own since `synchronize`."""
+        step = self._engine.global_steps
+        return step in (0, self._common_since) or step <= self._config.warmup_steps
 
     def metrics(self) -> Mapping[str, float]:
         """Return what the messages of the last step have cost, and how far replicas differ."""

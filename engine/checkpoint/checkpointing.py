@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
     CHECKPOINT_PARALLEL_DIMS,
@@ -33,6 +34,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
 from wavemare.engine.checkpoint.compatibility import (
     check_checkpoint_fits,
@@ -68,8 +70,9 @@ from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_gro
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
+from wavemare.engine.parts import own_part, part_of
 from wavemare.engine.seams import destroy_groups, replaced
-from wavemare.errors import CheckpointError
+from wavemare.errors import CheckpointError, ModelError
 from wavemare.files import remove_leftovers, temporary_sibling
 
 if TYPE_CHECKING:
@@ -90,6 +93,9 @@ class CheckpointMixin(DeepSpeedEngine):
     _writing: BackgroundSave | None = None
     _writers: Any = None
     _earlier_runs: tuple[str, ...] = ()
+    gather_weights: Callable[[Any, bool], dict[str, Tensor] | None] | None = None
+    """Gathers an engine's transformers model, of which each rank holds a part, on rank 0, without
+    frozen weights if so asked. `wavemare.initialize` sets it."""
     is_collected = False
     """Whether the garbage collector destroys the engine, at a time of its own on each rank."""
 
@@ -102,6 +108,33 @@ class CheckpointMixin(DeepSpeedEngine):
         if type(self.checkpoint_engine) is TorchCheckpointEngine:
             zipped = self.checkpoint_engine.zipfile_serialization
             self.checkpoint_engine = CheckpointFiles(zipped=zipped)
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the whole model's weights in one file of torch; every rank must call it.
+
+        Returns:
+            Whether they were saved. Of ZeRO 3 with a model that is none of transformers' they are
+            only with ``stage3_gather_16bit_weights_on_model_save``, as with DeepSpeed.
+
+        Raises:
+            ModelError: They cannot be put together here.
+            CheckpointError: Rank 0 cannot write the file.
+        """
+        part = part_of(self)
+        if part is not None and not part.is_copy and self.gather_weights is not None:
+            state = self.gather_weights(self, exclude_frozen_parameters)
+            agree(Path(save_dir), lambda: _write_weights(Path(save_dir, save_filename), state))
+            return True
+        if part is not None and not (part.is_copy or part.is_spread):
+            remedy = part.remedy or "Call save_checkpoint"
+            raise ModelError("save_16bit_model", save_filename, part.reason, remedy)
+        self.synchronize()
+        return bool(super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters))
 
     @PROGRESS.doing("save_checkpoint")
     def save_checkpoint(
@@ -137,7 +170,7 @@ class CheckpointMixin(DeepSpeedEngine):
         self._checkpoint_tag_validation(tag)  # of the ranks' own tags, not of a shared name
         state = {**_universal_information(self), **client_state}
         if self.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
-            with self.without_expert_files():
+            with own_part(), self.without_expert_files():
                 return super().save_checkpoint(
                     save_dir, tag, state, save_latest, exclude_frozen_parameters
                 )
@@ -152,7 +185,7 @@ class CheckpointMixin(DeepSpeedEngine):
         owner = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
         if owner:
             files.attempt(str(folder), lambda: _tidy(folder, (folder / tag).parent))
-        with self._writes_to(files), self.without_expert_files():
+        with own_part(), self._writes_to(files), self.without_expert_files():
             super().save_checkpoint(save_dir, partial, state, False, exclude_frozen_parameters)
         own = {**random_state(), "engine": self.extra_state(), "shapes": shapes(self)}
         files.take(own, str(folder / partial / _rank_file(self.global_rank)))
@@ -333,8 +366,11 @@ class CheckpointMixin(DeepSpeedEngine):
         return secrets.token_hex(8)
 
     def _copy_recovery_script(self, save_path: str) -> None:
+        """Write DeepSpeed's scripts, or what says that they would give a part of the weights."""
         files: RankFiles | None = getattr(self.checkpoint_engine, "current", None)
-        copy = super()._copy_recovery_script
+        copy, part = super()._copy_recovery_script, part_of(self)
+        if part is not None and not part.is_spread:
+            copy = partial(_refuse_scripts, part.reason)
         if files is None:
             copy(save_path)
         else:
@@ -408,6 +444,30 @@ def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
     if refused is not None or found:
         raise refused or CheckpointError(*found[0])
     return result  # type: ignore[return-value]
+
+
+def _refuse_scripts(reason: str, folder: str) -> None:
+    for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+        told = (
+            f"{script} cannot put this model together: {reason}. Load the checkpoint into an "
+            "engine of the same configuration, and save from there (wavemare.save_pretrained)."
+        )
+        Path(folder, script).write_text(f"raise SystemExit({told!r})\n", encoding="utf-8")
+
+
+def _write_weights(file: Path, state: dict[str, Tensor] | None) -> None:
+    """Write the file of rank 0, which alone has weights; an older one stays until it is whole."""
+    if state is None:
+        return
+    partial = temporary_sibling(file, "tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, partial)
+        os.replace(partial, file)
+    except (OSError, RuntimeError) as error:
+        partial.unlink(missing_ok=True)
+        reason = f"the weights could not be written ({error})"
+        raise CheckpointError("save_dir", str(file), reason, "Choose another folder") from error
 
 
 def _find(

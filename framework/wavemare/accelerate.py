@@ -31,8 +31,10 @@ from torch import distributed as dist
 from wavemare.api import initialize
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.launch.group import environment_world_size
+from wavemare.engine.parts import mark_of
 from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
+from wavemare.models import whole_state_dict
 
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
 _USE_CPU, _USE_DEEPSPEED = "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"
@@ -154,6 +156,17 @@ class Accelerator(accelerate.Accelerator):
         )
         self._dataloaders.append(prepared)
         return prepared
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Return the whole model's weights; see accelerate's method of that name.
+
+        Where each rank holds a part, rank 0 gets them, and the others None; all must call it.
+        """
+        marked = mark_of(getattr(model, "module", model))
+        by_deepspeed = getattr(model, "autotp_size", int)() > 1  # which puts its own parts together
+        if marked is not None and not by_deepspeed:
+            return whole_state_dict(model)
+        return super().get_state_dict(model, unwrap)
 
     def gather(self, tensor: Any) -> Any:
         """Return tensors of all data ranks, concatenated; see accelerate's method of that name."""

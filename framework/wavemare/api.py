@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
-from torch import Tensor
+from torch import Tensor, nn
 
 from wavemare import engine
 from wavemare.engine import build_engine
@@ -156,6 +157,25 @@ def _build(
     ours: WavemareConfig,
     *,
     model: Any,
+    **arguments: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """Build the engine of a model, which says from then on what it is; see `hand_over`."""
+    if not isinstance(model, nn.Module) or "transformers" not in sys.modules:
+        return _laid_out(values, ours, model=model, check=lambda module: None, **arguments)
+    from wavemare.models.whole import hand_over, handing_over
+
+    with handing_over(model) as check:
+        result = _laid_out(values, ours, model=model, check=check, **arguments)
+    hand_over(model, result[0])
+    return result
+
+
+def _laid_out(
+    values: dict[str, Any],
+    ours: WavemareConfig,
+    *,
+    model: Any,
+    check: Callable[[Any], None],
     optimizer: Any,
     model_parameters: Any,
     lr_scheduler: Any,
@@ -198,6 +218,7 @@ def _build(
         optimizer, model_parameters = _of_this_stage(
             model, optimizer, model_parameters, lr_scheduler, copies
         )
+    check(model)
     if mpu is not None:
         with noting_groups(made):
             mpu = process_grid(mpu)

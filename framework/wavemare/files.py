@@ -97,7 +97,7 @@ def replace_folder(source: str | os.PathLike[str], target: str | os.PathLike[str
         OSError: It cannot be renamed; what was there before is untouched.
     """
     target, aside = Path(target), None
-    if target.exists():
+    if target.exists() or target.is_symlink():
         aside = temporary_sibling(target, "old")
         os.rename(target, aside)
     try:
@@ -112,6 +112,18 @@ def replace_folder(source: str | os.PathLike[str], target: str | os.PathLike[str
     if aside is not None:
         with suppress(OSError):  # in use; `remove_leftovers` removes it later
             _discard(aside)
+
+
+def replace_path(source: Path, target: Path) -> None:
+    """Rename a file or folder over whatever is there; see `replace_folder` for folders.
+
+    Raises:
+        OSError: It cannot be renamed; what was there before is untouched.
+    """
+    if source.is_dir() or (target.is_dir() and not target.is_symlink()):
+        replace_folder(source, target)
+    else:
+        os.replace(source, target)
 
 
 def restore_folder(target: str | os.PathLike[str]) -> None:
@@ -194,7 +206,7 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def _discard(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         discard_folder(path)
     else:
         path.unlink()

@@ -29,11 +29,16 @@ def test_the_section_reaches_the_engine_in_spite_of_auto(results):
 def test_ranks_that_share_a_model_read_and_count_batches_once(results):
     for result in results:
         assert result["tensor"]["gathered"] == [4, 4, 4, 3]
+        assert result["ours"]["whole"] is True
         assert result["tensor"]["losses"] == results[0]["tensor"]["losses"]
         # Of the first step; later ones weigh the last, short batch in another way.
         assert result["tensor"]["losses"][:3] == pytest.approx(
             result["stock"]["losses"][:3], rel=1e-4
         )
+
+
+def test_the_first_rank_gets_the_whole_of_a_split_model(results):
+    assert [result["tensor"]["whole"] for result in results] == [True, None]
 
 
 def test_what_trains_whole_steps_is_refused_with_its_key(results):

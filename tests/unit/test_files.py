@@ -58,6 +58,28 @@ def test_folder_replaces_the_old_one_whole(tmp_path):
     assert names(tmp_path) == ["model"]
 
 
+@pytest.mark.parametrize("old", ["file", "folder", "link to a folder", "dangling link", "nothing"])
+@pytest.mark.parametrize("new", ["file", "folder"])
+def test_a_path_replaces_whatever_is_there(new, old, tmp_path):
+    source, target, linked = (tmp_path / name for name in ("source", "target", "linked"))
+    linked.mkdir()
+    (linked / "theirs").write_text("theirs")
+    for path, kind in ((source, new), (target, old)):
+        if kind == "file":
+            path.write_text("content")
+        elif kind == "folder":
+            path.mkdir()
+            (path / f"of {path.name}").write_text("content")
+        elif kind != "nothing":
+            path.symlink_to(linked if kind == "link to a folder" else tmp_path / "nowhere")
+    files.replace_path(source, target)
+    assert not target.is_symlink()
+    assert [p.name for p in target.iterdir()] == ["of source"] if new == "folder" else True
+    assert target.is_file() == (new == "file")
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["linked", "target"]
+    assert (linked / "theirs").read_text() == "theirs"
+
+
 def test_folder_replaces_a_file(tmp_path):
     source, target = two_folders(tmp_path)
     (target / "stale").unlink()

@@ -21,7 +21,7 @@ from transformers.trainer import Trainer as StockTrainer
 from wavemare.accelerate import Accelerator, check_joined
 from wavemare.api import initialize
 from wavemare.engine.config.resolve import SECTION
-from wavemare.engine.launch.group import leave_out_shared_memory
+from wavemare.engine.launch.group import gather, leave_out_shared_memory
 from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 from wavemare.hf.config import TrainerConfig
@@ -380,16 +380,33 @@ class Trainer(StockTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a folder for ``from_pretrained``; all processes must call this."""
         ours = isinstance(self.model, PreTrainedModel) or is_adapted(self.model)
-        if self.deepspeed is None or not ours:
+        if not self.is_deepspeed_enabled or not ours:
             super().save_model(output_dir, _internal_call)
             return
         folder = str(output_dir if output_dir is not None else self.args.output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        save_pretrained(self.deepspeed, folder, tokenizer=tokenizer)
+        save_pretrained(self.deepspeed or self.model, folder, tokenizer=tokenizer)
         if self.args.should_save:
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository as transformers does; where rank 0 cannot, all ranks raise."""
+        failure: Exception | None = None
+        try:
+            super().init_hf_repo(token, private)
+        except Exception as error:  # the others would wait for rank 0 when the model is gathered
+            failure = error
+        told = str(failure) if failure is not None else None
+        if self.is_deepspeed_enabled and dist.is_initialized():
+            told, self.hub_model_id = gather((told, getattr(self, "hub_model_id", None)))[0]
+        if failure is not None:
+            raise failure
+        if told is not None:
+            reason = f"rank 0 cannot make the repository ({told})"
+            remedy = "Save with save_model, and upload the folder"
+            raise ConfigError("hub_model_id", self.args.hub_model_id, reason, remedy)
 
 
 class _LoopModel(Proxy):

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wavemare.engine.parts import own_part
 from wavemare.errors import ModelError
 
 PREFIX = "base_model.model."
 """What stands before a weight's own name in the state dict of a LoRA model."""
+_INITIALIZATIONS = {"init_lora_weights", "init_weights"}
+"""What says in an adapter's configuration how it begins."""
 
 
 def is_adapted(model: Any) -> bool:
@@ -71,12 +74,13 @@ def adapter_names(model: Any) -> set[str]:
     """Return the names of a PEFT model's weights that belong into an adapter's folder."""
     from peft import get_peft_model_state_dict
 
-    state = model.state_dict(keep_vars=True)
-    kept = {
-        id(tensor)
-        for name in model.peft_config
-        for tensor in get_peft_model_state_dict(model, state, name).values()
-    }
+    with own_part():
+        state = model.state_dict(keep_vars=True)
+        kept = {
+            id(tensor)
+            for name in model.peft_config
+            for tensor in get_peft_model_state_dict(model, state, name).values()
+        }
     return {name for name, tensor in state.items() if id(tensor) in kept}
 
 
@@ -93,13 +97,26 @@ def whole_without_weights(model: Any, config: Any = None) -> Any:
         if base.can_generate():
             whole.generation_config = base.generation_config
         whole = whole.to(base.dtype)
-        if not is_adapted(model):
-            return whole
-        from peft import get_peft_model
+        return _with_adapters(whole, model) if is_adapted(model) else whole
 
-        lora = copy.deepcopy(model.active_peft_config)
-        lora.init_lora_weights = False
-        return get_peft_model(whole, lora)
+
+def _with_adapters(whole: Any, model: Any) -> Any:
+    """Return a model with another one's adapters, on the meta device."""
+    from peft import get_peft_model
+
+    adapted: Any = None
+    for name, config in model.peft_config.items():
+        # No initialization: some compute with the weights of the base, and change them.
+        empty = copy.deepcopy(config)
+        for key in _INITIALIZATIONS & vars(empty).keys():
+            setattr(empty, key, False)
+        if adapted is None:
+            adapted = get_peft_model(whole, empty, name)
+        else:
+            adapted.add_adapter(name, empty)
+        adapted.peft_config[name] = copy.deepcopy(config)  # loading repeats what it says
+    adapted.base_model.set_adapter(model.active_adapters)
+    return adapted
 
 
 def merged(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

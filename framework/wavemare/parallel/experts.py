@@ -22,7 +22,7 @@ from wavemare.engine.launch.group import group_for
 from wavemare.engine.waves.passes import wait
 from wavemare.errors import ModelError
 from wavemare.parallel.tensor.layers import GroupMap
-from wavemare.parallel.tensor.partition import check_equal_weights, gather_parts
+from wavemare.parallel.tensor.partition import check_equal_weights
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Types of models that are tested."""
@@ -65,14 +65,6 @@ def split_experts(model: Any, group: Any) -> Any:
             vars(parameter).update(marks, allreduce=False, group_name=f"ep_size_{size}")
         layer.forward = partial(_forward, layer, layer.forward, group)
     return whole
-
-
-def whole_experts(parameter: Tensor) -> Tensor:
-    """Return all experts of a parameter on the first rank of its group; all ranks call this."""
-    group = vars(parameter)["expert_group"]
-    own = parameter.detach().contiguous()
-    parts = gather_parts(own, group)
-    return torch.cat(parts) if parts else own
 
 
 def _forward(

@@ -18,7 +18,7 @@ from tensor_models import batch, build
 
 import wavemare
 from wavemare.engine import init_distributed
-from wavemare.models import pipeline_state_dict
+from wavemare.models import whole_state_dict
 from wavemare.parallel.layout.annotations import pipeline
 
 STEPS, MICRO_BATCHES, MICRO, RATE = 3, 4, 3, 0.02
@@ -71,7 +71,7 @@ def beside_whole(engine, name):
     expected, weights = train_whole(name)
     losses = train(engine, name)
     plan = engine.layout
-    merged = pipeline_state_dict(engine) if plan.stages > 1 else None
+    merged = whole_state_dict(engine) if plan.stages > 1 else None
     return {
         "losses": losses,
         "expected": expected,

@@ -19,7 +19,7 @@ from plan_engine import MODELS, batches, go_on, start
 
 import wavemare
 from wavemare.engine.pipe import measure
-from wavemare.models.export import pipeline_state_dict
+from wavemare.models import whole_state_dict
 from wavemare.pipeline.clock.simulate import Costs
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.files import to_csv
@@ -51,7 +51,7 @@ BROKEN = {
 
 def weights(engine):
     """Return the sum of the bits of each weight of the model, on rank 0."""
-    return bits(pipeline_state_dict(engine) or {})
+    return bits(whole_state_dict(engine) or {})
 
 
 def bits(state):

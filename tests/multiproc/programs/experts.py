@@ -26,10 +26,9 @@ from common import (
 from torch import distributed as dist
 
 import wavemare
-from wavemare.models import pipeline_state_dict, save_pretrained
+from wavemare.models import save_pretrained, whole_state_dict
 from wavemare.models.adapters import PREFIX
-from wavemare.models.module import TransformerPipeline
-from wavemare.parallel.experts import split_experts, whole_experts
+from wavemare.parallel.experts import split_experts
 
 ACCUMULATION = 2
 
@@ -91,14 +90,8 @@ def train_whole(make, *, forced=False, steps=3, clip=float("inf"), stages=1, **m
 
 
 def collected(model):
-    """Return the whole model's weights on rank 0."""
-    if isinstance(model, TransformerPipeline):
-        gathered = pipeline_state_dict(model) or {}
-        return {name: weight.clone() for name, weight in gathered.items()}
-    named = model.named_parameters()
-    return {
-        n: whole_experts(p) if "expert_group" in vars(p) else p.detach().clone() for n, p in named
-    }
+    """Return the whole model's weights on rank 0, else nothing."""
+    return whole_state_dict(model) or {}
 
 
 def engine_of(model, *, zero=0, size=2, stages=1, optimizer=None, wavemare_keys=None, **changes):

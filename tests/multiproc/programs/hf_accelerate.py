@@ -49,8 +49,11 @@ def loop(accelerator_class, section=None, rows=2, state=None, **options):
             optimizer.zero_grad()
         losses.append(accelerator.gather(loss).mean().item())
         gathered.append(len(accelerator.gather_for_metrics(batch["labels"])))
-    engine = type(model)
+    engine, state = type(model), accelerator.get_state_dict(model)
+    expected = {name: list(weight.shape) for name, weight in plain_model("gpt2").named_parameters()}
+    shapes = {name: list(weight.shape) for name, weight in (state or {}).items()}
     return {
+        "whole": state and expected.items() <= shapes.items(),
         "class": f"{engine.__module__}.{engine.__name__}",
         "sparse": getattr(model, "sparse", None) is not None,
         "losses": losses,

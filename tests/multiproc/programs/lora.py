@@ -145,7 +145,7 @@ def resume(exclude):
         next(again)
     engines[1].load_checkpoint(f"resume{exclude}", load_module_strict=not exclude)
     losses = [float(e.train_batch(d)) for e, d in zip(engines, (data, again), strict=True)]
-    states = [e.module.state_dict() for e in engines]
+    states = [e.module.local_weights() for e in engines]
     same = all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     size = sum(f.stat().st_size for f in os.scandir(f"resume{exclude}/global_step1"))
     return {"same": same and losses[0] == losses[1], "bytes": size}

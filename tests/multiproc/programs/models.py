@@ -21,7 +21,7 @@ from deepspeed.utils import groups
 import wavemare
 from wavemare.engine import init_distributed
 from wavemare.errors import ModelError
-from wavemare.models import pipeline_state_dict, save_pretrained, to_pipeline
+from wavemare.models import save_pretrained, to_pipeline, whole_state_dict
 
 STEPS, ACCUMULATION, MICRO, LENGTH, VOCABULARY, CLIP = 4, 2, 2, 10, 80, 0.1
 SIZES: dict[str, Any] = {
@@ -137,7 +137,7 @@ def train(folder, name, **options):
     make = build_untied if options.get("untie") else build
     engine = start(module, **settings)
     losses = train_pipeline(engine, name)
-    weights = pipeline_state_dict(engine)
+    weights = whole_state_dict(engine)
     result = {
         "losses": losses,
         "stage": module.stage_id,
@@ -264,7 +264,7 @@ def half(folder, name):
     losses = train_pipeline(engine, name)
     save_pretrained(engine, folder / "half")
     loaded = type(build(name)).from_pretrained(folder / "half")
-    weights = pipeline_state_dict(engine)
+    weights = whole_state_dict(engine)
     result = {"losses": losses, "tied_equal": tied_copies_equal(engine.module)}
     if weights is not None:
         result |= {

@@ -38,11 +38,8 @@ from torch.optim import SGD
 
 import wavemare
 import wavemare.universal
-from wavemare.engine.experts import is_divided
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
-from wavemare.models import pipeline_state_dict
-from wavemare.parallel.experts import whole_experts
-from wavemare.parallel.tensor.partition import gather_weights
+from wavemare.models import whole_state_dict
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.plan import Action, Kind, Plan
 from wavemare.pipeline.plan.run_plan import homes_of
@@ -284,12 +281,9 @@ def alone(feature, steps):
 
 def weights_of(engine):
     """Return the whole model's weights on rank 0, by name; None elsewhere."""
-    if hasattr(engine.module, "weight_names"):
-        return pipeline_state_dict(engine)
-    local = dict(engine.module.named_parameters())
-    if engine.mp_world_size > 1:
-        local = gather_weights(local, engine.mpu.get_model_parallel_group())
-    local = {n: whole_experts(p) if is_divided(p) else p.detach() for n, p in local.items()}
+    if engine.gather_weights is not None:
+        return whole_state_dict(engine)
+    local = {n: p.detach() for n, p in engine.module.named_parameters()}
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, local)
     return {name: p for part in reversed(parts) for name, p in part.items()}

@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from wavemare.engine import init_distributed
 from wavemare.errors import ModelError
+from wavemare.models import whole_state_dict
 from wavemare.parallel.tensor.layers import (
     VocabularyShare,
     copy_to_group,
@@ -24,7 +25,6 @@ from wavemare.parallel.tensor.layers import (
     vocab_parallel_cross_entropy,
 )
 from wavemare.parallel.tensor.load import load_split
-from wavemare.parallel.tensor.partition import merged_state_dict
 from wavemare.parallel.tensor.split import split_model
 
 
@@ -47,7 +47,7 @@ def equality(name, attention=None, dtype=torch.float32):
     model = split_model(copy.deepcopy(whole), group)
     if attention is not None:
         whole.set_attn_implementation(attention)
-    merged = merged_state_dict(model)
+    merged = whole_state_dict(model)
     for seed in (13, 14):  # two micro-batches: what has accumulated must not be summed again
         given = batch(whole, seed)
         output = whole(**given)
@@ -239,7 +239,7 @@ def loaded(names):
         # The proof is as exact in 16 bits, and changes none of them.
         half = build(name).bfloat16()
         before = {key: value.clone() for key, value in half.state_dict().items()}
-        merged = merged_state_dict(split_model(half, dist.group.WORLD))
+        merged = whole_state_dict(split_model(half, dist.group.WORLD))
         assert merged is None or all(torch.equal(merged[key], before[key]) for key in before)
         whole = build(name)
         folder = f"{sys.argv[1]}/{name}"

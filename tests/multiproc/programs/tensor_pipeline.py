@@ -16,7 +16,7 @@ from tensor_models import batch, build
 
 import wavemare
 from wavemare.engine import init_distributed
-from wavemare.models import pipeline_state_dict, save_pretrained
+from wavemare.models import save_pretrained, whole_state_dict
 
 STEPS, ACCUMULATION, MICRO, CLIP = 5, 4, 3, 0.05
 ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
@@ -63,7 +63,7 @@ def train(engine, name, steps=STEPS):
 
 
 def seen(engine, name, expected):
-    merged = pipeline_state_dict(engine)
+    merged = whole_state_dict(engine)
     return {
         "difference": None if merged is None else difference(merged, expected),
         "moved": difference(expected, build(name).state_dict()),
@@ -91,7 +91,7 @@ def asynchronous(names):
     for name in names:
         whole = start(name, {"schedule": "pipemare"}, split=1)
         expected = train(whole, name)
-        weights = pipeline_state_dict(whole)
+        weights = whole_state_dict(whole)
         weights = build(name).state_dict() if weights is None else weights
         for case, changes in {"fp32": {}, "zero": {"zero_optimization": {"stage": 1}}}.items():
             engine = start(name, {"schedule": "pipemare"}, **changes)
@@ -118,7 +118,7 @@ def half_step(name):
         engine = start(name, {"schedule": "pipemare"}, split, **changes)
         train(engine, name, 1)
         norms.append(engine.get_global_grad_norm())
-        weights.append(pipeline_state_dict(engine))
+        weights.append(whole_state_dict(engine))
     if weights[0] is None:
         return {"norms": norms}
     before = {key: value.bfloat16() for key, value in build(name).state_dict().items()}
@@ -147,7 +147,7 @@ def saved(names):
         expected = train(engine, name, 2)
         again = start(name, {})
         again.load_checkpoint(folder / "checkpoint", "two")
-        merged = pipeline_state_dict(again)
+        merged = whole_state_dict(again)
         result[name] = {
             "norms": norms,
             "expected": expected,

@@ -15,8 +15,8 @@ from tensor_models import batch, build
 
 import wavemare
 from wavemare.engine import init_distributed
+from wavemare.models import whole_state_dict
 from wavemare.parallel import ProcessGrid
-from wavemare.parallel.tensor.partition import merged_state_dict
 from wavemare.parallel.tensor.split import split_model
 
 STEPS, CLIP, TENSOR = 5, 0.05, 2
@@ -67,7 +67,7 @@ if __name__ == "__main__":
         expected_engine, expected, expected_norms = whole[name, stage]
         model = split_model(build(name), mesh.get_model_parallel_group())
         engine, losses, norms = train(wavemare.initialize, model, stage, data_rank, mpu=mesh)
-        merged = merged_state_dict(engine)
+        merged = whole_state_dict(engine)
         with deepspeed.zero.GatheredParameters(list(expected_engine.module.parameters())):
             state = {k: v.clone() for k, v in expected_engine.module.state_dict().items()}
         result[f"{name} {stage}"] = {

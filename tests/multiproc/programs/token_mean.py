@@ -16,7 +16,7 @@ from wavemare.data.chat import ChatSamples, Row
 from wavemare.data.loader import ResumableLoader
 from wavemare.engine import init_distributed
 from wavemare.hf.steps import TokenMean
-from wavemare.models.export import pipeline_state_dict
+from wavemare.models import whole_state_dict
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -93,7 +93,7 @@ def trained(samples, **section):
     losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
     evaluated = [next(loader) for _ in range(BATCH // MICRO // ranks)]
     losses.append(batches.loss(evaluated))
-    state = pipeline_state_dict(engine) if section else engine.module.state_dict()
+    state = whole_state_dict(engine) if section else engine.module.state_dict()
     engine.destroy()
     return losses, state
 

@@ -13,6 +13,7 @@ import torch
 from common import build_gpt2, configuration, furthest, leave, token_batches
 
 import wavemare
+from wavemare.engine.parts import own_part
 
 BF16 = {"bf16": {"enabled": True}}
 CASES = {
@@ -84,7 +85,6 @@ def ways(case, folder):
     other = start(case, seed=3)
     engine = start(case, seed=1)
     wanted = weights(engine)
-    held = {name: value.clone() for name, value in engine.module.state_dict().items()}
     if "local_steps" not in case:  # its checkpoints are refused without the optimizer
         engine.save_checkpoint(str(folder), "wanted")
         other.save_checkpoint(str(folder), "other")
@@ -96,6 +96,8 @@ def ways(case, folder):
                 case, wanted, lambda own, o=options: own.load_checkpoint(str(folder), "wanted", **o)
             )
     if not case.startswith("3"):  # whose ranks hold parts
+        with own_part():
+            held = {name: value.clone() for name, value in engine.module.state_dict().items()}
         results["dictionary"] = tried(
             case, wanted, lambda own: own.load_module_state_dict({"module": held}), steps=3
         )

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from wavemare.errors import ModelError
-from wavemare.models import pipeline_state_dict, save_pretrained, tied_weights, to_pipeline
+from wavemare.models import save_pretrained, tied_weights, to_pipeline, whole_state_dict
 from wavemare.models.convert import cut_chain, take_apart
 from wavemare.pipeline.plan.partition import balanced_cuts
 
@@ -38,7 +38,7 @@ def test_folders_of_adapter_and_whole_model_give_equal_logits(name, adapt, make_
     whole = type(model.get_base_model()).from_pretrained(tmp_path / "whole").eval()
     merged = model.merge_and_unload()
     assert torch.equal(whole(ids).logits, merged(ids).logits)
-    assert list(pipeline_state_dict(to_pipeline(merged, num_stages=1))) == list(whole.state_dict())
+    assert list(whole_state_dict(to_pipeline(merged, num_stages=1))) == list(whole.state_dict())
 
 
 def test_a_classifier_that_peft_trains_is_in_the_adapters_folder(adapt, make_model, tmp_path):

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from wavemare.models import (
     TiedWeight,
-    pipeline_state_dict,
     save_pretrained,
     tied_weights,
     to_pipeline,
+    whole_state_dict,
 )
 
 TIED = {
@@ -90,7 +90,7 @@ def test_the_copy_is_exact_and_no_tie_remains(tied_name, make_tied):
     assert module.untied == {name: source}
     assert not module.tied_comms
     assert not module.tied_modules
-    weights = pipeline_state_dict(module)
+    weights = whole_state_dict(module)
     assert torch.equal(weights[name], weights[source])
     assert weights[name].data_ptr() != weights[source].data_ptr()
     ((tied_to, copy),) = module.untied_parameters().items()
@@ -162,7 +162,7 @@ def test_an_exported_folder_loads_as_what_was_trained(
     batch = make_batch(model)
     inputs, _ = module.eval().split_batch(batch)
     assert torch.equal(module(inputs), logits_of(loaded, batch))
-    state = pipeline_state_dict(module)
+    state = whole_state_dict(module)
     assert all(torch.equal(value, state[key]) for key, value in loaded.state_dict().items())
 
 

@@ -4,7 +4,9 @@
 import copy
 import gc
 import weakref
+from itertools import cycle
 
+import peft
 import pytest
 import torch
 import transformers
@@ -22,13 +24,14 @@ from tensor_models import (
 from torch import distributed as dist
 
 from wavemare.errors import ModelError
+from wavemare.models import save_pretrained, whole_state_dict
 from wavemare.parallel.tensor.layers import (
     align_generators,
     gather_from_group,
     reduce_from_group,
 )
 from wavemare.parallel.tensor.load import load_split
-from wavemare.parallel.tensor.partition import gather_parts, merged_state_dict
+from wavemare.parallel.tensor.partition import gather_parts
 from wavemare.parallel.tensor.split import split_model
 
 
@@ -74,7 +77,7 @@ def test_a_group_of_one_computes_what_the_model_did(name, alone):
     loss.backward()
     assert loss.item() == pytest.approx(output.loss.item(), abs=1e-6)
     assert distance(gradients(model), own_part(gradients(whole), model, 0, 1)) < 1e-6
-    merged = merged_state_dict(model)
+    merged = whole_state_dict(model)
     assert all(torch.equal(merged[key], value) for key, value in whole.state_dict().items())
 
 
@@ -132,7 +135,7 @@ def test_a_split_model_saves_what_the_whole_one_saves(alone, tmp_path):
         whole = build(name)
         model = split_model(copy.deepcopy(whole), alone)
         whole.save_pretrained(tmp_path / "whole")
-        whole.save_pretrained(tmp_path / "split", state_dict=merged_state_dict(model))
+        whole.save_pretrained(tmp_path / "split", state_dict=whole_state_dict(model))
         for file in (tmp_path / "whole").iterdir():
             assert (tmp_path / "split" / file.name).read_bytes() == file.read_bytes()
 
@@ -211,11 +214,36 @@ def test_a_model_that_cannot_be_split_is_refused_and_left_as_it_was(make, ranks,
     assert {name: (type(own), set(vars(own))) for name, own in model.named_modules()} == before
 
 
-def test_a_model_is_split_once_and_what_is_not_split_cannot_be_merged(as_rank):
+def files(folder):
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != "README.md"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+NEEDING_MORE = ("corda", "loftq")
+"""Initializations by packages that are not there."""
+STARTS = (False, True, "gaussian", "orthogonal", "pissa", "olora", "eva", *NEEDING_MORE)
+
+
+@pytest.mark.parametrize(("start", "name"), zip(STARTS, cycle(["mine", "default"])))
+def test_an_adapter_of_any_initialization_is_saved_as_peft_does(start, name, alone, tmp_path):
+    begins = True if start in NEEDING_MORE else start
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=begins)
+    base = build("llama")
+    whole = peft.get_peft_model(base, config, adapter_name=name)
+    whole.peft_config[name].init_lora_weights = start
+    whole.save_pretrained(tmp_path / "theirs")
+    model = split_model(copy.deepcopy(whole), alone)
+    save_pretrained(model, tmp_path / "ours")
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+    save_pretrained(model, tmp_path / "ours", merge=True)
+    merged = type(base).from_pretrained(tmp_path / "ours").state_dict()
+    theirs = whole.merge_and_unload(safe_merge=True).state_dict()
+    assert all(torch.equal(merged[key], value) for key, value in theirs.items())
+
+
+def test_a_model_is_split_once(as_rank):
     model = gpt2()
     with as_rank(0, 2) as group:
-        with pytest.raises(ModelError, match="not split"):
-            merged_state_dict(model)
         split_model(model, group, verify=False)
         with pytest.raises(ModelError, match="split already"):
             split_model(model, group)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers import PreTrainedModel
 
 from wavemare.engine.launch.group import gather, group_for
 from wavemare.errors import ModelError
@@ -100,55 +99,6 @@ def marked(parameter: nn.Parameter, partition: Partition, whole_numel: int) -> n
 def partition_of(part: Tensor) -> Partition | None:
     """Return how the whole of which a tensor is a part was cut; None: all ranks hold it."""
     return getattr(part, "tensor_partition", None)
-
-
-def merged_state_dict(model: Any) -> dict[str, Tensor] | None:
-    """Gather the weights of a split model, one at a time; all ranks of its group call this.
-
-    Args:
-        model: What :func:`split_model` has returned, or an engine that holds it.
-
-    Returns:
-        On the group's first rank the state dict of the model as it was before it was split, on the
-        device ``cpu``; names that are tied share one tensor. None on the other ranks.
-
-    Raises:
-        ModelError: The model has not been split.
-    """
-    while not isinstance(model, PreTrainedModel) and hasattr(model, "module"):
-        model = model.module
-    embedding = split_embedding(model)
-    state = model.state_dict(keep_vars=True)
-    merged = gather_weights(state, embedding.group)
-    return merged if dist.get_rank(embedding.group) == 0 else None
-
-
-def gather_weights(state: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]:
-    """Gather the weights of a split model, or of some of its layers, on a group's first rank.
-
-    All ranks of the group call this, with ZeRO-3 all ranks, and keep the tensors of one weight at a
-    time.
-
-    Args:
-        state: This rank's parts by their names in the model's state dict.
-        group: The ranks.
-
-    Returns:
-        On the first rank whole tensors on the device ``cpu``, one for all names of a tensor; on the
-        other ranks what was given.
-    """
-    merged: dict[int, Tensor] = {}
-    for part in state.values():
-        if id(part) in merged:
-            continue
-        partition = partition_of(part)
-        own = without_zero3(part)
-        parts = [own] if partition is None else gather_parts(own, group)
-        if dist.get_rank(group):
-            merged[id(part)] = part
-        else:
-            merged[id(part)] = (partition.whole(parts) if partition else parts[0].clone()).cpu()
-    return {name: merged[id(part)] for name, part in state.items()}
 
 
 def is_split(model: Any) -> bool:

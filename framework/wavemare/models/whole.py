@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole model's weights, wherever the ranks hold them: every way of saving asks for them here.
+
+One tensor is gathered at a time. Only rank 0 keeps what it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from wavemare.engine.experts import expert_group
+from wavemare.engine.launch.group import gather
+from wavemare.engine.parts import (
+    layout_of,
+    lift,
+    mark,
+    mark_of,
+    own_part,
+    part_of,
+    restore,
+)
+from wavemare.errors import ModelError
+from wavemare.models.adapters import is_adapted
+from wavemare.models.module import TransformerPipeline
+from wavemare.parallel.tensor.partition import (
+    gather_parts,
+    is_split,
+    partition_of,
+    split_embedding,
+    without_zero3,
+)
+
+
+def whole_state_dict(
+    engine_or_model: Any, names: Collection[str] | None = None
+) -> dict[str, Tensor] | None:
+    """Gather the whole model's weights on rank 0, one tensor at a time; every process calls this.
+
+    Works for plain models, also with ZeRO 1 to 3, for models that are split over ranks, for divided
+    experts and for pipelines made of a transformers model, with adapters and without. An engine is
+    synchronized first.
+
+    Args:
+        engine_or_model: An engine, its module, or the model that was given to ``initialize``.
+        names: Those to gather, the same on all processes; all if omitted.
+
+    Returns:
+        On global rank 0 the state dict that the model would have in one process, on the device
+        ``cpu``; names that are tied share one tensor. None on the other ranks.
+
+    Raises:
+        ModelError: It is no transformers model, or its weights cannot be gathered.
+    """
+    return gathered(complete(engine_or_model), names)
+
+
+def gathered(model: Any, names: Collection[str] | None = None) -> dict[str, Tensor] | None:
+    """Gather what `complete` has returned, as `whole_state_dict` does."""
+    if isinstance(model, TransformerPipeline):
+        return _of_stages(model, names)
+    with own_part():
+        state = model.state_dict(keep_vars=True)
+    if names is not None:
+        state = {name: tensor for name, tensor in state.items() if name in names}
+    whole = _whole(state, split_embedding(model).group if is_split(model) else None)
+    return whole if _is_first() else None
+
+
+def complete(engine_or_model: Any) -> Any:
+    """Return the model or pipeline that has all weights, over all ranks; synchronize its engine.
+
+    Raises:
+        ModelError: There is no transformers model, or its weights cannot be gathered.
+    """
+    model = _transformers_model(engine_or_model)
+    noted, engine = mark_of(model), engine_or_model
+    if noted is not None:
+        engine = noted.engine() or engine_or_model
+        if noted.part.remedy:
+            raise noted.part.error("save_pretrained", model)
+        if noted.part.is_cut and not isinstance(model, TransformerPipeline):
+            if engine is engine_or_model:
+                remedy = "Save it before the engine is dropped"
+                raise ModelError("model", type(model).__name__, noted.part.reason, remedy)
+            model = _transformers_model(engine)
+    getattr(engine, "synchronize", lambda: None)()
+    return model
+
+
+def _transformers_model(module: Any) -> Any:
+    inner = module
+    while not isinstance(inner, (TransformerPipeline, PreTrainedModel)) and not is_adapted(inner):
+        inner = getattr(inner, "module", None)
+        if inner is None:
+            raise ModelError(
+                "model",
+                type(getattr(module, "module", module)).__name__,
+                "it is neither a transformers model nor a pipeline made by to_pipeline of one",
+                "Give the transformers model inside, or use the engine's save_checkpoint",
+            )
+    return inner
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _whole(state: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]:
+    """Gather weights; all ranks that share one call this, in the same order.
+
+    Args:
+        state: The rank's own, by name. Names may share a tensor.
+        group: The ranks that split layers; None if none do.
+
+    Returns:
+        Whole tensors on the first rank of those that share each. The others' are of no use.
+    """
+    found: dict[int, Tensor] = {}
+    for part in state.values():
+        if id(part) not in found:
+            whole = _whole_tensor(part, group)
+            found[id(part)] = part.new_empty(0) if whole is None else _on_cpu(whole)
+    return {name: found[id(part)] for name, part in state.items()}
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """Return a copy, which later steps do not change."""
+    return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+def _whole_tensor(part: Tensor, group: Any) -> Tensor | None:
+    """Return a whole tensor on the first rank of those that share it; else, if at all, a part."""
+    own = without_zero3(part)
+    partition = partition_of(part)
+    if partition is not None:
+        parts = gather_parts(own, group)
+        own = partition.whole(parts) if parts else own.new_empty(0)
+    if group is not None and dist.get_rank(group):
+        return None
+    experts = expert_group([part])
+    if experts is not None:
+        parts = gather_parts(own, experts)
+        own = torch.cat(parts) if parts else own.new_empty(0)
+    return own
+
+
+def _of_stages(pipeline: TransformerPipeline, names: Collection[str] | None) -> Any:
+    grid = pipeline.mpu()
+    if grid.get_data_parallel_rank() >= pipeline.expert_ranks:
+        return None
+    held = pipeline.weight_names()
+    if names is not None:
+        held = {name: key for name, key in held.items() if name in names}
+    needed = set(held.values())
+    own = {name: part for name, part in pipeline.local_weights().items() if name in needed}
+    splits = grid.get_slice_parallel_world_size() > 1
+    own = _whole(own, grid.get_slice_parallel_group() if splits else None)
+    if grid.get_slice_parallel_rank() != 0 or grid.get_data_parallel_rank() != 0:
+        return None
+    device = next(pipeline.parameters()).device
+    if pipeline.global_rank != 0:
+        dist.send_object_list([[(n, t.shape, t.dtype) for n, t in own.items()]], dst=0)
+        for tensor in own.values():
+            dist.send(tensor.to(device).contiguous(), dst=0)
+        return None
+    for stage in range(1, pipeline.num_pipeline_stages()):
+        own |= _receive(grid.stage_to_global(stage), device)
+    return {name: own[key] for name, key in held.items()}
+
+
+def _receive(source: int, device: torch.device) -> dict[str, Tensor]:
+    received: list[Any] = [None]
+    dist.recv_object_list(received, src=source)
+    weights = {}
+    for name, shape, dtype in received[0]:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(tensor, src=source)
+        weights[name] = tensor.cpu()
+    return weights
+
+
+def _for_a_file(engine: Any, exclude_frozen: bool) -> dict[str, Tensor] | None:
+    model = complete(engine)
+    if not exclude_frozen:
+        return gathered(model)
+    if isinstance(model, TransformerPipeline):
+        own, names = model.local_weights(), model.weight_names()
+    else:
+        with own_part():
+            own = model.state_dict(keep_vars=True)
+        names = {name: name for name in own}
+    frozen = [n for n, w in own.items() if isinstance(w, nn.Parameter) and not w.requires_grad]
+    left_out = {name for part in gather(frozen) for name in part}
+    return gathered(model, {name for name, key in names.items() if key not in left_out})
+
+
+# --- before and after initialize ------------------------------------------------------------------
+
+
+@contextmanager
+def handing_over(model: Any) -> Iterator[Callable[[Any], None]]:
+    """Give a model to the engine that is built inside, as it was before an earlier engine had it.
+
+    Afterwards it says by itself what does not work any more. Nothing changes if the building fails.
+
+    Args:
+        model: The caller's.
+
+    Yields:
+        To be called with the module that the engine will train, before anything is built of it.
+
+    Raises:
+        ModelError: An earlier engine has trained some layers on each rank, and this one has others.
+    """
+    found = lift(model)
+
+    def check(module: Any) -> None:
+        for former in found.values():
+            if former.part.is_cut and former.layout != layout_of(module):
+                raise ModelError(
+                    "model",
+                    type(model).__name__,
+                    f"an earlier engine has cut it: {former.part.reason}, and the others are old",
+                    "Give the same stages and cuts again, or load what save_pretrained writes",
+                )
+
+    try:
+        yield check
+    except BaseException:
+        restore(found)
+        raise
+
+
+def hand_over(model: Any, engine: Any) -> None:
+    """Let the caller's model and the engine's module say what they are, and the engine gather.
+
+    Args:
+        model: What the caller has given to ``initialize``.
+        engine: What was made of it.
+    """
+    part, module = part_of(engine), engine.module
+    if part is None:
+        return
+    ours = isinstance(module, (TransformerPipeline, PreTrainedModel)) or is_adapted(module)
+    # What a stage calls stays callable: layers may be models themselves.
+    called = set(module.modules()) if part.is_cut else set()
+    held = [m for m in model.modules() if isinstance(m, PreTrainedModel) or is_adapted(m)]
+    held = [m for m in held if m not in called] + ([module] if ours else [])
+    mark(held, engine, part)
+    if ours and not part.remedy:
+        engine.gather_weights = _for_a_file
