@@ -3,67 +3,22 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from transformers.utils.generic import ModelOutput
 
+from wavemare.engine.checkpoint.random_state import drawn_alike
 from wavemare.engine.pipe.micro_batch import to_device
-from wavemare.lazy import Proxy
 from wavemare.models import TransformerPipeline
 from wavemare.models.families import SplitLoss
 
 _IGNORED = -100
-_EPOCH_STRIDE = 1_000_003
-_RANK_STRIDE = 7_919
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of torch, numpy and Python; restore their states afterwards."""
-    states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)
-    numpy.random.seed(seed % 2**32)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        numpy.random.set_state(states[1])
-        random.setstate(states[2])
-
-
-class SeededLoader(Proxy):
-    """A loader whose samplers and collators draw the same random numbers on all stages.
-
-    Otherwise stages, whose dropout draws differently, would mask different tokens.
-    """
-
-    def __init__(self, loader: Any, seed: int) -> None:
-        super().__init__(loader)
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._inner)
-        number = 0
-        while True:
-            with seeded(self._seed + number):
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            yield batch
-            number += 1
 
 
 class StepFeed:
@@ -91,12 +46,11 @@ class StepFeed:
         data_rank: int = 0,
     ) -> None:
         self.source = source
+        self._drawn = drawn_alike(source, seed, epoch=epoch, data_rank=data_rank)
         self._micro_batches = micro_batches
         self._make = make
-        self._seed = seed + epoch * _EPOCH_STRIDE
-        self._rank_seed = data_rank * _RANK_STRIDE
         self._steps: dict[int, tuple[list[Any], list[Any]]] = {}  # what was read and made for each
-        self._trained = self._given = self._read = 0
+        self._trained = self._given = 0
 
     def next_step(self) -> list[Any]:
         """Return the batches of the Trainer's next step; empty at the end of the epoch."""
@@ -118,20 +72,11 @@ class StepFeed:
 
     def _step(self, number: int) -> tuple[list[Any], list[Any]] | None:
         if number not in self._steps:  # it is the next one that is read
-            read = [b for _ in range(self._micro_batches) for b in self._next_read()]
+            read = list(islice(self._drawn, self._micro_batches))
             if not read:
                 return None
             self._steps[number] = read, self._make(read)
         return self._steps[number]
-
-    def _next_read(self) -> list[Any]:
-        # The first read draws the epoch's order, which all data ranks share.
-        with seeded(self._seed + (self._read + self._rank_seed if self._read else 0)):
-            self._read += 1
-            try:
-                return [next(self.source)]
-            except StopIteration:
-                return []
 
 
 def fill_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:

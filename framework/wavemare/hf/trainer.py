@@ -26,7 +26,6 @@ from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.steps import (
-    SeededLoader,
     StepFeed,
     StepLoss,
     fill_rows,
@@ -295,13 +294,12 @@ class Trainer(StockTrainer):
             self._prepare_for_evaluation()
         if not self.is_deepspeed_enabled or self.accelerator.model_ranks == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        loader: Any = SeededLoader(dataloader, self.args.seed + self.accelerator.data_rank)
         preprocess = self.preprocess_logits_for_metrics
         if self.is_pipeline:
             self.preprocess_logits_for_metrics = None  # the last stage calls it
             self._preprocess = preprocess
         try:
-            return super().evaluation_loop(loader, *args, **kwargs)
+            return super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self.preprocess_logits_for_metrics = preprocess
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from wavemare.engine.checkpoint.random_state import drawn_alike, seeded
 from wavemare.errors import ConfigError
 from wavemare.hf.config import TrainerConfig
-from wavemare.hf.steps import SeededLoader, StepFeed, StepLoss, fill_rows, seeded, weighted_labels
+from wavemare.hf.steps import StepFeed, StepLoss, fill_rows, weighted_labels
 
 ZERO = {"zero_optimization": {"stage": 0}}
 
@@ -143,15 +144,15 @@ def test_reading_draws_the_same_numbers_whoever_reads_first():
     assert len(set(draws(0))) == 4
 
 
-class Drawing:
-    def __iter__(self):
-        return (torch.rand(1) for _ in "abc")
+def test_each_model_draws_other_numbers_and_the_same_each_time():
+    def draws(**place):
+        source = (torch.rand(1).item() for _ in range(4))
+        return list(drawn_alike(source, 5, **place))
 
-
-def test_evaluation_draws_the_same_numbers_each_time():
-    loader = SeededLoader(Drawing(), seed=5)
-    assert list(loader) == list(loader)
-    assert len(set(loader)) == 3
+    assert draws() == draws()
+    assert draws()[0] == draws(data_rank=1)[0]  # the order of the epoch
+    assert not set(draws()[1:]) & set(draws(data_rank=1)[1:])
+    assert not set(draws()) & set(draws(epoch=1))
 
 
 def test_generators_go_on_as_if_nothing_had_been_drawn():

@@ -12,11 +12,13 @@ activation checkpointing, restores the regions too.
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -279,11 +281,22 @@ class SplitRandom:
 
 
 def align_generators(device: torch.device, group: Any) -> None:
-    """Give all ranks the state of the first one's generators: of the CPU, and of a device."""
+    """Give all ranks the first one's states: of torch on the CPU and a device, Python and NumPy."""
     for generator in default_generators(device):
         shared = generator.get_state()
         dist.broadcast(shared, group_src=0, group=group_for(shared, group))
         generator.set_state(shared)
+    version, words, normal = random.getstate()
+    kind, keys, position, has_normal, other_normal = cast(Any, numpy.random.get_state())
+    numbers = torch.tensor([*words, *keys.tolist(), position, has_normal, normal is not None])
+    normals = torch.tensor([normal or 0.0, other_normal], dtype=torch.float64)
+    for shared in (numbers, normals):
+        dist.broadcast(shared, group_src=0, group=group_for(shared, group))
+    *both, position, has_normal, known = numbers.tolist()
+    words, keys = both[: len(words)], numpy.array(both[len(words) :], dtype=numpy.uint32)
+    normal, other_normal = normals.tolist()
+    random.setstate((version, tuple(words), normal if known else None))
+    numpy.random.set_state((kind, keys, position, has_normal, other_normal))
 
 
 _ROW_MULTIPLE = 8
