@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
+from wavemare.engine.labels import IGNORED
 from wavemare.engine.launch.group import group_for
 from wavemare.engine.waves.passes import default_generators, wait
 from wavemare.errors import ModelError
@@ -300,7 +301,6 @@ def align_generators(device: torch.device, group: Any) -> None:
 
 
 _ROW_MULTIPLE = 8
-_IGNORED = -100  # the label of a position that does not count
 
 
 @dataclass(frozen=True)
@@ -459,7 +459,7 @@ def vocab_parallel_cross_entropy(
         group: The ranks.
         num_items: Divides the sum in place of the number of labels that count.
     """
-    counts = labels != _IGNORED
+    counts = labels != IGNORED
     rows, here = share.locate(labels.masked_fill(~counts, 0))
     losses = _CrossEntropy.apply(logits, rows, here, share.held, group)
     total = losses.masked_fill(~counts, 0.0).sum()
@@ -468,7 +468,7 @@ def vocab_parallel_cross_entropy(
 
 def next_tokens(labels: Tensor) -> Tensor:
     """Return for each position, (batch, sequence), the label of the next one; -100 for the last."""
-    return F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+    return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
 class _CrossEntropy(torch.autograd.Function):
