@@ -18,12 +18,11 @@ from torch.utils.data import Sampler
 
 from wavemare.engine.config.sections import BalanceConfig
 from wavemare.engine.feature import Feature
+from wavemare.engine.labels import count_labels, shifts_labels
 from wavemare.errors import DataError
 
 if TYPE_CHECKING:
     from wavemare.engine.base import EngineMixin
-
-_IGNORED = -100
 
 
 class Balance(Feature):
@@ -58,9 +57,7 @@ class Balance(Feature):
         def note(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             self._labels = named.get("labels")
 
-        # What transformers' models compute their loss with; the function of that name shifts.
-        function = getattr(module, "loss_function", None)
-        self._shifts = getattr(function, "__name__", None) == "ForCausalLMLoss"
+        self._shifts = shifts_labels(module)
         module.register_forward_pre_hook(note, with_kwargs=True)
 
     def before_backward(self, loss: Tensor) -> Tensor:
@@ -96,11 +93,6 @@ class Balance(Feature):
             stride=sum(self.shares),
             shuffle=shuffle,
         )
-
-
-def count_labels(labels: Tensor, shifts: bool) -> Tensor:
-    """Return the number of labels that count; () float32."""
-    return ((labels[..., 1:] if shifts else labels) != _IGNORED).sum().to(torch.float32)
 
 
 def _zero_without_tokens(loss: Tensor, count: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 from deepspeed import comm as dist
@@ -33,6 +34,7 @@ from wavemare.engine.optim.optimizers import (
     refresh_by_stage,
 )
 from wavemare.engine.pipe.micro_batch import naming_ids
+from wavemare.engine.ranks import Ranks
 from wavemare.engine.seams import discard_open_step, forget_grid, hold_grid
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
@@ -377,17 +379,20 @@ class EngineMixin(CheckpointMixin):
         """The number of this process's replica."""
         return 0 if self._replicas is None else int(self._replicas.rank)
 
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Which processes hold one model with this one, and which read other data."""
+        return Ranks.of(self)
+
     @property
     def data_rank(self) -> int:
         """This process's place among those that train the same model on other data."""
-        own = int(dist.get_rank(group=self.data_parallel_group))
-        return self.replica * int(self.dp_world_size) + own
+        return self.ranks.data_rank
 
     @property
     def data_world_size(self) -> int:
         """How many processes train the same model on other data."""
-        # Ranks may share sequences.
-        return self.num_replicas * int(self.dp_world_size or self.seq_dp_world_size)
+        return self.ranks.data_world_size
 
     def train_batch_size(self) -> int:
         """Samples of an optimizer step of all replicas."""

@@ -11,9 +11,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.dataloader import RepeatingLoader
 
-from wavemare.engine.balance import count_labels
 from wavemare.engine.base import EngineMixin
 from wavemare.engine.experts import ExpertsMixin
+from wavemare.engine.labels import count_labels
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.micro_batch import naming_ids, to_device
 from wavemare.engine.waves.wavelet import attach_wavelet
@@ -27,8 +27,13 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
 
     ``forward``, ``backward`` and ``step`` are DeepSpeed's own. A loop written with
     ``train_batch`` runs unchanged on the pipeline engines. Parameters are `EngineMixin`'s.
+
+    Attributes:
+        loss_fn: From what calls the model, and a micro-batch on the device, to the loss in
+            ``train_batch``; None for what the model returns.
     """
 
+    loss_fn: Callable[[Callable[..., Any], Any], torch.Tensor] | None = None
     _own_batches: Iterator[Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +93,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             return self._mean_loss(self._wavelet.train(batches))
         losses = []
         for left, batch in zip(reversed(range(count)), batches, strict=True):
-            loss = self.before_backward(_loss_of(self._run(batch)))
+            loss = self.before_backward(self._loss(batch, self))
             with PROGRESS.doing("backward"):
                 super().backward(self.with_fp16_scale(loss))
             losses.append(loss.detach())
@@ -202,10 +207,14 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         return self._own_batches
 
     def _run(self, batch: Any) -> Any:
+        args, kwargs = self._arguments(batch)
+        return self(*args, **kwargs)
+
+    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = _as_arguments(to_device(batch, self.device))
         if self.mpu is not None and self.sequence_parallel_size > 1:
             kwargs = self._part_of_sequence(kwargs)
-        return self(*args, **kwargs)
+        return args, kwargs
 
     def _part_of_sequence(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch whose losses, averaged over ranks, are the mean over trained tokens."""
@@ -221,8 +230,17 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         return {"labels": labels, "num_items_in_batch": items, **batch, "shift_labels": labels}
 
     def _loss_in_waves(self, batch: Any, call: Callable[..., Any]) -> torch.Tensor:
-        args, kwargs = _as_arguments(to_device(batch, self.device))
-        self._before_forward(args, kwargs)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self._before_forward(args, kwargs)
+            return call(*args, **kwargs)
+
+        return self._loss(batch, called)
+
+    def _loss(self, batch: Any, call: Callable[..., Any]) -> torch.Tensor:
+        """Return a micro-batch's loss; what calls the model sees its arguments."""
+        if self.loss_fn is not None:
+            return self.loss_fn(call, to_device(batch, self.device))
+        args, kwargs = self._arguments(batch)
         return _loss_of(call(*args, **kwargs))
 
     def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy
@@ -14,6 +15,8 @@ from deepspeed.accelerator import get_accelerator
 from wavemare.errors import CheckpointError
 
 _MERSENNE_TWISTER = "MT19937"
+_EPOCH_STRIDE = 1_000_003
+_RANK_STRIDE = 7_919
 
 
 def random_state() -> dict[str, Any]:
@@ -61,3 +64,46 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     _set_numpy_state(state["numpy"])
     if "device" in state:
         get_accelerator().set_rng_state(state["device"])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of torch, NumPy and Python; restore their states afterwards."""
+    state = random_state()
+    torch.default_generator.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        restore_random_state(state)
+
+
+def drawn_alike(
+    batches: Iterator[Any], seed: int, *, epoch: int = 0, data_rank: int = 0, first: int = 0
+) -> Iterator[Any]:
+    """Yield batches for which all ranks of a model draw the same random numbers.
+
+    Samplers, data sets and collators draw them. Dropout draws differently on stages, so that they
+    would otherwise mask different tokens.
+
+    Args:
+        batches: Of an epoch.
+        seed: Of the run.
+        epoch: Number of the epoch.
+        data_rank: Of the model; each draws other numbers.
+        first: Number of the first batch.
+    """
+    number = first
+    while True:
+        # The first read draws the epoch's order, which all data ranks share.
+        own = number + data_rank * _RANK_STRIDE if number > first else 0
+        with seeded(seed + epoch * _EPOCH_STRIDE + own):
+            batch = next(batches, _ENDED)
+        if batch is _ENDED:
+            return
+        yield batch
+        number += 1
+
+
+_ENDED = object()

@@ -10,30 +10,36 @@ or ``engine.train_batch``.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import accelerate
 import deepspeed
 import torch
-from accelerate.data_loader import prepare_data_loader
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
 from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.operations import recursively_apply
 from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 
 from wavemare.api import initialize
+from wavemare.engine.checkpoint.random_state import drawn_alike
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.launch.group import environment_world_size
 from wavemare.engine.parts import mark_of
-from wavemare.errors import ConfigError
+from wavemare.engine.ranks import Ranks
+from wavemare.errors import ConfigError, DataError
 from wavemare.failure import watch_failures
+from wavemare.lazy import Proxy
 from wavemare.models import whole_state_dict
 
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
@@ -49,8 +55,6 @@ class Accelerator(accelerate.Accelerator):
 
     Attributes:
         section: The ``"wavemare"`` section; None without one.
-        model_ranks: Number of processes that share a model and its batches.
-        tensor_ranks: Number of them that share each layer.
         stages: Stages of the pipeline.
         weighs_losses: Whether the engine weighs the losses of data ranks.
         whole_step_key: The key that makes the engine train whole steps only; None without one.
@@ -60,11 +64,15 @@ class Accelerator(accelerate.Accelerator):
     """
 
     section: dict[str, Any] | None = None
-    model_ranks = tensor_ranks = stages = 1
+    stages = 1
     weighs_losses = False
     whole_step_key: str | None = None
     whole_steps = False
     build: Callable[..., Any] = staticmethod(initialize)
+    _planned: Ranks | None = None
+    _counts_models = False
+    _latest: tuple[int, Any] = (-1, None)
+    _passes = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         watch_failures()
@@ -90,40 +98,71 @@ class Accelerator(accelerate.Accelerator):
             remedy = "Use wavemare.hf.Trainer, or wavemare.initialize and engine.train_batch"
             raise ConfigError(f"{SECTION}.{key}", section, reason, remedy)
         self.section = section
-        self.model_ranks = ours.model_ranks
-        self.tensor_ranks = ours.tensor_parallel.size
+        self._planned = None
+        if ours.model_ranks > 1 and self.num_processes % ours.model_ranks == 0:
+            own, count = int(self.process_index), int(self.num_processes)
+            self._planned = Ranks.planned(ours, rank=own, world_size=count)
         self.stages = ours.pipeline.stages
         self.weighs_losses = ours.balance.is_active
 
     @property
+    def ranks(self) -> Ranks:
+        """Which processes hold one model with this one, and which read other data."""
+        engine = getattr(getattr(self, "deepspeed_engine_wrapped", None), "engine", None)
+        if self._planned is None:
+            own, count = int(self.process_index), int(self.num_processes)
+            return Ranks([own], list(range(count)), own)
+        return engine.ranks if engine is not None else self._planned
+
+    @property
+    def model_ranks(self) -> int:
+        """Number of processes that hold one model and get the same batches."""
+        return self.ranks.model_world_size
+
+    @property
     def data_ranks(self) -> int:
         """Number of processes, or groups that share a model, with batches of their own."""
-        return int(self.num_processes) // self.model_ranks
+        return self.ranks.data_world_size
 
     @property
     def data_rank(self) -> int:
         """The rank of this process among `data_ranks`."""
-        return int(self.process_index) // self.tensor_ranks % self.data_ranks
+        return self.ranks.data_rank
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes; while accelerate prepares a model, that of `data_ranks`."""
+        if self._counts_models:
+            return self.data_ranks
+        return int(super().num_processes)
 
     def _prepare_deepspeed(self, *args: Any) -> Any:
         def ours(config_params: Any = None, **arguments: Any) -> Any:
             section = {} if self.section is None else {SECTION: self.section}
-            if self.model_ranks > self.stages:
-                _leave_out_all(arguments)
             return self.build(config={**config_params, **section}, **arguments)
 
-        with _initializing_by(ours):
-            prepared = super()._prepare_deepspeed(*args)
+        self._counts_models = self.model_ranks > 1  # in sizes of batches and lengths of schedules
+        try:
+            with _initializing_by(ours):
+                prepared = super()._prepare_deepspeed(*args)
+        finally:
+            self._counts_models = False
         engine = getattr(self.deepspeed_engine_wrapped, "engine", None)
         if engine is not None and not type(engine).__module__.startswith("wavemare."):
             raise RuntimeError(
                 f"accelerate {accelerate.__version__} built DeepSpeed's {type(engine).__name__}: "
                 "it no longer looks deepspeed.initialize up when it prepares a model"
             )
+        for scheduler in prepared:
+            if self.model_ranks > 1 and type(scheduler) is AcceleratedScheduler:
+                scheduler.__class__ = _scheduler_of(self.data_ranks)
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a loader of this data rank's batches; see accelerate's method of that name.
+
+        Processes that share a model draw the same samples, in the order of the first process's
+        seed, and their samplers, data sets and collators draw the same random numbers.
 
         Raises:
             ConfigError: An option would give stages different batches.
@@ -141,6 +180,7 @@ class Accelerator(accelerate.Accelerator):
         worker_init = data_loader.worker_init_fn
         if "rank" in getattr(worker_init, "keywords", {}) or {}:
             worker_init.keywords["rank"] = self.data_rank  # else stages would draw differently
+        (seed,) = broadcast_object_list([self.dataloader_config.data_seed or torch.initial_seed()])
         prepared = prepare_data_loader(
             data_loader,
             self.device,
@@ -151,9 +191,10 @@ class Accelerator(accelerate.Accelerator):
             dispatch_batches=False,
             even_batches=True,
             use_seedable_sampler=True,
-            data_seed=self.dataloader_config.data_seed,
+            data_seed=seed,
             non_blocking=self.non_blocking,
         )
+        self._share(prepared, seed)
         self._dataloaders.append(prepared)
         return prepared
 
@@ -168,24 +209,169 @@ class Accelerator(accelerate.Accelerator):
             return whole_state_dict(model)
         return super().get_state_dict(model, unwrap)
 
+    def _share(self, loader: Any, seed: int) -> None:
+        """Let a prepared loader draw the same random numbers on all processes of a model."""
+        # accelerate hides the class of its loaders behind a property.
+        vars(object)["__class__"].__set__(loader, _SharedLoader)
+        loader.draw_seed, loader.data_rank = seed, self.data_rank
+        loader.note = partial(self._note_batch, len(self._dataloaders))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader without its first batches; see accelerate's method of that name."""
+        skipped = super().skip_first_batches(dataloader, num_batches)
+        if isinstance(dataloader, _SharedLoader):
+            self._share(skipped, dataloader.draw_seed)
+            skipped.first = num_batches
+        return skipped
+
+    def _note_batch(self, loader: int, batch: Any) -> None:
+        self._latest = loader, batch
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run a backward pass; see accelerate's method of that name.
+
+        Raises:
+            DataError: Processes that share a model have read different batches. This is looked at
+                in passes 1, 2, 4, 8 and so on.
+        """
+        self._passes += 1
+        if self.model_ranks > 1 and not self._passes & (self._passes - 1):
+            self._check_batches()
+        super().backward(loss, **kwargs)
+
+    def _check_batches(self) -> None:
+        """Compare the last batch that was read over the processes of each model."""
+        loader, batch = self._latest
+        found = gather_object([(self.ranks.model[0], loader, _digest(batch))])
+        for rank, (first, number, digest) in enumerate(found):
+            if number == found[first][1] and digest != found[first][2]:
+                raise DataError(
+                    "batch",
+                    f"rank {rank}",
+                    f"it shares a model with rank {first}, and they have read different batches",
+                    "Seed the generator that the data set or sampler has of its own alike on all "
+                    "processes",
+                )
+
     def gather(self, tensor: Any) -> Any:
         """Return tensors of all data ranks, concatenated; see accelerate's method of that name."""
-        if self.model_ranks == 1 or self.distributed_type != DistributedType.DEEPSPEED:
+        if self.model_ranks == 1:
             return super().gather(tensor)
-        group = None
-        if self.data_ranks > 1:
-            group = self.deepspeed_engine_wrapped.engine.data_parallel_group
+        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._parts(tensor.reshape(1) if tensor.ndim == 0 else tensor))
+
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return a tensor of each replica, from the processes at this one's place in them."""
+        ranks, own = self.ranks, tensor.contiguous()
+        if ranks.data_world_size == 1:
+            return [own]
+        group = ranks.replica_group
+        count = ranks.data_world_size if group is not None else dist.get_world_size()
+        parts = [torch.empty_like(own) for _ in range(count)]
+        dist.all_gather(parts, own, group=group)
+        return parts if group is not None else [parts[rank] for rank in ranks.replicas]
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return what each sample gave, once; see accelerate's method of that name."""
+        if self.model_ranks > 1 and (use_gather_object or not _holds_tensors(input_data)):
+            use_gather_object = True
+            input_data = input_data if self.ranks.is_first else []
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return tensors reduced over data ranks; see accelerate's method of that name."""
+        if self.model_ranks == 1 or reduction not in _REDUCTIONS:
+            return super().reduce(tensor, reduction, scale)
         return recursively_apply(
-            lambda t: self._gathered(t, group), tensor, error_on_other_type=True
+            lambda own: _REDUCTIONS[reduction](torch.stack(self._parts(own))).to(own.dtype),
+            tensor,
+            error_on_other_type=True,
         )
 
-    def _gathered(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        own = tensor.reshape(1) if tensor.ndim == 0 else tensor.contiguous()
-        if group is None:
-            return own
-        parts = [torch.empty_like(own) for _ in range(self.data_ranks)]
-        dist.all_gather(parts, own, group=group)
-        return torch.cat(parts)
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this data rank's part of inputs; see accelerate's method of that name."""
+        state: Any = PartialState()
+        if self.model_ranks > 1:
+            state = Proxy(state)
+            state.num_processes, state.process_index = self.data_ranks, self.data_rank
+        with PartialState.split_between_processes(state, inputs, apply_padding) as part:
+            yield part
+
+
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda parts: parts.sum(0),
+    "mean": lambda parts: parts.sum(0) / len(parts),
+    "max": lambda parts: parts.amax(0),
+}
+
+
+def _holds_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+class _SharedLoader(DataLoaderShard):
+    """A loader that draws the same random numbers on all processes of a model.
+
+    Attributes:
+        draw_seed: The run's seed, equal on all processes.
+        data_rank: Of the model.
+        note: Called with each batch.
+        first: Batches of the epoch that are left out.
+    """
+
+    draw_seed = data_rank = first = 0
+    note: Callable[[Any], None]
+    iteration: int
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = drawn_alike(
+            super().__iter__(),
+            self.draw_seed,
+            epoch=self.iteration,
+            data_rank=self.data_rank,
+            first=self.first,
+        )
+        for batch in drawn:
+            self.note(batch)
+            yield batch
+
+
+def _digest(batch: Any) -> str:
+    """Return a digest of the tensors of a batch."""
+    digest = hashlib.sha256()
+
+    def add(tensor: torch.Tensor) -> None:
+        whole = tensor.detach().cpu().contiguous()
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(whole.flatten().view(torch.uint8).numpy().tobytes())
+
+    recursively_apply(add, batch)
+    return digest.hexdigest()
+
+
+def _scheduler_of(data_ranks: int) -> type[AcceleratedScheduler]:
+    """Return accelerate's scheduler, which steps once for each data rank."""
+
+    class Scheduler(AcceleratedScheduler):
+        def step(self, *args: Any, **kwargs: Any) -> None:
+            states = PartialState._shared_state, AcceleratorState._shared_state
+            processes = states[0]["num_processes"]
+            for state in states:
+                state["num_processes"] = data_ranks
+            try:
+                super().step(*args, **kwargs)
+            finally:
+                for state in states:
+                    state["num_processes"] = processes
+
+    return Scheduler
 
 
 def _join_on_cpus(given: dict[str, Any]) -> None:
@@ -233,13 +419,6 @@ def _whole_step_key(ours: WavemareConfig) -> str | None:
     if ours.wavelet.mode != "off":
         return "wavelet.mode"
     return None
-
-
-def _leave_out_all(arguments: dict[str, Any]) -> None:
-    """Leave out ``model_parameters`` if they are all of the model's: it will be split."""
-    given = {id(p) for p in arguments.get("model_parameters") or ()}
-    if given == {id(p) for p in arguments["model"].parameters() if p.requires_grad}:
-        del arguments["model_parameters"]
 
 
 @contextmanager

@@ -199,14 +199,17 @@ def _laid_out(
         check_sequence_parallel(values, ours, getattr(model, "num_stages", ours.pipeline.stages))
     if ours.tensor_parallel.size > 1:
         check_config(values, world_size=dist.get_world_size())
-        _check_whole("tensor_parallel", optimizer, model_parameters, mpu)
+        _check_alone("tensor_parallel", mpu)
         with noting_groups(made):
             mesh = ProcessGrid.of(tensor=ours.tensor_parallel.size)
+        wholes = dict(model.named_parameters(remove_duplicate=False))
         model = _split(model, mesh.get_model_parallel_group())
+        parts = {id(p): model.get_parameter(name) for name, p in wholes.items()}
+        optimizer, model_parameters = _of_parts(parts, optimizer, model_parameters)
         mpu = mesh if ours.pipeline.stages == 1 else None  # a pipeline's is its grid
     if ours.expert_parallel.size > 1:
         check_config(values, world_size=dist.get_world_size())
-        _check_whole("expert_parallel", optimizer, None, mpu)  # parameters stay the same objects
+        _check_alone("expert_parallel", mpu, optimizer)
         model = _divided(model, ours.expert_parallel.size, ours.pipeline.stages)
     if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
         check_config(values, world_size=dist.get_world_size())
@@ -329,16 +332,43 @@ def _divided(model: Any, size: int, stages: int) -> Any:
     return split_experts(model, groups._get_expert_parallel_group(f"ep_size_{size}"))
 
 
-def _check_whole(section: str, optimizer: Any, model_parameters: Any, mpu: Any) -> None:
-    """Check that nothing was made for the weights of the model that is going to be split."""
-    key = f"wavemare.{section}.size"
-    if hasattr(optimizer, "param_groups") or model_parameters is not None:
-        name = "optimizer" if optimizer is not None else "model_parameters"
-        reason = "it was made for the weights of the whole model, of which each rank gets parts"
-        raise ConfigError(name, "...", reason, "Name the optimizer in the JSON, or give a function")
+def _check_alone(section: str, mpu: Any, optimizer: Any = None) -> None:
+    """Check that nobody else has the weights, or the groups, of a model that is to be split."""
+    if hasattr(optimizer, "param_groups"):
+        reason = "it was made for all experts, of which each rank gets some"
+        remedy = "Name the optimizer in the JSON, or give a function"
+        raise ConfigError("optimizer", type(optimizer).__name__, reason, remedy)
     if mpu is not None:
+        key = f"wavemare.{section}.size"
         reason = "the ranks that share a model are given twice"
         raise ConfigError(key, type(mpu).__name__, reason, f"Leave out mpu, or {key}")
+
+
+def _of_parts(parts: Mapping[int, Any], optimizer: Any, parameters: Any) -> tuple[Any, Any]:
+    """Let what was made for whole weights hold this rank's parts in their places.
+
+    Args:
+        parts: The rank's part by the identity of the whole weight.
+        optimizer: As given to `initialize`; changed in place.
+        parameters: As given to `initialize`.
+    """
+
+    def of_group(group: Any) -> Any:
+        if not isinstance(group, Mapping):
+            return parts.get(id(group), group)
+        chosen = group["params"]
+        chosen = [chosen] if isinstance(chosen, Tensor) else chosen
+        return {**group, "params": [parts.get(id(p), p) for p in chosen]}
+
+    if hasattr(optimizer, "param_groups"):
+        if any(parts.get(id(p), p) is not p for p in optimizer.state):
+            reason = "it has stepped: its state is that of whole weights, of which ranks get parts"
+            remedy = "Give one that has not stepped, or load a checkpoint of the engine"
+            raise ConfigError("optimizer", type(optimizer).__name__, reason, remedy)
+        optimizer.param_groups[:] = [of_group(group) for group in optimizer.param_groups]
+    if parameters is not None:
+        parameters = [of_group(one) for one in parameters]
+    return optimizer, parameters
 
 
 def _of_this_stage(

@@ -41,6 +41,28 @@ def test_the_first_rank_gets_the_whole_of_a_split_model(results):
     assert [result["tensor"]["whole"] for result in results] == [True, None]
 
 
+def test_ranks_that_share_a_model_draw_alike_where_nobody_seeds(results):
+    first, second = (result["shared"] for result in results)
+    assert first["read"] == second["read"]
+    assert first["after"] == second["after"]
+    for *epochs, skipped in first["read"].values():
+        for epoch in epochs:
+            assert sorted(i for batch in epoch for i in batch["index"]) == list(range(10))
+        assert epochs[0] != epochs[1]
+        assert len(skipped) == 2
+    assert "they have read different batches" in first["unseeded"]
+    assert first["unseeded"] == second["unseeded"]
+
+
+def test_ranks_that_share_a_model_count_once(results):
+    for result in (found["shared"] for found in results):
+        assert result["ranks"] == [[0, 1], 1]
+        assert result["part"] == ["a", "b", "c"]
+        assert result["reduced"] == [1.0, 1.0, 1.0]
+        assert result["gathered"] == ["name"]
+        assert result["rate"] == [0.5]
+
+
 def test_what_trains_whole_steps_is_refused_with_its_key(results):
     for result in results:
         assert "wavemare.pipeline.stages" in result["pipeline"]

@@ -7,6 +7,7 @@ import pytest
 SYNCHRONOUS = [
     "gpt2_wavelet",
     "bert_wavelet",
+    "smoothed_wavelet",
     "gpt2_1f1b",
     "bert_1f1b",
     "gpt2_smoothed",
@@ -27,7 +28,7 @@ ENGINES = {"1f1b": "PipelineEngine", "wavelet": "Engine"}
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("case", SYNCHRONOUS)
-def test_a_step_trains_the_mean_over_its_labels(results, case):
+def test_a_step_has_the_loss_of_transformers(results, case):
     for result in (found[case] for found in results):
         assert result["class"] == ENGINES.get(case.split("_")[1], "PipelineEngine")
         assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
@@ -74,7 +75,7 @@ def test_what_would_not_be_called_is_refused(results):
     for result in results:
         refusals = result["refusals"]
         assert "Own.compute_loss would not be called" in refusals["own loss"]
-        assert "wavemare.wavelet.mode" in refusals["smoothed waves"]
+        assert refusals["own waves"] == "accepted"
         assert "auto_find_batch_size" in refusals["batch size"]
         assert refusals["half"].startswith("ConfigError: fp16.enabled = True: ")
         assert "bf16" in refusals["half"]

@@ -1,69 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches as whole optimizer steps, and losses that are means over the labels of a step."""
+"""Micro-batches as whole optimizer steps, and the loss of each: a part of the step's mean."""
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.generic import ModelOutput
 
-from wavemare.engine.pipe.micro_batch import to_device
+from wavemare.engine.checkpoint.random_state import drawn_alike
+from wavemare.engine.labels import IGNORED, count_labels
 from wavemare.lazy import Proxy
 from wavemare.models import TransformerPipeline
+from wavemare.models.adapters import is_adapted
 from wavemare.models.families import SplitLoss
-
-_IGNORED = -100
-_EPOCH_STRIDE = 1_000_003
-_RANK_STRIDE = 7_919
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of torch, numpy and Python; restore their states afterwards."""
-    states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)
-    numpy.random.seed(seed % 2**32)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        numpy.random.set_state(states[1])
-        random.setstate(states[2])
-
-
-class SeededLoader(Proxy):
-    """A loader whose samplers and collators draw the same random numbers on all stages.
-
-    Otherwise stages, whose dropout draws differently, would mask different tokens.
-    """
-
-    def __init__(self, loader: Any, seed: int) -> None:
-        super().__init__(loader)
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._inner)
-        number = 0
-        while True:
-            with seeded(self._seed + number):
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            yield batch
-            number += 1
+from wavemare.parallel.tensor.output import with_late_logits
 
 
 class StepFeed:
@@ -74,6 +32,7 @@ class StepFeed:
     Args:
         source: The Trainer's iterator over an epoch.
         micro_batches: Number per optimizer step; the last step of an epoch may read fewer.
+        read: Prepares a batch as soon as it has been read.
         make: Makes the ``micro_batches`` micro-batches of a step from the batches read for it.
         seed: Seed of the run.
         epoch: Number of the epoch.
@@ -86,17 +45,17 @@ class StepFeed:
         *,
         micro_batches: int,
         make: Callable[[list[Any]], list[Any]],
+        read: Callable[[Any], Any] = lambda batch: batch,
         seed: int,
         epoch: int = 0,
         data_rank: int = 0,
     ) -> None:
         self.source = source
+        self._drawn = map(read, drawn_alike(source, seed, epoch=epoch, data_rank=data_rank))
         self._micro_batches = micro_batches
         self._make = make
-        self._seed = seed + epoch * _EPOCH_STRIDE
-        self._rank_seed = data_rank * _RANK_STRIDE
         self._steps: dict[int, tuple[list[Any], list[Any]]] = {}  # what was read and made for each
-        self._trained = self._given = self._read = 0
+        self._trained = self._given = 0
 
     def next_step(self) -> list[Any]:
         """Return the batches of the Trainer's next step; empty at the end of the epoch."""
@@ -118,26 +77,21 @@ class StepFeed:
 
     def _step(self, number: int) -> tuple[list[Any], list[Any]] | None:
         if number not in self._steps:  # it is the next one that is read
-            read = [b for _ in range(self._micro_batches) for b in self._next_read()]
+            read = list(islice(self._drawn, self._micro_batches))
             if not read:
                 return None
             self._steps[number] = read, self._make(read)
         return self._steps[number]
 
-    def _next_read(self) -> list[Any]:
-        # The first read draws the epoch's order, which all data ranks share.
-        with seeded(self._seed + (self._read + self._rank_seed if self._read else 0)):
-            self._read += 1
-            try:
-                return [next(self.source)]
-            except StopIteration:
-                return []
-
 
 def fill_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Fill a short batch up to so many rows with its own, whose integer labels become -100."""
+    """Fill a short batch up to so many rows with its own, whose integer labels become -100.
+
+    Rows of a flattened batch, which is one row with the positions of many, are no samples: it stays
+    as it is.
+    """
     count = max((len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim), default=rows)
-    if count >= rows:
+    if count >= rows or (count == 1 and "position_ids" in batch):
         return dict(batch)
     index = torch.arange(rows) % count
     full = {
@@ -146,96 +100,121 @@ def fill_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
         else value
         for name, value in batch.items()
     }
-    labels = full.get("labels")
-    if labels is not None and not labels.is_floating_point():
-        labels[count:] = _IGNORED
-    return full
+    return without_labels(full, count)
 
 
-class StepLoss:
-    """A micro-batch's part of the mean over all labels of an optimizer step.
+def without_labels(batch: Mapping[str, Any], first: int) -> dict[str, Any]:
+    """Return a batch whose rows from this one on count for nothing; float labels stay.
 
-    Labels come as (labels, weight, items): the micro-batch's mean is multiplied by ``weight``, and
-    ``items`` is what a ``compute_loss_func`` divides its sum by. The mean over micro-batches and
-    data ranks is then the mean over the step's labels. Plain labels have weight 1.
+    Their attention mask becomes zero, so that routers do not count them either.
+    """
+    changed = dict(batch)
+    for name, value in (("labels", IGNORED), ("attention_mask", 0)):
+        given = changed.get(name)
+        if given is None or first >= len(given) or given.is_floating_point():
+            continue
+        changed[name] = given.clone()
+        changed[name][first:] = value
+    return changed
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch, with what its loss depends on beside it.
 
     Args:
-        loss: The model's loss of (logits, labels), a mean over labels.
-        smoother: transformers' label smoother, or None.
-        shifts: Whether the smoother compares each position with the label after it.
-        function: The Trainer's ``compute_loss_func``, or None.
+        inputs: The batch by name.
+        items: Number of labels of the step on all data ranks, as transformers counts them; None
+            if it does not.
+        weight: Of the loss in the mean over the engine's micro-batches; 0 for one that fills up a
+            short step.
     """
 
-    def __init__(
-        self,
-        loss: Callable[..., Tensor],
-        *,
-        smoother: Any = None,
-        shifts: bool = False,
-        function: Callable[..., Tensor] | None = None,
-    ) -> None:
-        self.inner = loss
-        self._smoother = smoother
-        self._shifts = shifts
-        self._function = function
+    inputs: dict[str, Any]
+    items: Tensor | None
+    weight: float
 
-    def __call__(self, logits: Any, labels: Any) -> Tensor:
-        """Return the weighted loss of a micro-batch; scalar."""
-        if not isinstance(labels, (tuple, list)):
-            return self._mean(logits, labels)
-        labels, weight, items = labels
-        if self._function is None:
-            return self._mean(logits, labels) * weight
-        outputs = ModelOutput(logits=whole_logits(self, logits))
-        return self._function(outputs, labels, num_items_in_batch=items) * (weight > 0)
 
-    def _mean(self, logits: Any, labels: Tensor) -> Tensor:
-        if self._smoother is None:
-            return self.inner(logits, labels)
-        return self._smoother((whole_logits(self, logits),), labels, shift_labels=self._shifts)
+class TrainerLoss:
+    """The loss of a micro-batch: what the Trainer's ``compute_loss`` returns for it.
+
+    So labels are shifted, smoothed and counted by transformers' own code, whatever the engine is.
+
+    Args:
+        trainer: Whose ``compute_loss`` it is.
+        model: That the Trainer was given.
+    """
+
+    def __init__(self, trainer: Any, model: Any) -> None:
+        self._trainer = trainer
+        self._model = model.get_base_model() if is_adapted(model) else model
+
+    def __call__(self, call: Callable[..., Any], batch: MicroBatch) -> Tensor:
+        """Return the weighted loss, scalar.
+
+        Args:
+            call: Calls the model with arguments by name.
+            batch: On the device.
+        """
+        inputs, items, weight = batch
+        model = _Called(self._model, call)
+        with self._trainer.compute_loss_context_manager():
+            loss = self._trainer.compute_loss(model, dict(inputs), num_items_in_batch=items)
+        return loss if weight == 1 else loss * weight
+
+
+class StageLoss:
+    """`TrainerLoss` on a pipeline's last stage, of which it is the loss function.
+
+    Args:
+        loss: Of the Trainer.
+        head: The pipeline's own, of (logits, labels) or (logits, labels, number of items).
+
+    Attributes:
+        latest: The last loss; scalar.
+    """
+
+    def __init__(self, loss: TrainerLoss, head: Callable[..., Tensor]) -> None:
+        self.head = head
+        self.latest: Tensor | None = None
+        self._loss = loss
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        """Return the loss of the last layer's outputs and a `MicroBatch`, or plain labels."""
+        if not isinstance(batch, MicroBatch):
+            return self.head(outputs, batch)
+
+        def call(labels: Any = None, num_items_in_batch: Any = None, **_: Any) -> ModelOutput:
+            gather = partial(whole_logits, self.head, outputs)
+            if labels is None:
+                return ModelOutput(logits=gather())
+            items = () if num_items_in_batch is None else (num_items_in_batch,)
+            loss = self.head(outputs, labels, *items)
+            return with_late_logits(CausalLMOutput(loss=loss), gather)
+
+        loss = self._loss(call, batch)
+        self.latest = loss.detach()
+        return loss
+
+
+class _Called(Proxy):
+    """A model that is called in another way; it tells the name of the class inside wrappers."""
+
+    def __init__(self, model: Any, call: Callable[..., Any]) -> None:
+        super().__init__(model)
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def _get_name(self) -> str:
+        return type(self._inner).__name__
 
 
 def whole_logits(loss: Any, logits: Any) -> Any:
     """Return the last stage's logits over the whole vocabulary, from tensor-parallel ranks."""
-    inner = loss.inner if isinstance(loss, StepLoss) else loss
+    head = loss.head if isinstance(loss, StageLoss) else loss
     logits = logits[0] if isinstance(logits, tuple) else logits  # beside the sums of routers
-    return inner.gather(logits) if isinstance(inner, SplitLoss) else logits
-
-
-def weighted_labels(
-    batches: Sequence[Mapping[str, Any]], micro_batches: int, *, shifts: bool, group: Any = None
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return the labels of a step's micro-batches as `StepLoss` takes them.
-
-    Args:
-        batches: The batches that were read; micro-batches beyond them repeat them, with weight 0.
-        micro_batches: Number per step.
-        shifts: Whether labels are shifted, so that the first label of each row does not count.
-        group: Data-parallel ranks whose labels count together; None for this rank alone.
-    """
-    labels = [batch["labels"] for batch in batches]
-    counts = [_count(one, shifts) for one in labels]
-    total = torch.stack(counts).sum()
-    ranks = 1
-    if group is not None:
-        dist.all_reduce(total, group=group)
-        ranks = dist.get_world_size(group)
-    items = total.clamp(min=1) / (micro_batches * ranks)
-    weighted = [
-        # The mean over no label is NaN, also with weight 0.
-        (torch.where(count > 0, one, torch.zeros_like(one)), count / items, items)
-        for one, count in zip(labels, counts, strict=True)
-    ]
-    zero = torch.zeros_like(items)
-    repeated = (weighted[n % len(batches)] for n in range(len(batches), micro_batches))
-    return weighted + [(one, zero, items) for one, _, items in repeated]
-
-
-def _count(labels: Tensor, shifts: bool) -> Tensor:
-    counted = labels[..., 1:] if shifts else labels
-    if counted.is_floating_point():
-        return torch.tensor(float(len(labels)), device=labels.device)
-    return (counted != _IGNORED).sum().to(torch.float32)
+    return head.gather(logits) if isinstance(head, SplitLoss) else logits
 
 
 class TokenMean(Iterator[Any]):
@@ -253,7 +232,8 @@ class TokenMean(Iterator[Any]):
         self._engine, self._batches = engine, batches
         self._step: deque[Any] = deque()
         if isinstance(engine.module, TransformerPipeline) and engine.module.loss_fn is not None:
-            engine.module.loss_fn = StepLoss(engine.module.loss_fn)
+            head = engine.module.loss_fn
+            engine.module.loss_fn = lambda logits, labelled: head(logits, *labelled)
 
     def __next__(self) -> Any:
         if not self._step:
@@ -268,16 +248,16 @@ class TokenMean(Iterator[Any]):
         if is_pipeline and not engine.is_last_stage():
             return batches
         # Inputs stay on the host until they are checked there.
-        own, group = to_device(batches, engine.device), engine.data_parallel_group
-        labels = weighted_labels(own, len(own), shifts=True, group=group)
+        labels = [batch["labels"].to(engine.device) for batch in batches]
+        total = torch.stack([count_labels(one, shifts=True) for one in labels]).sum()
+        group = engine.ranks.replica_group
+        dist.all_reduce(total, group=group)
+        items = total.clamp(min=1) / (len(batches) * dist.get_world_size(group))
         if is_pipeline:
             inputs = [engine.module.split_batch(batch)[0] for batch in batches]
-            return list(zip(inputs, labels, strict=True))
-        # transformers divides the sum by the number. A cache would hide that rows are packed.
-        return [
-            {**batch, "num_items_in_batch": items, "use_cache": False}
-            for batch, (_, _, items) in zip(batches, labels, strict=True)
-        ]
+            return [(one, (own, items)) for one, own in zip(inputs, labels, strict=True)]
+        # The model divides its sum by the number. A cache would hide that rows are packed.
+        return [{**b, "num_items_in_batch": items, "use_cache": False} for b in batches]
 
     def loss(self, batches: Iterable[Any]) -> float:
         """Return the mean loss over the labels of a rank's micro-batches, and the other ranks'."""

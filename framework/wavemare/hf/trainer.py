@@ -14,24 +14,26 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer import Trainer as StockTrainer
+from transformers.trainer_pt_utils import find_batch_size
 
 from wavemare.accelerate import Accelerator, check_joined
 from wavemare.api import initialize
 from wavemare.engine.config.resolve import SECTION
+from wavemare.engine.labels import counts_items
 from wavemare.engine.launch.group import gather, leave_out_shared_memory
 from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.steps import (
-    SeededLoader,
+    MicroBatch,
+    StageLoss,
     StepFeed,
-    StepLoss,
+    TrainerLoss,
     fill_rows,
-    weighted_labels,
     whole_logits,
+    without_labels,
 )
 from wavemare.lazy import Proxy
 from wavemare.models import save_pretrained
@@ -164,20 +166,16 @@ class Trainer(StockTrainer):
         if not self.trains_whole_steps:
             return super()._prepare_for_training(max_steps, *args, **kwargs)
         self._check_whole_steps()
-        self.model_accepts_loss_kwargs = False  # evaluation, too, takes the plain mean
         self._max_steps, self._feed = max_steps, None
         self.accelerator.build = self._build
         _, loader = super()._prepare_for_training(max_steps, *args, **kwargs)
-        engine = self.deepspeed
-        if self._weighs_labels:
-            loss = engine.module.loss_fn
+        engine, loss = self.deepspeed, TrainerLoss(self, self.model)
+        if self.is_pipeline:
+            head = engine.module.loss_fn
             engine.module._modules.pop("loss_fn", None)
-            engine.module.loss_fn = StepLoss(
-                loss,
-                smoother=self.label_smoother,
-                shifts=self._shifts,
-                function=self.compute_loss_func,
-            )
+            engine.module.loss_fn = StageLoss(loss, head)
+        else:
+            engine.loss_fn = loss
         return _LoopModel(engine), loader
 
     def _release_engine(self) -> None:
@@ -196,27 +194,17 @@ class Trainer(StockTrainer):
         key = f"wavemare.{self.accelerator.whole_step_key}"
         args, given = self.args, self.accelerator.section
         reason = ""
-        for name in ("compute_loss", "training_step"):
+        for name in ("compute_loss", "training_step")[not self.is_pipeline :]:
             if getattr(type(self), name) is not getattr(Trainer, name):
                 reason = f"{type(self).__name__}.{name} would not be called"
-        if (self.label_smoother or self.compute_loss_func) and not self._weighs_labels:
-            reason = "label smoothing and compute_loss_func need the engine's loss function"
+        if (self.label_smoother or self.compute_loss_func) and self.accelerator.weighs_losses:
+            reason = "label smoothing and compute_loss_func do not go with wavemare.balance"
         if args.auto_find_batch_size:
             reason = "auto_find_batch_size cannot interrupt processes that wait for each other"
         if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
             reason = "the engine steps the scheduler, without a metric"
         if reason:
             raise ConfigError(key, given, f"the engine trains whole steps: {reason}", _REMEDY)
-
-    @property
-    def _weighs_labels(self) -> bool:
-        """Whether a step's loss is the mean over its labels, and not over its micro-batches."""
-        return self.is_pipeline and not self.accelerator.weighs_losses
-
-    @property
-    def _shifts(self) -> bool:
-        """Whether the model shifts its labels."""
-        return type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     # --- training -------------------------------------------------------------------------------
 
@@ -235,6 +223,7 @@ class Trainer(StockTrainer):
             self._feed = StepFeed(
                 epoch_iterator,
                 micro_batches=self.args.gradient_accumulation_steps,
+                read=self._without_fillers,
                 make=self._make_step if self.trains_whole_steps else list,
                 seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
                 epoch=self._epoch,
@@ -253,24 +242,47 @@ class Trainer(StockTrainer):
         return self.deepspeed.train_batch(self._feed).detach().to(self.args.device)
 
     def _make_step(self, read: list[Any]) -> list[Any]:
-        """Make the engine's micro-batches of a step, all of the same size."""
+        """Make the engine's micro-batches of a step from the batches that were read for it."""
         count = self.args.gradient_accumulation_steps
-        full = [fill_rows(batch, self._train_batch_size) for batch in read]
-        repeated = [full[n % len(full)] for n in range(count)]
-        if not self.is_pipeline:
-            return repeated
-        engine = self.deepspeed
-        if not (self._weighs_labels and engine.is_last_stage()):
-            return [engine.module.split_batch(batch) for batch in repeated]
-        together = self.args.average_tokens_across_devices and self.accelerator.data_ranks > 1
-        labels = weighted_labels(
-            full,
-            count,
-            shifts=self._shifts,
-            group=engine.data_parallel_group if together else None,
-        )
-        inputs = [engine.module.split_batch(batch)[0] for batch in repeated]
-        return list(zip(inputs, labels, strict=True))
+        items = self._get_num_items_in_batch(read, self.args.device)
+        # The engine divides by its number of micro-batches, where transformers divides by that of
+        # the batches, or by the items alone.
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            counts = self.model_accepts_loss_kwargs and items is not None
+            scaled = counts or self.compute_loss_func is not None
+        weight = float(count) if scaled else count / len(read)
+        if self.is_pipeline:
+            weight *= self._share(items)
+            if not self.deepspeed.dynamic_shape:
+                read = [fill_rows(self._masked(one), self._train_batch_size) for one in read]
+        weights = [weight] * len(read) + [0.0] * (count - len(read))
+        step = [
+            MicroBatch(read[number % len(read)], items, one) for number, one in enumerate(weights)
+        ]
+        return [self._for_stages(one) for one in step] if self.is_pipeline else step
+
+    def _without_fillers(self, batch: Any) -> Any:
+        """Let repetitions that fill up the last batches of an epoch not count, if labels do."""
+        if self.accelerator.model_ranks == 1 or not self._counts_items:
+            return batch
+        return without_labels(batch, self._rows_that_count(batch))
+
+    def _masked(self, batch: Any) -> Any:
+        """Give a batch a mask, where rows that fill it up must not count in an auxiliary loss."""
+        module, ids = self.deepspeed.module, batch.get("input_ids")
+        has_sums = module.sends_router_sums and "attention_mask" in module.inputs
+        if has_sums and not {"attention_mask", "position_ids"} & batch.keys():
+            return {**batch, "attention_mask": torch.ones_like(ids)}
+        return batch
+
+    def _for_stages(self, batch: MicroBatch, *, labels_required: bool = True) -> tuple[Any, Any]:
+        """Return what the first stage of a pipeline gets, and the last one."""
+        module = self.deepspeed.module
+        inputs, labels = module.split_batch(batch.inputs, labels_required=labels_required)
+        if isinstance(labels, Tensor) and self.deepspeed.is_last_stage():
+            return inputs, batch._replace(inputs={"labels": labels})
+        return inputs, labels
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         items = super()._get_num_items_in_batch(batch_samples, device)
@@ -295,13 +307,12 @@ class Trainer(StockTrainer):
             self._prepare_for_evaluation()
         if not self.is_deepspeed_enabled or self.accelerator.model_ranks == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        loader: Any = SeededLoader(dataloader, self.args.seed + self.accelerator.data_rank)
         preprocess = self.preprocess_logits_for_metrics
         if self.is_pipeline:
             self.preprocess_logits_for_metrics = None  # the last stage calls it
             self._preprocess = preprocess
         try:
-            return super().evaluation_loop(loader, *args, **kwargs)
+            return super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self.preprocess_logits_for_metrics = preprocess
 
@@ -325,26 +336,45 @@ class Trainer(StockTrainer):
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """Evaluate a batch; the last stage sends its processed logits to the others."""
-        if not self.is_pipeline:
-            return self._predict(model, inputs, prediction_loss_only, ignore_keys)
+        if not self.is_deepspeed_enabled or self.accelerator.model_ranks == 1:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        rows, full = self._rows_that_count(inputs), inputs
+        if 0 < rows:
+            inputs = _first_rows(inputs, rows)
+        elif self._counts_items:
+            inputs = without_labels(inputs, 0)
+        predict = self._predict_in_stages if self.is_pipeline else super().prediction_step
+        loss, logits, labels = predict(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None and self._counts_items:
+            # Each data rank has the part of its own labels in the mean over all of them.
+            loss = self.accelerator.reduce(loss if rows else torch.zeros_like(loss), "mean")
+        count = find_batch_size(full) or 0
+        return loss, _filled(logits, count), _filled(labels, count)
+
+    def _predict_in_stages(
+        self, model: Any, inputs: dict[str, Any], loss_only: bool, ignore_keys: Any
+    ) -> Any:
+        """Evaluate a batch in a pipeline; the last stage sends the results to the others."""
         inputs = self._prepare_inputs(inputs)
         engine, labels = self.deepspeed, inputs.get("labels")
-        micro_batch = engine.module.split_batch(inputs, labels_required=False)
-        if labels is not None and self._weighs_labels:
-            micro_batch = micro_batch[0], weighted_labels([inputs], 1, shifts=self._shifts)[0]
+        items = self._get_num_items_in_batch([inputs], self.args.device)
+        batch = MicroBatch(inputs, items, self._share(items))
+        micro_batch = self._for_stages(batch, labels_required=False)
         if labels is None:
             engine.total_loss = None  # DeepSpeed would add outputs to the sum of losses
-        output, logits = engine.eval_batch(
+        _, logits = engine.eval_batch(
             iter([micro_batch]),
             return_logits=True,
             compute_loss=labels is not None,
             reduce_output="avg" if labels is not None else None,
             num_micro_batches=1,
         )
-        loss = output.detach().reshape(()) if labels is not None else None
+        loss = None
         if labels is None:
             engine.total_loss = None
-        if prediction_loss_only:
+        else:
+            loss = self._from_last_stage(engine.module.loss_fn.latest).reshape(())
+        if loss_only:
             return loss, None, None
         if engine.is_last_stage():
             logits = whole_logits(engine.module.loss_fn, logits)
@@ -352,13 +382,29 @@ class Trainer(StockTrainer):
                 logits = self._preprocess(logits, labels)
         return loss, self._from_last_stage(logits), labels
 
-    def _predict(self, model: Any, inputs: Any, loss_only: bool, ignore_keys: Any) -> Any:
-        """Evaluate a batch; a split model needs one pass for the loss and one for the logits."""
-        loss, logits, labels = super().prediction_step(model, inputs, loss_only, ignore_keys)
-        if loss is not None and not loss_only and isinstance(logits, tuple) and not logits:
-            unlabelled = {k: v for k, v in inputs.items() if k not in self.label_names}
-            _, logits, _ = super().prediction_step(model, unlabelled, loss_only, ignore_keys)
-        return loss, logits, labels
+    @property
+    def _counts_items(self) -> bool:
+        """Whether the loss of a batch is divided by the items of all data ranks."""
+        own = self.label_smoother is not None or self.compute_loss_func is not None
+        model: Any = self.model
+        inner = model.get_base_model() if is_adapted(model) else model
+        return bool(own or (self.model_accepts_loss_kwargs and counts_items(inner)))
+
+    def _share(self, items: Any) -> float:
+        """Return the weight of a stage's loss that transformers multiplies by the data ranks.
+
+        It does so because it divides by the items of all of them, which some models ignore.
+        """
+        multiplied = items is not None and self.args.average_tokens_across_devices
+        return 1 / self.accelerator.data_ranks if multiplied and not self._counts_items else 1.0
+
+    def _rows_that_count(self, inputs: Any) -> int:
+        """Return how many rows of a batch are no repetitions that fill up the last ones."""
+        rows = int(find_batch_size(inputs) or 0)
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        return min(max(state.remainder - self.accelerator.data_rank * rows, 0), rows)
 
     def _from_last_stage(self, values: Any) -> Any:
         """Broadcast a tensor, or a tuple of tensors, from the last stage to all stages."""
@@ -407,6 +453,26 @@ class Trainer(StockTrainer):
             reason = f"rank 0 cannot make the repository ({told})"
             remedy = "Save with save_model, and upload the folder"
             raise ConfigError("hub_model_id", self.args.hub_model_id, reason, remedy)
+
+
+def _first_rows(batch: Any, rows: int) -> dict[str, Any]:
+    """Return the first rows of a batch."""
+    count = find_batch_size(batch)
+    return {
+        name: value[:rows]
+        if isinstance(value, Tensor) and value.ndim and len(value) == count
+        else value
+        for name, value in batch.items()
+    }
+
+
+def _filled(values: Any, rows: int) -> Any:
+    """Return tensors with so many rows, the last ones repetitions of the first ones."""
+    if values is None:
+        return None
+    if not isinstance(values, Tensor):
+        return tuple(_filled(value, rows) for value in values)
+    return values if len(values) >= rows else values[torch.arange(rows) % len(values)]
 
 
 class _LoopModel(Proxy):

@@ -18,7 +18,10 @@ Activations = Tensor | tuple[Tensor, ...]
 """Hidden states alone, or followed by the side inputs in their declared order."""
 
 SideInputs = dict[str, Tensor]
-"""Declared batch entries other than ``input_ids``, int64 of shape (batch, sequence)."""
+"""Declared batch entries other than ``input_ids``, int64 of shape (batch, sequence).
+
+One that the batch does not have is an empty tensor; see `side`.
+"""
 
 SUMS = "router_sums"
 """What travels behind the side inputs, if the model has an auxiliary loss."""
@@ -46,6 +49,12 @@ def unpack(
 def pack(hidden: Tensor, sides: SideInputs) -> Activations:
     """Join hidden states and side inputs again; without side inputs a bare tensor travels."""
     return (hidden, *sides.values()) if sides else hidden
+
+
+def side(sides: SideInputs, name: str) -> Tensor | None:
+    """Return a side input; None if it is not declared, or the batch does not have it."""
+    value = sides.get(name)
+    return value if value is not None and value.numel() else None
 
 
 class StageContext:
@@ -85,7 +94,7 @@ class StageContext:
         key = f"mask of {kind}"
         if key not in results:
             results[key] = self._masks[kind](
-                self._config, hidden, sides.get("attention_mask"), sides.get("position_ids")
+                self._config, hidden, side(sides, "attention_mask"), side(sides, "position_ids")
             )
         return results[key]
 
@@ -93,8 +102,9 @@ class StageContext:
         """Return the position ids: those of the batch, else 0, 1, 2, ... of shape (1, sequence)."""
         results = self._of_batch(hidden, sides)
         if "position ids" not in results:
+            given = side(sides, "position_ids")
             default = torch.arange(hidden.shape[1], device=hidden.device)[None]
-            results["position ids"] = sides.get("position_ids", default)
+            results["position ids"] = default if given is None else given
         return results["position ids"]
 
     def rotary(self, kind: str, hidden: Tensor, sides: SideInputs) -> Any:
@@ -134,8 +144,8 @@ def split_batch(
 ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | tuple[()]]:
     """Order a batch's entries as the pipeline expects them.
 
-    A missing ``attention_mask`` becomes ones, ``token_type_ids`` zeros and ``position_ids``
-    0, 1, 2, ...; an undeclared ``attention_mask`` of all ones is dropped.
+    What the batch does not have, the model does not get: an empty tensor stands in its place. An
+    undeclared ``attention_mask`` of all ones is dropped, where it means nothing.
 
     Args:
         batch: Entries by name, integers of shape (batch, sequence), and ``labels``.
@@ -157,11 +167,14 @@ def split_batch(
                 name, None, "the batch has no such entry", f"Let the collator return {name!r}"
             )
     for name, value in batch.items():
-        _check_declared(name, value, inputs)
+        _check_declared(name, value, inputs, batch.get("position_ids"))
     ids = batch["input_ids"]
     tensors = []
     for name in inputs:
-        value = batch[name] if name in batch else _default(name, ids)
+        if name not in batch:
+            tensors.append(torch.empty(0, dtype=torch.int64, device=ids.device))
+            continue
+        value = batch[name]
         if value.shape != ids.shape or value.ndim != _BATCH_NDIM:
             raise ModelError(
                 name,
@@ -173,22 +186,25 @@ def split_batch(
     return (tensors[0] if len(tensors) == 1 else tuple(tensors)), batch.get("labels", ())
 
 
-def _check_declared(name: str, value: Tensor, inputs: Sequence[str]) -> None:
+def _check_declared(
+    name: str, value: Tensor, inputs: Sequence[str], positions: Tensor | None
+) -> None:
     if name in inputs or name == "labels":
         return
     if name == "attention_mask" and bool((value == 1).all()):
-        return
+        # Without a mask, positions that begin anew keep the rows of a packed sample apart.
+        if positions is None or not bool((positions[..., 1:] == 0).any()):
+            return
+        raise ModelError(
+            name,
+            tuple(value.shape),
+            "position_ids begin anew, and with this mask of ones rows would see each other in the "
+            "model, but not in the pipeline, which does not carry it",
+            f"Drop it from the batch, or declare it with inputs={[*inputs, name]}",
+        )
     raise ModelError(
         name,
         tuple(value.shape),
         f"the pipeline carries only {', '.join(inputs)}, so this entry would be ignored",
         f"Declare it with to_pipeline(..., inputs={[*inputs, name]}), or drop it from the batch",
     )
-
-
-def _default(name: str, ids: Tensor) -> Tensor:
-    if name == "attention_mask":
-        return torch.ones_like(ids)
-    if name == "position_ids":
-        return torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
-    return torch.zeros_like(ids)

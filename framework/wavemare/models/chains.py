@@ -22,7 +22,7 @@ from transformers.masking_utils import (
 )
 
 from wavemare.errors import ModelError
-from wavemare.models.activations import MaskMaker, SideInputs, StageContext
+from wavemare.models.activations import MaskMaker, SideInputs, StageContext, side
 from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEmbedding, Wrapped
 from wavemare.parallel.tensor.layers import VocabParallelHead
 
@@ -221,7 +221,7 @@ class BertEmbedding(PipelineLayer):
     def run(self, hidden: Tensor, sides: SideInputs) -> Tensor:
         """Add the token types first: the order of the sum is the model's."""
         positions = self.context.position_ids(hidden, sides)
-        types = sides.get("token_type_ids")
+        types = side(sides, "token_type_ids")
         if types is None:
             types = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         embedded = hidden + self.token_type_embeddings(types) + self.position_embeddings(positions)

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel
-from transformers.loss.loss_utils import ForCausalLMLoss, ForSequenceClassificationLoss
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
+from wavemare.engine.labels import shifts_labels
 from wavemare.errors import ConfigError, ModelError, did_you_mean
 from wavemare.models.activations import SideInputs
 from wavemare.models.chains import (
@@ -43,42 +44,39 @@ _DECODER_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _BERT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""From (logits, labels) to a scalar."""
+Loss = Callable[..., Tensor]
+"""From (logits, labels), or (logits, labels, number of items), to a scalar. It is a mean over the
+labels that count; given that number, the sum over them divided by it, if the model does so."""
 
 
 @dataclass(frozen=True)
 class LanguageModelLoss:
-    """Mean cross-entropy over the labels other than -100.
+    """The cross-entropy over the labels other than -100.
 
     Args:
-        function: transformers' loss of the head, for example ``ForCausalLMLoss``, which shifts the
-            labels by one.
+        function: transformers' loss of the head, ``ForCausalLMLoss``; None for the mean that a
+            masked language model computes itself.
         vocab_size: Size of the logits' last dimension.
+        shifts_labels: Whether the first label of each sequence is compared with nothing.
     """
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Tensor] | None
     vocab_size: int
+    shifts_labels: bool = True
 
     @property
-    def shifts_labels(self) -> bool:
-        """Whether the first label of each sequence is compared with nothing."""
-        return self.function is ForCausalLMLoss
+    def counts_items(self) -> bool:
+        """Whether a number of items divides the sum."""
+        return self.function is not None
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, labels: Tensor, items: Any = None) -> Tensor:
         """Return the loss of logits (batch, sequence, vocabulary) and labels (batch, sequence)."""
-        return self.function(logits=logits, labels=labels, vocab_size=self.vocab_size)
-
-
-def _masked_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-    """Return BERT's own loss; unlike transformers' function of that purpose it does not upcast.
-
-    Args:
-        logits: (batch, sequence, vocabulary).
-        labels: (batch, sequence), -100 where nothing is to be guessed.
-        vocab_size: The last dimension of the logits.
-    """
-    return F.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+        if self.function is None:  # unlike transformers' function of that purpose, BERT's own is
+            # not in fp32
+            return F.cross_entropy(logits.view(-1, self.vocab_size), labels.view(-1))
+        return self.function(
+            logits=logits, labels=labels, vocab_size=self.vocab_size, num_items_in_batch=items
+        )
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,11 @@ class ClassificationLoss:
 
     num_labels: int
     problem_type: str | None
+    counts_items = False
+    shifts_labels = False
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of logits (batch, labels) and labels (batch,) or (batch, labels)."""
+    def __call__(self, logits: Tensor, labels: Tensor, items: Any = None) -> Tensor:
+        """Return the mean loss of logits (batch, labels) and labels (batch,) or (batch, labels)."""
         # transformers writes its decision into the configuration that it is given; only the last
         # stage sees labels, so it gets one of its own.
         config: Any = SimpleNamespace(num_labels=self.num_labels, problem_type=self.problem_type)
@@ -145,11 +145,12 @@ class Family:
 
 
 def _causal_loss(model: Any) -> Loss:
-    return LanguageModelLoss(model.loss_function, model.config.vocab_size)
+    vocabulary = model.config.vocab_size
+    return LanguageModelLoss(model.loss_function, vocabulary, shifts_labels(model))
 
 
 def _masked_loss(model: Any) -> Loss:
-    return LanguageModelLoss(_masked_cross_entropy, model.config.vocab_size)
+    return LanguageModelLoss(None, model.config.vocab_size, shifts_labels=False)
 
 
 def _classification_loss(model: Any) -> Loss:
@@ -221,22 +222,36 @@ class SplitTiedHead(TiedHead):
 
 @dataclass(frozen=True)
 class SplitLoss:
-    """Mean cross-entropy of logits that are spread over ranks, over the labels other than -100.
+    """The cross-entropy of logits that are spread over ranks, over the labels other than -100.
 
     Args:
         shifts_labels: Whether a position predicts the next one's label.
+        counts_items: Whether a number of items divides the sum; else the loss is the mean.
         share: Which tokens this rank's logits are of.
         group: The ranks.
     """
 
     shifts_labels: bool
+    counts_items: bool
     share: VocabularyShare
     group: Any
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of logits (batch, sequence, rows) and labels (batch, sequence)."""
-        labels = next_tokens(labels) if self.shifts_labels else labels
-        return vocab_parallel_cross_entropy(logits, labels, self.share, self.group)
+    def __call__(
+        self, logits: Tensor, labels: Tensor | None, items: Any = None, shifted: Any = None
+    ) -> Tensor:
+        """Return the loss.
+
+        Args:
+            logits: (batch, sequence, rows).
+            labels: (batch, sequence); may be None beside ``shifted``.
+            items: Number of items.
+            shifted: Labels in the places of the logits that predict them, in place of ``labels``.
+        """
+        if shifted is None:
+            assert labels is not None
+            shifted = next_tokens(labels) if self.shifts_labels else labels
+        items = items if self.counts_items else None
+        return vocab_parallel_cross_entropy(logits, shifted, self.share, self.group, items)
 
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all tokens on all ranks, (batch, sequence, tokens)."""
@@ -257,6 +272,5 @@ def split_loss(model: nn.Module, loss: Loss) -> Loss:
     """Return the loss of a split model's head, given that of a whole one."""
     if isinstance(loss, ClassificationLoss):
         return loss
-    embedding = split_embedding(model)
-    shifts = bool(getattr(loss, "shifts_labels", False))
-    return SplitLoss(shifts, embedding.share, embedding.group)
+    embedding, own = split_embedding(model), cast(LanguageModelLoss, loss)
+    return SplitLoss(own.shifts_labels, own.counts_items, embedding.share, embedding.group)

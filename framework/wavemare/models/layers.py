@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import OutputRecorder
 
 from wavemare.errors import ModelError
-from wavemare.models.activations import SUMS, Activations, SideInputs, StageContext, pack, unpack
+from wavemare.models.activations import (
+    SUMS,
+    Activations,
+    SideInputs,
+    StageContext,
+    pack,
+    side,
+    unpack,
+)
 
 
 class PipelineLayer(nn.Module):
@@ -265,13 +273,20 @@ class AuxiliaryLoss:
     chosen: int
     coefficient: float
 
-    def __call__(self, outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-        """Return the loss of the last layer's outputs and labels."""
+    @property
+    def counts_items(self) -> bool:
+        """Whether a number of items divides the sum of the main part."""
+        return bool(getattr(self.main, "counts_items", False))
+
+    def __call__(
+        self, outputs: tuple[Tensor, Tensor], labels: Tensor, *items: Tensor | None
+    ) -> Tensor:
+        """Return the loss of the last layer's outputs and labels, and perhaps number of items."""
         logits, sums = outputs
         counts, probabilities = sums[0].detach(), sums[1]
         rows = counts.sum() / self.chosen
         auxiliary = torch.sum(counts / rows * (probabilities / rows)) * self.num_experts
-        return self.main(logits, labels) + self.coefficient * auxiliary
+        return self.main(logits, labels, *items) + self.coefficient * auxiliary
 
     def run(
         self, layer: PipelineLayer, hidden: Tensor, sides: SideInputs, sums: Tensor | None
@@ -298,7 +313,7 @@ class AuxiliaryLoss:
         finally:
             for handle in handles:
                 handle.remove()
-        mask = sides.get("attention_mask")
+        mask = side(sides, "attention_mask")
         for logits in routed:
             sums = sums + self._sums(logits, mask)
         return result, sums

@@ -2,8 +2,12 @@
 """``wavemare.accelerate`` beside accelerate's own, and ``wavemare.hf.patch``."""
 
 import importlib
+import os
+import random
+from functools import partial
 
 import accelerate
+import numpy
 import torch
 import transformers
 from accelerate.state import AcceleratorState, PartialState
@@ -61,6 +65,80 @@ def loop(accelerator_class, section=None, rows=2, state=None, **options):
     }
 
 
+class Drawn(torch.utils.data.Dataset):
+    """Numbers of samples, beside one that each kind of generator draws."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        drawn = [random.random(), numpy.random.rand(), float(torch.rand(()))]
+        return {"index": index, "drawn": torch.tensor(drawn, dtype=torch.float64)}
+
+
+class Shuffled(torch.utils.data.Sampler):
+    """An order that Python's generator draws: the process's, or one that nobody seeds."""
+
+    def __init__(self, draws=random):
+        self.draws = draws
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        order = list(range(10))
+        self.draws.shuffle(order)
+        return iter(order)
+
+
+def shared():
+    """What ranks that share a model read and count, where nobody seeds anything."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    config = {**configuration({"tensor_parallel": {"size": 2}}), "train_batch_size": "auto"}
+    del config["optimizer"]
+    accelerator = wavemare.accelerate.Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=2
+    )
+    random.seed()
+    numpy.random.seed()
+    torch.seed()
+    kinds = {"shuffled": {"shuffle": True}, "sampler": {"sampler": Shuffled()}}
+    kinds["workers"] = {"shuffle": True, "num_workers": 1}
+    load = partial(torch.utils.data.DataLoader, batch_size=2)
+    loaders = [load(Drawn(), **kind) for kind in kinds.values()]
+    model = plain_model("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    own = Shuffled(random.Random(int.from_bytes(os.urandom(4))))
+    own = load(Rows("gpt2", 10), sampler=own)
+    model, optimizer, scheduler, own, *loaders = accelerator.prepare(
+        model, optimizer, scheduler, own, *loaders
+    )
+    read = {}
+    for name, loader in zip(kinds, loaders, strict=True):
+        epochs = [[{k: v.tolist() for k, v in b.items()} for b in loader] for _ in range(2)]
+        skipped = list(accelerator.skip_first_batches(loader, 3))
+        read[name] = [*epochs, [batch["index"].tolist() for batch in skipped]]
+    optimizer.step()
+    scheduler.step()
+
+    def train():
+        accelerator.backward(model(**next(iter(own))).loss)
+
+    one = torch.ones(1)
+    with accelerator.split_between_processes(["a", "b", "c"]) as part:
+        return {
+            "read": read,
+            "after": [random.random(), float(numpy.random.rand()), float(torch.rand(()))],
+            "rate": scheduler.get_last_lr(),
+            "part": part,
+            "reduced": [accelerator.reduce(one, kind).item() for kind in ("sum", "mean", "max")],
+            "gathered": accelerator.gather_for_metrics(["name"]),
+            "ranks": [list(accelerator.ranks.model), accelerator.ranks.data_world_size],
+            "unseeded": refusal(train),
+        }
+
+
 def patched():
     import wavemare.hf
 
@@ -89,6 +167,7 @@ if __name__ == "__main__":
             "pipeline": refusal(lambda: loop(ours, {"pipeline": {"stages": 2}})),
             "waves": refusal(lambda: loop(ours, {"wavelet": {"mode": "sync"}})),
             "tensor": loop(ours, {"tensor_parallel": {"size": 2}}, 4),
+            "shared": shared(),
             "patched": patched(),
         }
     )

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import wavemare
 import wavemare.hf
-from wavemare.hf.steps import seeded
+from wavemare.engine.checkpoint.random_state import seeded
 
 SECTIONS = {
     "1f1b": {"pipeline": {"stages": "auto"}},
@@ -39,7 +39,7 @@ ARGUMENTS = set(transformers.TrainingArguments.__dataclass_fields__)
 
 
 def reference(kind, trainer, smoothing=0.0):
-    """A loop in one process over the very batches: means over a step's labels, AdamW, clipping."""
+    """A loop in one process over the very batches: transformers' losses, AdamW, clipping."""
     args = trainer.args
     model = plain_model(kind).to(args.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
@@ -57,17 +57,8 @@ def reference(kind, trainer, smoothing=0.0):
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - step / args.max_steps)
             optimizer.zero_grad()
             part = batches[start : start + per_step]
-            sums, count = 0.0, 0
-            for batch in part:
-                labels = batch["labels"]
-                inputs = {k: v for k, v in batch.items() if k != "labels"}
-                logits = model(**inputs).logits
-                if kind == "gpt2":
-                    logits, labels = logits[:, :-1], labels[:, 1:]
-                flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-                total = cross_entropy(flat, wanted, reduction="sum", label_smoothing=smoothing)
-                sums, count = sums + total, count + int((wanted != -100).sum())
-            loss = sums / count
+            items = sum(int((batch["labels"] != -100).sum()) for batch in part)
+            loss = sum(_loss(kind, model, batch, smoothing, items) for batch in part)
             loss.backward()
             if args.max_grad_norm:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -75,6 +66,22 @@ def reference(kind, trainer, smoothing=0.0):
             found.append(loss.item())
             step += 1
     return {"losses": found}
+
+
+def _loss(kind, model, batch, smoothing, items):
+    """A batch's part of a step, as transformers 5.24 defines it.
+
+    Sums are divided by all labels of the step, of which GPT-2 shifts the first ones away. BERT does
+    not know that number, and returns means, which transformers adds up.
+    """
+    labels = batch["labels"]
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    if kind == "gpt2":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    if kind == "bert" and not smoothing:
+        return cross_entropy(flat, wanted)
+    return cross_entropy(flat, wanted, reduction="sum", label_smoothing=smoothing) / items
 
 
 def _of_all_ranks(batches, ranks):
@@ -141,13 +148,11 @@ def _eval_loss(kind, model, trainer, smoothing):
     for start in range(0, len(rows), 2):
         part = [rows[n] for n in range(start, min(start + 2, len(rows)))]
         batch = trainer.data_collator(part)
+        items = int((batch["labels"] != -100).sum())
         with torch.no_grad():
-            logits, labels = model(**batch).logits, batch["labels"]
-        if kind == "gpt2":
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        flat = logits.reshape(-1, logits.shape[-1])
-        loss = cross_entropy(flat, labels.reshape(-1), label_smoothing=smoothing).item()
-        means += [loss] * len(part)
+            means += [_loss(kind, model, batch, smoothing, items).item()] * len(part)
+    if kind == "bert" and not smoothing and not trainer.is_pipeline:
+        return sum(means) / len(means) * trainer.accelerator.num_processes  # as transformers does
     return sum(means) / len(means)
 
 
@@ -202,7 +207,7 @@ def refusals():
         half = message(SECTIONS["1f1b"], fp16=True)
     return {
         "own loss": message(SECTIONS["1f1b"], Own),
-        "smoothed waves": message(SECTIONS["wavelet"], label_smoothing_factor=0.1),
+        "own waves": message(SECTIONS["wavelet"], Own),
         "batch size": message(SECTIONS["1f1b"], auto_find_batch_size=True),
         "half": half,
     }
@@ -216,6 +221,7 @@ CASES = {
     "bert_pipemare": lambda: compared("bert", "pipemare", max_steps=8),
     "gpt2_wavelet": lambda: compared("gpt2", "wavelet"),
     "bert_wavelet": lambda: compared("bert", "wavelet"),
+    "smoothed_wavelet": lambda: compared("gpt2", "wavelet", 0.1),
     "gpt2_varied": lambda: varied("gpt2"),
     "bert_varied": lambda: varied("bert"),
     "begun": begun,

@@ -5,9 +5,10 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from wavemare.engine.checkpoint.random_state import drawn_alike, seeded
 from wavemare.errors import ConfigError
 from wavemare.hf.config import TrainerConfig
-from wavemare.hf.steps import SeededLoader, StepFeed, StepLoss, fill_rows, seeded, weighted_labels
+from wavemare.hf.steps import StepFeed, fill_rows, without_labels
 
 ZERO = {"zero_optimization": {"stage": 0}}
 
@@ -143,15 +144,15 @@ def test_reading_draws_the_same_numbers_whoever_reads_first():
     assert len(set(draws(0))) == 4
 
 
-class Drawing:
-    def __iter__(self):
-        return (torch.rand(1) for _ in "abc")
+def test_each_model_draws_other_numbers_and_the_same_each_time():
+    def draws(**place):
+        source = (torch.rand(1).item() for _ in range(4))
+        return list(drawn_alike(source, 5, **place))
 
-
-def test_evaluation_draws_the_same_numbers_each_time():
-    loader = SeededLoader(Drawing(), seed=5)
-    assert list(loader) == list(loader)
-    assert len(set(loader)) == 3
+    assert draws() == draws()
+    assert draws()[0] == draws(data_rank=1)[0]  # the order of the epoch
+    assert not set(draws()[1:]) & set(draws(data_rank=1)[1:])
+    assert not set(draws()) & set(draws(epoch=1))
 
 
 def test_generators_go_on_as_if_nothing_had_been_drawn():
@@ -173,30 +174,16 @@ def test_a_short_batch_is_filled_with_rows_that_do_not_count():
     assert fill_rows(batch, 2) == batch
 
 
-def test_the_mean_over_micro_batches_is_that_over_labels():
-    torch.manual_seed(0)
-    logits = [torch.randn(2, 4, 7) for _ in range(3)]
-    labels = [torch.randint(0, 7, (2, 4)) for _ in range(3)]
-    labels[0][0, 1:], labels[1][:] = -100, -100
-    batches = [{"labels": one} for one in labels]
-    weighted_labels([{"labels": labels[0].to("meta")}], 1, shifts=False)  # reads no value
-    weighted = weighted_labels(batches, 4, shifts=False)
-    assert len(weighted) == 4
+def test_a_flattened_batch_is_one_row_and_stays_so():
+    packed = {"input_ids": torch.arange(6)[None], "position_ids": torch.arange(3).repeat(2)[None]}
+    assert fill_rows(packed, 4)["input_ids"].shape == (1, 6)
 
-    def mean(logits, labels):
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    losses = [StepLoss(mean)(logits[n % 3], weighted[n]) for n in range(4)]
-    expected = mean(torch.cat(logits), torch.cat(labels))
-    assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-6)
-
-    def summed(outputs, labels, num_items_in_batch):
-        flat = outputs.logits.flatten(0, 1)
-        total = torch.nn.functional.cross_entropy(flat, labels.flatten(), reduction="sum")
-        return total / num_items_in_batch
-
-    own = StepLoss(mean, function=summed)
-    for sums in ((), (torch.ones(2),)):  # a mixture of experts brings its routers' sums
-        outputs = [(one, *sums) if sums else one for one in logits]
-        losses = [own(outputs[n % 3], weighted[n]) for n in range(4)]
-        assert torch.stack(losses).mean().item() == pytest.approx(expected.item(), rel=1e-6)
+def test_rows_without_labels_are_masked_and_float_labels_stay():
+    ones = torch.ones(3, 2, dtype=torch.int64)
+    found = without_labels({"labels": ones, "attention_mask": ones, "input_ids": ones}, 1)
+    assert found["labels"].tolist() == [[1, 1], [-100, -100], [-100, -100]]
+    assert found["attention_mask"].tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert found["input_ids"] is ones
+    assert bool((ones == 1).all())
+    assert bool((without_labels({"labels": ones.float()}, 0)["labels"] == 1).all())

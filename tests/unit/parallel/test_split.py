@@ -93,14 +93,22 @@ def test_cpu_tensors_need_no_cpu_backend_of_the_group(alone):
     align_generators(torch.device("cpu"), group)
 
 
-def test_a_language_model_returns_logits_without_labels_alone(alone):
+def test_a_language_model_returns_its_loss_and_its_logits(alone):
     whole = build("gpt2-101")
     model = split_model(copy.deepcopy(whole), alone)
     given = batch(whole)
     output = model(**given)
-    assert output.logits is None
-    assert "logits" not in output
     assert output["loss"] is output[0] is output.loss
+    assert "logits" in output
+    assert output["logits"] is output.logits is output.get("logits")
+    torch.testing.assert_close(output.logits, whole(**given).logits)
+    with torch.no_grad():
+        assert [*model(**given)][:2] == ["loss", "logits"]
+    output.logits.square().mean().backward()  # a loss of one's own, beside labels
+    whole(**given).logits.square().mean().backward()
+    assert distance(gradients(model), own_part(gradients(whole), model, 0, 1)) < 1e-5
+    model.zero_grad()
+    whole.zero_grad()
     labels = given.pop("labels")
     output = model(**given)
     assert output["logits"] is output[0] is output.logits

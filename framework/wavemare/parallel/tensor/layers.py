@@ -12,17 +12,20 @@ activation checkpointing, restores the regions too.
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
+from wavemare.engine.labels import IGNORED
 from wavemare.engine.launch.group import group_for
 from wavemare.engine.waves.passes import default_generators, wait
 from wavemare.errors import ModelError
@@ -279,15 +282,25 @@ class SplitRandom:
 
 
 def align_generators(device: torch.device, group: Any) -> None:
-    """Give all ranks the state of the first one's generators: of the CPU, and of a device."""
+    """Give all ranks the first one's states: of torch on the CPU and a device, Python and NumPy."""
     for generator in default_generators(device):
         shared = generator.get_state()
         dist.broadcast(shared, group_src=0, group=group_for(shared, group))
         generator.set_state(shared)
+    version, words, normal = random.getstate()
+    kind, keys, position, has_normal, other_normal = cast(Any, numpy.random.get_state())
+    numbers = torch.tensor([*words, *keys.tolist(), position, has_normal, normal is not None])
+    normals = torch.tensor([normal or 0.0, other_normal], dtype=torch.float64)
+    for shared in (numbers, normals):
+        dist.broadcast(shared, group_src=0, group=group_for(shared, group))
+    *both, position, has_normal, known = numbers.tolist()
+    words, keys = both[: len(words)], numpy.array(both[len(words) :], dtype=numpy.uint32)
+    normal, other_normal = normals.tolist()
+    random.setstate((version, tuple(words), normal if known else None))
+    numpy.random.set_state((kind, keys, position, has_normal, other_normal))
 
 
 _ROW_MULTIPLE = 8
-_IGNORED = -100  # the label of a position that does not count
 
 
 @dataclass(frozen=True)
@@ -446,7 +459,7 @@ def vocab_parallel_cross_entropy(
         group: The ranks.
         num_items: Divides the sum in place of the number of labels that count.
     """
-    counts = labels != _IGNORED
+    counts = labels != IGNORED
     rows, here = share.locate(labels.masked_fill(~counts, 0))
     losses = _CrossEntropy.apply(logits, rows, here, share.held, group)
     total = losses.masked_fill(~counts, 0.0).sum()
@@ -455,7 +468,7 @@ def vocab_parallel_cross_entropy(
 
 def next_tokens(labels: Tensor) -> Tensor:
     """Return for each position, (batch, sequence), the label of the next one; -100 for the last."""
-    return F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+    return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
 class _CrossEntropy(torch.autograd.Function):

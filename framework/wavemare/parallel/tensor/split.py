@@ -17,9 +17,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.pytorch_utils import Conv1D
 
+from wavemare.engine.labels import counts_items, shifts_labels
 from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
 from wavemare.models.adapters import base_of, is_lora
@@ -38,6 +38,7 @@ from wavemare.parallel.tensor.layers import (
     reduce_from_group,
     sum_gradients,
 )
+from wavemare.parallel.tensor.output import with_late_logits
 from wavemare.parallel.tensor.partition import (
     Partition,
     check_equal_weights,
@@ -60,9 +61,10 @@ def split_model(
     """Split attention, feed-forward layers, embedding and language-modelling head over a group.
 
     The model computes the same loss on all ranks as before. What transformers' plan of its class
-    does not name, such as norms, stays whole on all ranks. A language model called with labels
-    returns no logits: called without, it returns those of the whole vocabulary. Attention
-    probabilities, if asked for, are those of the rank's heads.
+    does not name, such as norms, stays whole on all ranks. A language model returns the logits of
+    the whole vocabulary. Called with labels and gradients it gathers them when ``logits`` is read,
+    by name; then all ranks of the group have to read it. Attention probabilities, if asked for, are
+    those of the rank's heads.
 
     The ranks' default generators are put into the first rank's state, so that they drop the same
     elements outside attention; seed all ranks of a group alike from then on.
@@ -224,7 +226,7 @@ class _Split:
         split_head = VocabParallelHead(weight, bias, share, group)
         self.replace(names[head], head, split_head, model)
         forward = vars(model).get("forward")  # a wrapper's; usually there is only the class's
-        _compute_loss_over_group(model, split_head, shifts_labels=_shifts_labels(model))
+        _compute_loss_over_group(model, split_head)
         self._undo.append(functools.partial(delattr, model, "forward"))
         if forward is not None:
             self._undo[-1] = functools.partial(setattr, model, "forward", forward)
@@ -332,27 +334,22 @@ _STYLES: dict[str, Callable[[_Split, nn.Module, str], None]] = {
 _LINEAR = {style for style in _STYLES if "colwise" in style or style.startswith("rowwise")}
 
 
-def _shifts_labels(model: Any) -> bool:
-    """Return whether a position of a language model predicts the next one's label."""
-    name = type(model).__name__
-    if name.endswith("ForMaskedLM"):
-        return False
-    if getattr(model, "loss_function", None) is ForCausalLMLoss:
-        return True
-    raise _refusal(model, "its loss over the vocabulary is not that of a causal or masked model")
-
-
-def _compute_loss_over_group(model: Any, head: VocabParallelHead, *, shifts_labels: bool) -> None:
+def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
     """Let a model compute its loss from logits that are spread over the ranks.
 
-    With labels it returns the loss and no logits; without, it gathers the logits.
+    With labels and gradients the logits of the whole vocabulary are gathered when they are read;
+    otherwise at once.
 
     Args:
         model: A transformers language model, whose ``forward`` is replaced by one with the same
             parameters.
         head: Its output projection.
-        shifts_labels: Whether a position predicts the next one's label.
     """
+    shifts, counts = shifts_labels(model), counts_items(model)
+    if not shifts and not type(model).__name__.endswith("ForMaskedLM"):
+        raise _refusal(
+            model, "its loss over the vocabulary is not that of a causal or masked model"
+        )
     whole = model.forward
     signature = inspect.signature(whole)
 
@@ -361,23 +358,24 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead, *, shifts_labe
         bound = signature.bind(*args, **kwargs)
         labels = bound.arguments.pop("labels", None)
         others = bound.arguments.setdefault("kwargs", {})
-        num_items = others.pop("num_items_in_batch", None)
+        items = others.pop("num_items_in_batch", None)
         shifted = others.pop("shift_labels", None)
         by_name = others.pop("return_dict", None)
         others["return_dict"] = True
         output = whole(*bound.args, **bound.kwargs)
+        by_name = model.config.return_dict if by_name is None else by_name
         entries = dict(output)
         logits = entries.pop("logits")
-        if labels is None and shifted is None:
-            entries["logits"] = head.gather(logits)
-        else:
+        has_loss = labels is not None or shifted is not None
+        if has_loss:
             if shifted is None:
-                shifted = next_tokens(labels) if shifts_labels else labels
-            entries["loss"] = head.loss(logits, shifted, num_items)
+                shifted = next_tokens(labels) if shifts else labels
+            entries["loss"] = head.loss(logits, shifted, items if counts else None)
             if entries.get("aux_loss") is not None:
                 entries["loss"] = entries["loss"] + model.router_aux_loss_coef * output.aux_loss
-        output = type(output)(**entries)
-        by_name = model.config.return_dict if by_name is None else by_name
+        if has_loss and by_name and torch.is_grad_enabled():
+            return with_late_logits(type(output)(**entries), functools.partial(head.gather, logits))
+        output = type(output)(**entries, logits=head.gather(logits))
         return output if by_name else output.to_tuple()
 
     model.forward = forward

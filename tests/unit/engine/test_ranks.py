@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which processes hold one model, before there is an engine."""
+
+import pytest
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from wavemare.engine.config.resolve import WavemareConfig
+from wavemare.engine.ranks import Ranks
+
+
+@pytest.mark.parametrize(("stages", "tensor", "data"), [(1, 1, 3), (2, 1, 2), (1, 2, 2), (3, 2, 4)])
+def test_the_plan_is_deepspeeds_grid(stages, tensor, data):
+    section = {"pipeline": {"stages": stages}, "tensor_parallel": {"size": tensor}}
+    ours = WavemareConfig.of({"wavemare": section})
+    grid = PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=data)
+    for rank in range(stages * tensor * data):
+        found = Ranks.planned(ours, rank=rank, world_size=stages * tensor * data)
+        place = grid.get_coord(rank)
+        assert list(found.model) == sorted(grid.filter_match(data=place.data))
+        assert list(found.replicas) == grid.filter_match(pipe=place.pipe, model=place.model)
+        assert [found.data_rank, found.data_world_size] == [place.data, data]
+        assert found.model_world_size == stages * tensor
+        assert found.is_first == (place.pipe == place.model == 0)
