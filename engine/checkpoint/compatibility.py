@@ -216,7 +216,7 @@ def check_kind(folder: Path, engine: EngineMixin) -> None:
     Raises:
         CheckpointError: The files are of the other kind.
     """
-    layers = next(folder.glob("layer_*model_states.pt"), None) is not None
+    layers = next(folder.glob("layer_*-model_states.pt"), None) is not None
     weights = next(folder.glob("*mp_rank_*_model_states.pt"), None) is not None
     kinds = "an engine without stages", "a pipeline"
     own = engine.pipeline_parallelism
