@@ -238,9 +238,7 @@ class CheckpointMixin(DeepSpeedEngine):
         manifest = None
         if universal:
             check_universal(load_dir, self)
-            latest = Path(load_dir) / "latest_universal"
-            if tag is None and latest.is_file():
-                tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+            tag = _universal_tag(Path(load_dir), tag)
         else:
             folder = Path(load_dir)
             tag, manifest = agree(folder, lambda: _find(folder, tag, self, whole=whole))
@@ -408,6 +406,14 @@ def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
     if refused is not None or found:
         raise refused or CheckpointError(*found[0])
     return result  # type: ignore[return-value]
+
+
+def _universal_tag(load_dir: Path, tag: object) -> str | None:
+    """Return the tag given, else the one that ``latest_universal`` names, else None."""
+    latest = load_dir / "latest_universal"
+    if tag is not None or not latest.is_file():
+        return None if tag is None else as_tag(tag)
+    return latest.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def _find(
