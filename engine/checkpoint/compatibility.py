@@ -240,11 +240,10 @@ def check_universal(load_dir: str, engine: EngineMixin) -> None:
 
 
 def _universal_remedy(folder: Path) -> str:
-    words = ["python", "-m", "wavemare.universal", "--input_folder", str(folder)]
-    command = shlex.join([*words, "--output_folder", f"{folder}_universal"])
+    folders = ["--input_folder", str(folder), "--output_folder", f"{folder}_universal"]
     return (
-        f"convert it with `{command}`, write '{folder.name}_universal' into the file "
-        f"{folder.parent / 'latest_universal'} and set "
+        f"convert it with `python -m wavemare.universal {shlex.join(folders)}`, write "
+        f"'{folder.name}_universal' into the file {folder.parent / 'latest_universal'} and set "
         '"checkpoint": {"load_universal": true}'
     )
 
