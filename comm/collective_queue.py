@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.statistics import Statistics
-from wavemare.comm.waits import joining, waiting
+from wavemare.comm.waits import failing, joining, waiting
 from wavemare.errors import CommError
 
 _EXIT_S = 60.0  # for pending collectives when the process ends
@@ -172,7 +172,7 @@ class CollectiveQueue:
 
     def _finish_at_exit(self) -> None:
         self._queue.put(None)
-        if self._thread is not None:
+        if self._thread is not None and not failing.is_set():
             self._thread.join(_EXIT_S)
 
     def _run(self) -> None:

@@ -16,6 +16,9 @@ class Wait:
     what: str
 
 
+failing = threading.Event()
+"""Set when the process ends by an error: what it does at its exit must not wait for other ranks."""
+
 _waits: dict[int, Wait] = {}
 _joined: dict[int, int] = {}
 

@@ -271,9 +271,7 @@ class CheckpointMixin(DeepSpeedEngine):
         manifest = None
         if universal:
             check_universal(load_dir, self)
-            latest = Path(load_dir) / "latest_universal"
-            if tag is None and latest.is_file():
-                tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+            tag = _universal_tag(Path(load_dir), tag)
         else:
             folder = Path(load_dir)
             tag, manifest = agree(folder, lambda: _find(folder, tag, self, whole=whole))
@@ -468,6 +466,14 @@ def _write_weights(file: Path, state: dict[str, Tensor] | None) -> None:
         partial.unlink(missing_ok=True)
         reason = f"the weights could not be written ({error})"
         raise CheckpointError("save_dir", str(file), reason, "Choose another folder") from error
+
+
+def _universal_tag(load_dir: Path, tag: object) -> str | None:
+    """Return the tag given, else the one that ``latest_universal`` names, else None."""
+    latest = load_dir / "latest_universal"
+    if tag is not None or not latest.is_file():
+        return None if tag is None else as_tag(tag)
+    return latest.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def _find(

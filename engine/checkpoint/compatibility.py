@@ -216,7 +216,7 @@ def check_kind(folder: Path, engine: EngineMixin) -> None:
     Raises:
         CheckpointError: The files are of the other kind.
     """
-    layers = next(folder.glob("layer_*model_states.pt"), None) is not None
+    layers = next(folder.glob("layer_*-model_states.pt"), None) is not None
     weights = next(folder.glob("*mp_rank_*_model_states.pt"), None) is not None
     kinds = "an engine without stages", "a pipeline"
     own = engine.pipeline_parallelism
@@ -240,11 +240,10 @@ def check_universal(load_dir: str, engine: EngineMixin) -> None:
 
 
 def _universal_remedy(folder: Path) -> str:
-    words = ["python", "-m", "wavemare.universal", "--input_folder", str(folder)]
-    command = shlex.join([*words, "--output_folder", f"{folder}_universal"])
+    folders = ["--input_folder", str(folder), "--output_folder", f"{folder}_universal"]
     return (
-        f"convert it with `{command}`, write '{folder.name}_universal' into the file "
-        f"{folder.parent / 'latest_universal'} and set "
+        f"convert it with `python -m wavemare.universal {shlex.join(folders)}`, write "
+        f"'{folder.name}_universal' into the file {folder.parent / 'latest_universal'} and set "
         '"checkpoint": {"load_universal": true}'
     )
 

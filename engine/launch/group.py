@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
-from wavemare.comm.waits import waiting
+from wavemare.comm.waits import failing, waiting
 from wavemare.engine.launch.environment import (
     RANK_VARIABLES,
     SIZE_VARIABLES,
@@ -242,6 +242,8 @@ def wait_for_gloo() -> None:
     successful job would fail. Pending collectives get up to a minute first, as the destructor of
     their process group would wait for them, too.
     """
+    if failing.is_set():
+        return
     until = time.monotonic() + _COLLECTIVES_SECONDS
     while _gloo_threads() and _collectives_pending() and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)

@@ -20,6 +20,7 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, distributed
 
+from wavemare.comm.waits import failing
 from wavemare.engine.pipe.message import DESCRIPTION, MessageLayout
 from wavemare.engine.pipe.micro_batch import Tensors, as_leaves, as_tuple
 from wavemare.engine.seams import await_connections, destroy_groups, fail_group
@@ -44,7 +45,7 @@ def _store() -> Any:
 
 @atexit.register
 def _flush_at_exit() -> None:
-    for sends in _pending:
+    for sends in () if failing.is_set() else _pending:
         _flush(sends)
 
 

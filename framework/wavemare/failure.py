@@ -30,12 +30,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from wavemare.comm.waits import failing
 from wavemare.engine.launch.group import (
     end_mpich_helper,
     environment_rank,
     exit_now,
     peer_loss,
-    wait_for_gloo,
 )
 from wavemare.errors import CommError, WavemareError
 
@@ -231,7 +231,9 @@ def _leave(code: int) -> NoReturn:
 
 def _run_exit_handlers(code: int) -> None:
     """Call what scripts and libraries have registered by ``atexit``; it may not take for ever."""
-    atexit.unregister(wait_for_gloo)  # peers may never answer
+    failing.set()
+    if (watchdog := _watchdog()) is not None:
+        watchdog.stop()
     limit = threading.Timer(_HANDLERS_SECONDS, exit_now, (code,))
     limit.daemon = True
     limit.start()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from wavemare.engine.checkpoint import compatibility as checkpoint_checks
-from wavemare.engine.checkpoint.compatibility import check_checkpoint_fits
+from wavemare.engine.checkpoint.compatibility import check_checkpoint_fits, check_kind
 from wavemare.engine.checkpoint.manifest import (
     MANIFEST,
     as_tag,
@@ -129,6 +129,24 @@ def test_without_zero_the_number_of_replicas_does_not_matter(checkpoints, monkey
     check_topology(monkeypatch, folder, saved, {**saved, key: 99})
     with pytest.raises(CheckpointError):
         check_topology(monkeypatch, folder, saved, {**saved, "pipe": 1})
+
+
+KINDS = {
+    False: ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"],
+    True: ["layer_00-model_states.pt", "layer_01-model_00-model_states.pt"],
+}
+EXPERTS = "layer_0_expert_0_mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("own", KINDS)
+def test_stock_checkpoints_of_the_other_kind_are_refused(tmp_path, saved, own):
+    engine = SimpleNamespace(pipeline_parallelism=own)
+    check_kind(tmp_path, engine)  # of which nothing is known
+    for name in ("mp_rank_00_model_states.pt", EXPERTS, *KINDS[saved]):
+        (tmp_path / name).touch()
+    with nullcontext() if saved == own else pytest.raises(CheckpointError, match="has saved it"):
+        check_kind(tmp_path, engine)
 
 
 @pytest.mark.parametrize("key", TOPOLOGY)
