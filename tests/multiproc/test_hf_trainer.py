@@ -5,7 +5,15 @@ import pytest
 
 EQUALITY = ["gpt2_zero0", "bert_zero1", "gpt2_zero2", "bert_zero3"]
 # Tensor parallelism last: in one process DeepSpeed keeps its groups for all engines after it.
-CASES = [*EQUALITY, "sparse", "tokens", "refusals", "tensor_parallel"]
+CASES = [
+    *EQUALITY,
+    "sparse",
+    "tokens",
+    "refusals",
+    "tensor_parallel",
+    "own_optimizer",
+    "named_optimizer",
+]
 
 
 @pytest.fixture
@@ -46,6 +54,16 @@ def test_ranks_that_share_a_model_read_the_same_batches(results):
         own = result["tensor_parallel"]["losses"][:2]
         assert own == pytest.approx(stock["losses"][:2], rel=1e-4)
         assert result["tensor_parallel"]["eval"] == pytest.approx(stock["eval"], rel=1e-3)
+
+
+def test_an_optimizer_that_the_file_does_not_name_trains_a_split_model(results):
+    for result in results:
+        own, named = result["own_optimizer"], result["named_optimizer"]
+        assert own["losses"][0] == named["losses"][0]
+        # Only the file's decays norms and biases, too.
+        assert own["losses"] == pytest.approx(named["losses"], rel=1e-3)
+        assert own["weights"] != named["weights"]
+        assert own["weights"] == results[0]["own_optimizer"]["weights"]
 
 
 def test_balanced_means_are_not_weighed_twice(results):

@@ -58,6 +58,19 @@ def tensor_parallel():
     return run("gpt2", "tensor", wavemare.hf.Trainer, config, per_device_train_batch_size=4)
 
 
+def own_optimizer():
+    """transformers' optimizer, with its two groups, holds the parts of a split model."""
+    config = json_file(0, {"tensor_parallel": {"size": 2}}, optimizer=None)
+    changes = {"per_device_train_batch_size": 4, "weight_decay": 0.1}
+    return run("gpt2", "own", wavemare.hf.Trainer, config, **changes)
+
+
+def named_optimizer():
+    config = json_file(0, {"tensor_parallel": {"size": 2}})
+    changes = {"per_device_train_batch_size": 4, "weight_decay": 0.1}
+    return run("gpt2", "named", wavemare.hf.Trainer, config, **changes)
+
+
 def tokens():
     config = json_file(0, {"balance": {"mean": "tokens"}})
     return run("gpt2", "tokens", wavemare.hf.Trainer, config)
@@ -99,6 +112,8 @@ CASES = {
     "sparse": sparse,
     "tokens": tokens,
     "tensor_parallel": tensor_parallel,
+    "own_optimizer": own_optimizer,
+    "named_optimizer": named_optimizer,
     "refusals": refusals,
 }
 

@@ -226,15 +226,30 @@ IDS = torch.tensor([[5, 6, 7], [8, 9, 4]])
 ALL = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
-def test_missing_entries_are_filled():
+def test_missing_entries_are_not_invented():
     inputs, labels = split_batch({"input_ids": IDS, "labels": IDS}, ALL)
-    ids, mask, types, positions = inputs
-    assert torch.equal(ids, IDS)
-    assert mask.tolist() == [[1, 1, 1], [1, 1, 1]]
-    assert types.tolist() == [[0, 0, 0], [0, 0, 0]]
-    assert positions.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert torch.equal(inputs[0], IDS)
+    assert [tensor.numel() for tensor in inputs[1:]] == [0, 0, 0]
     assert labels is IDS
     assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in inputs)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_rows_of_a_packed_sample_do_not_see_each_other(name, make_model):
+    model = make_model(name).eval()
+    ids = torch.arange(1, 17).view(2, 8)
+    packed = {"input_ids": ids, "position_ids": torch.arange(4).repeat(2).expand(2, 8)}
+    expected = model(**packed, use_cache=False).logits
+    masked = {**packed, "attention_mask": torch.ones_like(ids)}
+    seeing = model(**masked, use_cache=False).logits
+    assert not torch.allclose(expected, seeing)
+    whole = to_pipeline(model, num_stages=1, inputs=("input_ids", "attention_mask", "position_ids"))
+    torch.testing.assert_close(whole(whole.split_batch(packed, labels_required=False)[0]), expected)
+    torch.testing.assert_close(whole(whole.split_batch(masked, labels_required=False)[0]), seeing)
+    bare = to_pipeline(model, num_stages=1, inputs=("input_ids", "position_ids"))
+    torch.testing.assert_close(bare(bare.split_batch(packed, labels_required=False)[0]), expected)
+    with pytest.raises(ModelError, match="attention_mask"):
+        bare.split_batch(masked, labels_required=False)
 
 
 def test_an_undeclared_mask_of_ones_is_dropped():
