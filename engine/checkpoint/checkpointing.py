@@ -369,6 +369,10 @@ class CheckpointMixin(DeepSpeedEngine):
         copy, part = super()._copy_recovery_script, part_of(self)
         if part is not None and not part.is_spread:
             copy = partial(_refuse_scripts, part.reason)
+        elif not (part or self.zero_optimization_partition_gradients()) and any(
+            not parameter.requires_grad for parameter in self.module.parameters()
+        ):
+            copy = partial(_refuse_scripts, "frozen weights are in no file that it reads")
         if files is None:
             copy(save_path)
         else:

@@ -41,8 +41,10 @@ OTHERS = ("again", "inside", "unlike lengths")
 REFUSED = ["their experts/lora", "their experts of qwen2/whole"]
 
 
-def expected(layout, way):
+def expected(layout, kind, way):
     """Return what a way gives with a layout: ``equal``, or the beginning of a refusal."""
+    if way == "zero_to_fp32" and layout == "zero1" and kind != "whole":
+        return "refused SystemExit"  # DeepSpeed keeps no frozen weights for it
     if layout in WHOLE or way == "push_to_hub_of_trainer":
         return "equal"
     if way == "zero_to_fp32":
@@ -57,10 +59,10 @@ def expected(layout, way):
 
 def check(ranks):
     for cell, ways in ranks[0].items():
-        layout = cell.split("/")[0]
+        layout, kind = cell.split("/")
         assert len(ways) > len(LOCAL), (cell, ways)
         for way in ways:
-            found, wanted = [results[cell][way] for results in ranks], expected(layout, way)
+            found, wanted = [results[cell][way] for results in ranks], expected(layout, kind, way)
             if wanted == "equal":
                 # Files are read on the first rank alone; weights may be on it alone.
                 assert found[0] == "equal", (cell, way, found)
