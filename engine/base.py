@@ -35,6 +35,7 @@ from wavemare.engine.optim.optimizers import (
 )
 from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.ranks import Ranks
+from wavemare.engine.same_batches import SameBatches, attach_same_batches
 from wavemare.engine.seams import discard_open_step, forget_grid, hold_grid
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
@@ -57,6 +58,8 @@ class EngineMixin(CheckpointMixin):
             before the constructor runs.
         guard: The guard against non-finite numbers, also among the features; None if it is off.
         sparse: The sparse collective, also among the features; None if it is off.
+        same_batches: Compares batches among the ranks of a model, also among the features; None if
+            each rank holds a model alone.
         layout: The layout of the model, with ``digest`` and ``to_json()``; None if the
             configuration alone determines it.
         watchdog: The process's, if the configuration asks for one; None after `destroy`.
@@ -68,6 +71,7 @@ class EngineMixin(CheckpointMixin):
     norms_by_layer = False
     guard: NumericsGuard | None = None
     sparse: SparseGradients | None = None
+    same_batches: SameBatches | None = None
     layout: Any = None
     watchdog: Watchdog | None = None
     has_begun = False
@@ -94,8 +98,10 @@ class EngineMixin(CheckpointMixin):
         replicas = None
         if self._replicas is not None and self.basic_optimizer is not None:
             replicas = LocalSteps(self, settings.local_steps, timeout_s)
+        self.same_batches = attach_same_batches(self)
         # The guard is the last: it looks at the gradients that the step takes.
-        self.features = tuple(filter(None, (balance, self.sparse, replicas, self.guard)))
+        features = (self.same_batches, balance, self.sparse, replicas, self.guard)
+        self.features = tuple(filter(None, features))
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Return a micro-batch's loss for its backward pass, as the features change it."""
@@ -151,7 +157,20 @@ class EngineMixin(CheckpointMixin):
         if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
             client_optimizer = client_optimizer(model_parameters)
         check_matrix_optimizer(self, client_optimizer)
+        self._check_groups(client_optimizer)
         super()._configure_optimizer(client_optimizer, model_parameters)
+
+    def _check_groups(self, optimizer: Any) -> None:
+        """Refuse empty parameter groups that a scheduler counts: DeepSpeed drops them."""
+        groups = getattr(optimizer, "param_groups", ())
+        empty = sum(not group["params"] for group in groups)
+        if empty and hasattr(self.client_lr_scheduler, "get_last_lr"):
+            raise ConfigError(
+                "optimizer",
+                f"{len(groups)} parameter groups",
+                f"{empty} of them hold no weights, and rates of the scheduler belong to them",
+                "Leave these groups out, or give a function from an optimizer to a scheduler",
+            )
 
     def zero_allow_untested_optimizer(self) -> bool:
         """Whether ZeRO takes an optimizer that DeepSpeed does not list; ours are tested with it."""

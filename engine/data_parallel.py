@@ -134,6 +134,39 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         with PROGRESS.doing("step"):
             super().step(*args, **kwargs)
 
+    def before_backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss for its backward pass as `EngineMixin.before_backward`.
+
+        Raises:
+            ConfigError: ZeRO 1 or 2 holds the gradients of a whole step, which this pass would
+                replace.
+        """
+        if self._holds_a_whole_step():
+            reason = "a step's gradients are reduced and wait for step(), and this would drop them"
+            remedy = (
+                "Before all passes of a step but the last call"
+                " engine.set_gradient_accumulation_boundary(False), and before the last one (True)."
+                " For several passes in one go use engine.coalesce_grad_reduction(), to drop the"
+                " gradients engine.zero_grad()"
+            )
+            raise ConfigError(
+                "zero_optimization.stage", self.zero_optimization_stage(), reason, remedy
+            )
+        return super().before_backward(loss)
+
+    def _holds_a_whole_step(self) -> bool:
+        """Whether ZeRO 1 or 2 has reduced a step; without ZeRO and with 3 passes always add up."""
+        if self.zero_optimization_stage() not in (1, 2):
+            return False
+        held = getattr(self.optimizer, "averaged_gradients", {})
+        return any(gradients is not None for gradients in held.values())
+
+    def zero_grad(self) -> None:
+        """Drop gradients as DeepSpeed's method of that name, and those of ZeRO 1 and 2."""
+        super().zero_grad()
+        if self._holds_a_whole_step():
+            self.optimizer.averaged_gradients = dict.fromkeys(self.optimizer.averaged_gradients)
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, scaled and weighted."""
         return super().scale(self.with_fp16_scale(self.before_backward(loss)))
@@ -188,12 +221,28 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         return (mean, _logits_of(output)) if return_logits else mean
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches per step; all ranks must call it."""
+        """Change the number of micro-batches per step; all ranks must call it between two steps.
+
+        Raises:
+            ConfigError: It is no multiple of the replicas, or a step has begun.
+        """
         own, rest = divmod(train_batch_size, self.num_replicas)
         if rest:
             reason = f"it is not a multiple of the {self.num_replicas} replicas"
             raise ConfigError("train_batch_size", train_batch_size, reason, "Give a multiple")
+        before = self.gradient_accumulation_steps()
+        counts = self.managed_gradient_accumulation() and not self._is_told_boundaries
+        if counts and (done := self.micro_steps % before):
+            reason = f"{done} of {before} micro-batches of a step have been trained"
+            raise ConfigError("train_batch_size", train_batch_size, reason, "Call it after a step")
         super().set_train_batch_size(own)
+        # DeepSpeed ends a step where this is a multiple of the new number.
+        self.micro_steps += -self.micro_steps % self.gradient_accumulation_steps()
+
+    @property
+    def _is_told_boundaries(self) -> bool:
+        """Whether the caller says which micro-batch is the last of a step."""
+        return self._is_gradient_accumulation_boundary is not None
 
     def _training_batches(self) -> Iterator[Any]:
         if self._own_batches is None:

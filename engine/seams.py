@@ -50,7 +50,8 @@ FUNCTIONS = {
         set_train_micro_batch_size=e5bdf7 _start_timers=352ef6 _stop_timers=38ddc0
         step=02d6a4 zero_allow_untested_optimizer=d96e72 zero_optimization=3405fc
         _load_checkpoint=45c195 _load_zero_checkpoint=008491 load_module_state_dict=402cc9
-        steps_per_print=47026b get_global_grad_norm=93f2c5 save_16bit_model=a9fbf0""",
+        steps_per_print=47026b get_global_grad_norm=93f2c5 save_16bit_model=a9fbf0
+        zero_grad=3fae90""",
     "runtime.pipe.dualpipev.DualPipeVEngine": """
         eval_batch=5a4f7c reset_activation_shape=eeeba4""",
     "runtime.bf16_optimizer.BF16_Optimizer": """
@@ -105,7 +106,8 @@ ATTRIBUTES = {
         fp32_groups_has_gradients mpu non_expert_gradients""",
     "runtime.engine.DeepSpeedEngine": """_running_engine_backward _running_engine_backward_lock
         _running_engine_backward_count _running_engine_step has_moe_layers save_non_zero_checkpoint
-        _manual_backward_expected _unmanaged_backward_count engine_timers""",
+        _is_gradient_accumulation_boundary _manual_backward_expected _unmanaged_backward_count
+        engine_timers""",
     "runtime.pipe.engine.PipelineEngine": "_compute_loss eval_return_logits fwd_outputs",
     "runtime.pipe.module.PipelineModule": "_layer_specs _local_start _local_stop tied_comms",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """all_grad_tensors averaged_gradients

@@ -194,6 +194,7 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         self._failed = None
         try:
             if plan is None:
+                self._compare_batches()
                 self.update.train()
                 if self._search is not None:
                     self._search.after_step()
@@ -441,6 +442,14 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         return loss
 
     # --- data -------------------------------------------------------------------------------------
+
+    def _compare_batches(self) -> None:
+        """Before the first step, compare what the ranks of this pipeline are about to read."""
+        if self.same_batches is None or self.same_batches.is_done:
+            return
+        reads = self.is_first_stage() or self.is_last_stage()
+        inputs, labels = (self.feed.peek() if reads else None) or (None, None)
+        self.same_batches.compare(inputs, labels)
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         self.data_iterator = iterator

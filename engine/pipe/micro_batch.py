@@ -140,6 +140,7 @@ class Feed:
         self._iterator: Iterator[Any] | None = None
         self._ended: Iterator[Any] | None = None
         self._waiting: deque[Any] = deque()
+        self._error: Exception | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -165,6 +166,9 @@ class Feed:
         """
         if self._waiting:
             return self._waiting.popleft()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         if self._iterator is None:
             reason = "there is no iterator, and initialize had no training_data"
             raise DataError("data_iter", None, reason, "Give train_batch an iterator")
@@ -173,6 +177,18 @@ class Feed:
         except StopIteration:
             self._ended = self._iterator
             raise
+
+    def peek(self) -> Any:
+        """Return the next batch, which stays the next one; None if `next` will raise."""
+        try:
+            batch = self.next()
+        except StopIteration:
+            return None
+        except Exception as error:
+            self._error = error
+            return None
+        self.put_back([batch])
+        return batch
 
     def prefetch(self, count: int) -> None:
         """Read until so many batches are waiting, or the data ends."""

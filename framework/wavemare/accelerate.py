@@ -10,13 +10,11 @@ or ``engine.train_batch``.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import accelerate
@@ -25,7 +23,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.operations import recursively_apply
 from deepspeed.accelerator import get_accelerator
@@ -37,7 +35,7 @@ from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.launch.group import environment_world_size
 from wavemare.engine.parts import mark_of
 from wavemare.engine.ranks import Ranks
-from wavemare.errors import ConfigError, DataError
+from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 from wavemare.lazy import Proxy
 from wavemare.models import whole_state_dict
@@ -71,8 +69,6 @@ class Accelerator(accelerate.Accelerator):
     build: Callable[..., Any] = staticmethod(initialize)
     _planned: Ranks | None = None
     _counts_models = False
-    _latest: tuple[int, Any] = (-1, None)
-    _passes = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         watch_failures()
@@ -214,7 +210,6 @@ class Accelerator(accelerate.Accelerator):
         # accelerate hides the class of its loaders behind a property.
         vars(object)["__class__"].__set__(loader, _SharedLoader)
         loader.draw_seed, loader.data_rank = seed, self.data_rank
-        loader.note = partial(self._note_batch, len(self._dataloaders))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader without its first batches; see accelerate's method of that name."""
@@ -223,35 +218,6 @@ class Accelerator(accelerate.Accelerator):
             self._share(skipped, dataloader.draw_seed)
             skipped.first = num_batches
         return skipped
-
-    def _note_batch(self, loader: int, batch: Any) -> None:
-        self._latest = loader, batch
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run a backward pass; see accelerate's method of that name.
-
-        Raises:
-            DataError: Processes that share a model have read different batches. This is looked at
-                in passes 1, 2, 4, 8 and so on.
-        """
-        self._passes += 1
-        if self.model_ranks > 1 and not self._passes & (self._passes - 1):
-            self._check_batches()
-        super().backward(loss, **kwargs)
-
-    def _check_batches(self) -> None:
-        """Compare the last batch that was read over the processes of each model."""
-        loader, batch = self._latest
-        found = gather_object([(self.ranks.model[0], loader, _digest(batch))])
-        for rank, (first, number, digest) in enumerate(found):
-            if number == found[first][1] and digest != found[first][2]:
-                raise DataError(
-                    "batch",
-                    f"rank {rank}",
-                    f"it shares a model with rank {first}, and they have read different batches",
-                    "Seed the generator that the data set or sampler has of its own alike on all "
-                    "processes",
-                )
 
     def gather(self, tensor: Any) -> Any:
         """Return tensors of all data ranks, concatenated; see accelerate's method of that name."""
@@ -322,38 +288,20 @@ class _SharedLoader(DataLoaderShard):
     Attributes:
         draw_seed: The run's seed, equal on all processes.
         data_rank: Of the model.
-        note: Called with each batch.
         first: Batches of the epoch that are left out.
     """
 
     draw_seed = data_rank = first = 0
-    note: Callable[[Any], None]
     iteration: int
 
     def __iter__(self) -> Iterator[Any]:
-        drawn = drawn_alike(
+        return drawn_alike(
             super().__iter__(),
             self.draw_seed,
             epoch=self.iteration,
             data_rank=self.data_rank,
             first=self.first,
         )
-        for batch in drawn:
-            self.note(batch)
-            yield batch
-
-
-def _digest(batch: Any) -> str:
-    """Return a digest of the tensors of a batch."""
-    digest = hashlib.sha256()
-
-    def add(tensor: torch.Tensor) -> None:
-        whole = tensor.detach().cpu().contiguous()
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(whole.flatten().view(torch.uint8).numpy().tobytes())
-
-    recursively_apply(add, batch)
-    return digest.hexdigest()
 
 
 def _scheduler_of(data_ranks: int) -> type[AcceleratedScheduler]:

@@ -50,7 +50,7 @@ def test_ranks_that_share_a_model_draw_alike_where_nobody_seeds(results):
             assert sorted(i for batch in epoch for i in batch["index"]) == list(range(10))
         assert epochs[0] != epochs[1]
         assert len(skipped) == 2
-    assert "they have read different batches" in first["unseeded"]
+    assert "hold one model, and read different batches" in first["unseeded"]
     assert first["unseeded"] == second["unseeded"]
 
 
