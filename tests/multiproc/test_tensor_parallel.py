@@ -22,7 +22,10 @@ FAMILIES = [*SPLIT_DECODERS, "llama-tied", "qwen3-tied", "gemma3_text-tied"]
 DROPPED = ["gpt2", "gpt2-eager", "bert-mlm", "llama"]
 LOADED = ["llama-tied", "qwen3", "phi3", "opt-tied"]
 NEAR = {"eager": ["llama", "gpt2"], "half": ["llama", "qwen3"]}
-CASES = json.dumps({"loaded": LOADED, "equal": NAMES, "functions": [], "dropout": DROPPED, **NEAR})
+FUSED = ["gpt2-101", "gpt2-untied", "llama"]
+CASES = json.dumps(
+    {"fused": FUSED, "loaded": LOADED, "equal": NAMES, "functions": [], "dropout": DROPPED, **NEAR}
+)
 
 
 def check_equality(results):
@@ -42,6 +45,13 @@ def test_two_ranks_compute_loss_and_gradients_of_the_whole_model(launch_once):
     results = launch_once("tensor_parallel.py", CASES)
     for name in NAMES:
         check_equality([result["equal"][name] for result in results])
+
+
+@pytest.mark.world_size(2)
+def test_a_forward_pass_that_reads_the_head_gets_the_whole_of_it(launch_once):
+    results = launch_once("tensor_parallel.py", CASES)
+    for name in FUSED:
+        check_equality([result["fused"][name] for result in results])
 
 
 @pytest.mark.world_size(2)

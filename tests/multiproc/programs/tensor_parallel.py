@@ -5,15 +5,18 @@ The second argument is a JSON object of models by case; every rank leaves what i
 """
 
 import copy
+import functools
 import hashlib
 import json
 import sys
+import types
 from typing import Any
 
 import torch
 from common import DEVICE, leave
 from tensor_models import batch, build, distance, gradients, own_part
 from torch import distributed as dist
+from transformers.modeling_outputs import CausalLMOutput
 
 from wavemare.engine import init_distributed
 from wavemare.errors import ModelError
@@ -40,26 +43,55 @@ def half(names):
     return {name: equality(name, dtype=torch.bfloat16) for name in names}
 
 
-def equality(name, attention=None, dtype=torch.float32):
+def fused(names):
+    return {name: equality(name, change=read_head) for name in names}
+
+
+def read_head(model):
+    """Let a model compute its loss from its head's weight, as TRL's trainers do."""
+    original = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, fused_lm_head=False, labels=None, **kwargs):
+        if not fused_lm_head:
+            return original(*args, **kwargs, labels=labels)
+        hidden = self.base_model(*args, **kwargs).last_hidden_state
+        head = self.get_output_embeddings()
+        logits = torch.nn.functional.linear(hidden, head.weight, head.bias)
+        return CausalLMOutput(loss=self.loss_function(logits, labels, logits.shape[-1]))
+
+    model.forward = types.MethodType(forward, model)
+
+
+def equality(name, attention=None, dtype=torch.float32, change=None):
     """Of a split model and the whole one, which may attend by another implementation."""
     group = dist.group.WORLD
     whole = build(name).to(DEVICE, dtype)
-    model = split_model(copy.deepcopy(whole), group)
+    extra = {}
+    if change is not None:
+        change(whole)
+        extra = {"fused_lm_head": True}
+    other = copy.deepcopy(whole) if change is None else build(name).to(DEVICE, dtype)
+    if change is not None:
+        change(other)
+    model = split_model(other, group)
     if attention is not None:
         whole.set_attn_implementation(attention)
     merged = whole_state_dict(model)
     for seed in (13, 14):  # two micro-batches: what has accumulated must not be summed again
         given = batch(whole, seed)
-        output = whole(**given)
+        output = whole(**given, **extra)
         output.loss.backward()
-        loss = model(**given).loss
+        loss = model(**given, **extra).loss
         loss.backward()
+    expected_loss = output.loss.item()
+    output = output if output.logits is not None else whole(**given)
     expected = own_part(gradients(whole), model, dist.get_rank(), dist.get_world_size())
     own = gradients(model)
     without_labels = {key: value for key, value in given.items() if key != "labels"}
     return {
         "loss": loss.item(),
-        "loss_difference": abs(loss.item() - output.loss.item()),
+        "loss_difference": abs(loss.item() - expected_loss),
         "gradient_difference": distance(own, expected),
         "gradient_size": max(float(value.abs().max()) for value in own.values() if value.numel()),
         "logits_difference": float((model(**without_labels).logits - output.logits).abs().max()),
@@ -264,7 +296,7 @@ def loaded(names):
 
 
 CASES = {"loaded": loaded, "equal": equal, "functions": functions, "dropout": dropout}
-CASES |= {"eager": eager, "half": half}
+CASES |= {"eager": eager, "half": half, "fused": fused}
 
 if __name__ == "__main__":
     init_distributed()

@@ -16,6 +16,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import numpy
@@ -434,6 +435,14 @@ class VocabParallelHead(ColumnParallelLinear):
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all tokens, (..., tokens), from each rank's (..., rows)."""
         return gather_from_group(logits, self.group)[..., : self.share.tokens]
+
+    def whole(self) -> SimpleNamespace:
+        """Return ``weight``, (tokens, hidden), and ``bias`` of all ranks, or None for no bias.
+
+        Gradients of a loss that is equal on all ranks reach each rank's rows.
+        """
+        bias = self.bias if self.bias is None else self.gather(self.bias)
+        return SimpleNamespace(weight=self.gather(self.weight.t()).t(), bias=bias)
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None) -> Tensor:
         """Return `vocab_parallel_cross_entropy` of this rank's logits."""

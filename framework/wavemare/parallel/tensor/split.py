@@ -355,6 +355,9 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
 
     @functools.wraps(whole)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("fused_lm_head"):
+            with _whole_head(model, head):
+                return whole(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         labels = bound.arguments.pop("labels", None)
         others = bound.arguments.setdefault("kwargs", {})
@@ -379,6 +382,16 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
         return output if by_name else output.to_tuple()
 
     model.forward = forward
+
+
+@contextmanager
+def _whole_head(model: Any, head: VocabParallelHead) -> Iterator[None]:
+    """Show the head of the whole vocabulary to TRL's ``forward``, which computes losses from it."""
+    model.get_output_embeddings = head.whole
+    try:
+        yield
+    finally:
+        del model.get_output_embeddings
 
 
 def _check(model: Any, group: Any, *, loads: bool) -> TensorPlan:
