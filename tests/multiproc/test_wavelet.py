@@ -135,8 +135,7 @@ def test_split_models_reduce_sparsely(launch_once):
 def test_a_compiled_model_trains_alike(launch_once):
     # Compiled dropout draws other numbers.
     keys = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    waves = {"wavelet": {"compile": True}, "wavemare": SPLIT}
-    case = {"model": "gpt", "zero": 1, "model_keys": keys, **waves}
+    case = {"model": "gpt", "zero": 1, "model_keys": keys, "wavemare": SPLIT, "compiles": True}
     for found in launch_once("wavelet.py", json.dumps({"compiled": case})):
         result = found["compiled"]
         assert result["paired"]

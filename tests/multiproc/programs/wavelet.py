@@ -64,6 +64,8 @@ def train(initialize, case, **wavelet):
     if ours:
         config["wavemare"] = {**case.get("wavemare", {}), "wavelet": wavelet}
     engine, *_ = initialize(model=build(case), config=config)
+    if ours and case.get("compiles"):
+        engine.compile()
     rank = engine.data_rank if ours else torch.distributed.get_rank()
     torch.manual_seed(1000 + rank)
     data = batches(rank)
