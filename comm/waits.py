@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks where a thread waits for other ranks; a thread without a mark computes."""
+"""Marks where a thread waits for other ranks, else it computes; and calls with a time limit."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(eq=False, slots=True)
@@ -58,3 +62,31 @@ def joining(thread: threading.Thread | None) -> Iterator[None]:
 def wait_of(thread: int | None) -> Wait | None:
     """Return what a thread waits for; None if it computes."""
     return _waits.get(_joined.get(thread, thread)) if thread is not None else None
+
+
+class Call(threading.Thread, Generic[_Result]):
+    """A call that may never return, in a thread of its own.
+
+    Args:
+        call: What is called; the result of one that fails is None.
+    """
+
+    def __init__(self, call: Callable[[], _Result]) -> None:
+        super().__init__(name="wavemare-call", daemon=True)
+        self._call = call
+        self._result: _Result | None = None
+        with suppress(RuntimeError):  # the interpreter ends, and starts no more threads
+            self.start()
+
+    def run(self) -> None:
+        """Call it."""
+        try:
+            self._result = self._call()
+        except Exception as error:
+            logging.getLogger("wavemare").debug("a call has failed: %s", error)
+
+    def wait(self, seconds: float) -> _Result | None:
+        """Return the result; None if it has failed, or takes longer than this."""
+        if self.is_alive():
+            self.join(seconds)
+        return self._result

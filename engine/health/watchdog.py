@@ -8,15 +8,15 @@ import itertools
 import json
 import logging
 import os
-import secrets
-import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,20 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from wavemare.comm.waits import Wait
+from wavemare.comm.waits import Call, Wait
 from wavemare.engine.config.sections import WatchdogConfig
+from wavemare.engine.health.board import Board
 from wavemare.engine.health.rank_status import (
-    LOOPBACK,
     Diagnosis,
-    PeerAddress,
     RankStatus,
-    Server,
-    UnreachablePeer,
-    ask,
-    ask_all,
     diagnose,
-    diagnose_unreachable,
-    reachable_address,
+    diagnose_absence,
     write_report,
 )
-from wavemare.engine.launch.group import environment_rank, environment_world_size, exit_now, meet
+from wavemare.engine.launch.group import environment_rank, environment_world_size, exit_now
 from wavemare.engine.observe.progress import PROGRESS, Progress
 from wavemare.engine.seams import mark_waits
-from wavemare.files import process_has_ended, process_state, this_machine
+from wavemare.files import process_state, this_machine
 
 logger = logging.getLogger("wavemare")
 
@@ -53,25 +47,24 @@ EXIT_CODE = 124
 _TICKS = 20
 _PAUSE_S = 1.0
 """The most seconds that a tick may be late; in the rest this process was suspended."""
-_NEXT_S = 5.0
-"""Seconds of waiting before a rank probes the next one, and between its probes."""
-_TURN_S, _LONGEST_TURN_S = 0.05, 2.0
-"""Seconds that each rank waits for those before it: the first one asks for all."""
+_KILLED_S = 5.0
+"""Seconds of waiting after which a rank of this machine that was killed ends the run."""
+_LOOK_S, _TURN_S = 5.0, 0.05
+"""Seconds between two looks at all ranks; and for each rank, so that the store bears them all."""
+_STORE_S = 3.0
+"""Seconds that the store has for an answer, where somebody waits for it."""
 _GRACE_S = 1.0
-"""Seconds in which the other ranks write reports, before a launcher ends them."""
+"""Seconds, beside two ticks, in which the others hear of the end, before a launcher ends them."""
+_SEEN_S = 3.0
+"""Seconds in which a launcher sees the exit code of a rank; the slowest looks once a second."""
 _LAST_S = 10.0
 """Seconds after which the process ends though its report is not written: a dead file system."""
-_BLOCKED_S = 1.0
-"""Seconds after which a host that refused a connection is asked again: it may be blocked."""
-_FORGET_S = 15.0
-"""Seconds after which a missing answer no longer counts: the rank was not asked since."""
 _RUNS = ("R", "S", "D")
 """States of a process that is not stopped and has not ended."""
+_POLL_S = 0.1
 _SHOWN = 3
 """Ranks in the line that says who waits."""
 
-_KEY = "wavemare/watchdog"
-_meetings = itertools.count()
 _running: list[Watchdog] = []
 
 
@@ -92,13 +85,19 @@ def _limit_collectives(limits: dict[str, timedelta], seconds: float | None) -> N
             backend._set_default_timeout(own if seconds is None else timedelta(seconds=seconds))
 
 
+def _kill_stopped(pids: Sequence[int]) -> None:
+    """Kill processes for which launchers would wait, but first let these see our exit code."""
+    if pids:
+        kill = f"(sleep {_SEEN_S:g}; kill -KILL {' '.join(map(str, pids))}) &"
+        null = subprocess.DEVNULL
+        files: dict[str, Any] = {"stdin": null, "stdout": null, "stderr": null}
+        subprocess.run(["/bin/sh", "-c", kill], check=False, start_new_session=True, **files)
+
+
 def acquire(config: WatchdogConfig) -> Watchdog:
     """Return this process's watchdog, started if none runs; the last `Watchdog.release` stops it.
 
     All engines of a process share it, with the settings of the first.
-
-    Raises:
-        OSError: There is no free port.
     """
     running = current()
     if running is None:
@@ -114,24 +113,18 @@ def acquire(config: WatchdogConfig) -> Watchdog:
     return running
 
 
-def _close_in_child() -> None:
-    # A loader's worker with the socket would make a killed rank seem stopped.
-    for watchdog in _running:
-        watchdog._server.socket.close()
-    _running.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_running.clear)
 
 
 class Watchdog:
-    """Watches this process, and asks the watchdogs of the others before it ends the run.
+    """Watches this process, and hears what the other ranks do before it ends the run.
 
     Only marked waits (`wavemare.comm.waits`) count: a process that computes, loads or writes is
-    never ended. Each waiting rank probes whether the next one was killed. After ``timeout_s`` of
-    waiting a rank asks all others. If all have waited as long, or have gone, every rank writes a
-    report, one prints why (`diagnose`), and all end with `EXIT_CODE`; else one line says who waits
-    for whom. Watchdogs use sockets of their own, so they answer while training waits.
+    never ended. About once a second each rank writes on the `Board` what it does, and reads there
+    whether the run is to end. One that has waited for long looks at all ranks. If all have waited
+    for ``timeout_s``, or have gone, it writes why on the board: each rank that waits writes a
+    report, one prints the reason, and all end with `EXIT_CODE`. Else one line says who waits for
+    whom. If the board does not answer, each rank decides alone, and blames the one that holds it.
 
     Args:
         config: The section ``watchdog``.
@@ -141,7 +134,7 @@ class Watchdog:
         machine: Of `this_machine`; for tests.
         last_s: Seconds after which ``force`` is called.
         clock: Returns seconds.
-        longest_tick_s: The most seconds between two looks.
+        longest_tick_s: The most seconds between two looks at this process.
     """
 
     def __init__(
@@ -163,27 +156,23 @@ class Watchdog:
         self._last = threading.Timer(last_s, force, (EXIT_CODE,))
         self._last.daemon = True
         self._tick_s = min(config.timeout_s / _TICKS, longest_tick_s)
-        self._server = Server(lambda: self._token, self._answer)
-        self._server.timeout = self._tick_s
-        port = int(self._server.server_address[1])
         machine = this_machine() if machine is None else machine
-        rank, host = environment_rank(), socket.gethostname()
-        self._me = PeerAddress(rank, host, os.getpid(), LOOPBACK, port, machine)
-        self._ranks = [self._me]
-        self._token = ""
-        self._met = environment_world_size() == 1
-        self._notices: dict[int, str] = {}
+        self._me = RankStatus(environment_rank(), socket.gethostname(), os.getpid(), machine)
+        self._beat = itertools.count(1)
+        self._is_alone = environment_world_size() == 1
+        self._board: Board | None = None
         self._wait: Wait | None = None
-        self._waited_s = self._printed_s = 0.0
-        self._reached: set[PeerAddress] = set()
-        self._silent: dict[PeerAddress, tuple[float, float]] = {}
-        self._next_probe = self._next_inquiry = 0.0
+        self._waited_s = self._printed_s = 0.0  # in this wait
+        # Seconds in which this process was not suspended: now, of the last answer, of a look:
+        self._time_s = self._answered_s = self._next_look_s = 0.0
+        self._turns_s = 1.0  # between two looks
+        self._beats: dict[int, tuple[int, float]] = {}  # of each rank, and since when
+        self._now = clock()
         self._limits: dict[str, timedelta] = {}
         self._holders = 1
-        self._seen = clock()
-        self._stopped = False
+        self._word = ""
+        self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._look_thread = self._end_thread = self._new_look()
         self._thread = threading.Thread(target=self._run, name="wavemare-watchdog", daemon=True)
 
     # --- life -----------------------------------------------------------------------------------
@@ -193,14 +182,14 @@ class Watchdog:
         for other in list(_running):
             other.stop()
         _running.append(self)
-        self._seen = self._clock()
+        self._now = self._clock()
         mark_waits()
         self._thread.start()
         atexit.register(self._at_exit)
         return self
 
     def meet(self, group: tuple[Any, int, int] | None = None) -> None:
-        """Learn the addresses of the other ranks' watchdogs; every `initialize` calls it.
+        """Begin to hear the watchdogs of the other ranks; every `initialize` calls it.
 
         Args:
             group: Store, rank and number of ranks; None for the default process group.
@@ -212,18 +201,15 @@ class Watchdog:
             distributed.get_world_size(),
         )
         # Where MPI starts the ranks, the variables are set by now.
-        address = reachable_address() if size > 1 else LOOPBACK
-        self._me = replace(self._me, rank=rank, address=address)
-        meeting = next(_meetings)
-        keys = [f"{_KEY}/{meeting}/{n}" for n in range(size)]
-        own = {"token": self._token or secrets.token_hex(16), "peer": asdict(self._me)}
-        store.set(keys[rank], json.dumps(own))
-        meet(store, f"{_KEY}/{meeting}", size)
-        found = [json.loads(text) for text in store.multi_get(keys)]
-        self._ranks = [PeerAddress(**each["peer"]) for each in found]
-        self._token = found[0]["token"]
-        self._notices.clear()
-        self._met = True
+        self._me, self._is_alone = replace(self._me, rank=rank), size == 1
+        before, self._board = self._board, None  # others may have left the one before
+        if size > 1:
+            board = Board(store, self._status(), size)
+            self._turns_s = min(max(_LOOK_S, size * _TURN_S), self.config.timeout_s / 4)
+            self._beats = {each.rank: (each.beat, self._time_s) for each in board.ranks}
+            self._answered_s, self._board = self._time_s, board
+        if before is not None:
+            Call(partial(before.leave, self._status())).wait(_STORE_S)
         self.extend_deadline()
 
     def extend_deadline(self) -> None:
@@ -237,291 +223,212 @@ class Watchdog:
             notify: Whether this rank ends in good order, which it tells the others.
         """
         self._holders -= 1
-        if self._holders > 0 or self.ending:
-            return
-        if notify:
-            self.send_exit_notice()
-        self.stop()
+        if self._holders <= 0 and not self.ending:
+            self.stop(notify=notify)
 
-    def stop(self) -> None:
-        """Stop watching, whoever holds it."""
+    def stop(self, code: int = 0, *, notify: bool = True) -> None:
+        """Stop watching, whoever holds it.
+
+        Args:
+            code: Exit code of this process.
+            notify: Whether to tell the other ranks that this one ends by itself.
+        """
         if self in _running:
             _running.remove(self)
             _limit_collectives(self._limits, None)
         atexit.unregister(self._at_exit)
-        self._last.cancel()
-        self._stopped = True
-        if self._thread.is_alive():
-            self._server.wake()
-            for thread in (self._thread, self._look_thread):
-                # A thread of its own may collect an engine, and so come here.
-                if thread.is_alive() and thread is not threading.current_thread():
-                    thread.join(_GRACE_S)
-
-    def send_exit_notice(self, code: int = 0) -> None:
-        """Tell the nearest rank before this one that this one ends, and which others have.
-
-        Args:
-            code: Exit code of this process.
-        """
-        if self not in _running or len(self._ranks) == 1:
-            return
-        said = f"after step {self.progress.step}{f' with exit code {code}' if code else ''}"
-        notices = {**self._notices, self._me.rank: said}
-        deadline = time.monotonic() + _GRACE_S
-        for distance in range(1, len(self._ranks)):
-            peer = self._ranks[self._me.rank - distance]
-            if peer.rank in self._notices:
-                continue
-            answer = ask(peer, self._token, {"ask": "remember", "notices": notices})
-            if isinstance(answer, dict) or time.monotonic() > deadline:
-                return
+        if notify:
+            with_code = f" with exit code {code}" if code else ""
+            self._word = f"after step {self.progress.step}{with_code}"
+        self._stopping.set()
+        # A thread of its own may collect an engine, and so come here.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(2 * _STORE_S)
 
     def _at_exit(self) -> None:
         if self.ending:
-            self._end_thread.join(_LAST_S)  # it ends the process; a shutdown might hang
-        self.send_exit_notice()
-        # The interpreter takes seconds to end, in which nobody would answer.
+            self._thread.join(_LAST_S)  # it ends the process; a shutdown might hang
+        # The interpreter takes seconds to end, in which nobody would say anything.
         self.stop()
 
     # --- watching -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with self._server:
-            while not self._stopped:
-                self._server.handle_request()  # or a tick passes
+        while not self.ending and not self._stopping.wait(self._tick_s):
+            try:
                 self._count()
-                if self._is_look_due() and not self._look_thread.is_alive():
-                    self._look_thread = self._new_look()
-                    self._look_thread.start()
+                self._look()
+            except Exception:
+                logger.exception("the watchdog could not look")  # and goes on
+        if self._board is not None and not self.ending:
+            linger_s = 2 * self._tick_s if self._word else 0.0
+            self._board.leave(replace(self._status(), left=self._word), linger_s)
 
     def _count(self) -> None:
-        """Count the seconds of a wait, but not those in which this process was suspended."""
+        """Count seconds, but not those in which this process was suspended."""
         now, wait = self._clock(), self.progress.wait
-        if wait is not self._wait:
-            self._wait, self._waited_s, self._printed_s = wait, 0.0, 0.0
-        elif wait is not None:
-            self._waited_s += min(now - self._seen, self._tick_s + _PAUSE_S)
-        self._seen = now
+        passed_s = min(now - self._now, self._tick_s + _PAUSE_S)
+        self._now, self._time_s = now, self._time_s + passed_s
+        if wait is self._wait:
+            self._waited_s += passed_s if wait is not None else 0.0
+            return
+        self._wait, self._waited_s, self._printed_s = wait, 0.0, 0.0
+        turn_s = self._me.rank * _TURN_S % self._turns_s
+        self._next_look_s = self._time_s + self.config.timeout_s / 2 + turn_s
 
     def _status(self) -> RankStatus:
         waited_s = self._waited_s if self.progress.wait is self._wait else 0.0
-        status = RankStatus.of(self._me.rank, self.progress, waited_s)
-        return replace(status, notices={str(k): text for k, text in self._notices.copy().items()})
-
-    def _is_look_due(self) -> bool:
-        due = min(_NEXT_S, self.config.timeout_s / 2)
-        following = self._next
-        # Ranks of other hosts are known to have ended only if they have answered before.
-        unknown = following is not None and following not in self._reached
-        asks = unknown and self._clock() >= self._next_probe
-        return not self.ending and (asks or self._waited_s >= due)
-
-    def _new_look(self) -> threading.Thread:
-        return threading.Thread(target=self._look, name="wavemare-watchdog-look", daemon=True)
+        return self._me.at(self.progress, waited_s, next(self._beat))
 
     def _look(self) -> None:
-        try:
-            self._probe_next()
-            if not self.ending and self._waited_s >= self.config.timeout_s:
-                self._inquire_all()
-        except Exception:
-            logger.exception("the watchdog could not look")  # and goes on
+        """Say what this rank does, and hear what others do; judge whether the run goes on."""
+        board, half_s = self._board, self.config.timeout_s / 2
+        if board is None or not board.is_open:
+            return self._judge([self._status()])
+        me, host = self._status(), board.ranks[0]
+        looks = self._wait is not None and self._time_s >= self._next_look_s
+        if self._waited_s >= min(_KILLED_S, half_s):
+            looks |= any(board.has_ended(each) and not each.left for each in board.ranks)
+        heard = board.hear(me, self._tick_s / 2, everyone=looks)
+        if heard is not None:
+            self._answered_s = self._time_s
+            decision, ranks = heard
+            if decision and self._wait is not None:  # one that computes ends when it waits
+                self._end(decision)
+            elif len(ranks) > 1:
+                self._next_look_s = self._time_s + self._turns_s
+                self._judge([me if each.rank == me.rank else self._see(each) for each in ranks])
+        elif board.has_ended(host) or self._time_s - self._answered_s >= half_s:
+            # The store is lost, and mostly its host: of the others nothing is known.
+            is_silent, ended = not self._runs_here(host), board.has_ended(host)
+            host = replace(host, late=True, silent=is_silent, ended=ended)
+            self._judge([me, host] if me.rank else [me], store_answers=False)
+        return None
 
-    def _probe_next(self) -> None:
-        """Look whether the next rank was killed.
+    def _see(self, rank: RankStatus) -> RankStatus:
+        """Return what another rank says, and whether that is new."""
+        before, since_s = self._beats[rank.rank]
+        is_new = rank.beat != before
+        since_s = self._time_s if is_new else since_s
+        self._beats[rank.rank] = rank.beat, since_s
+        is_silent = self._time_s - since_s >= self.config.timeout_s / 2
+        return replace(rank, late=not is_new, silent=is_silent and not self._runs_here(rank))
 
-        gloo does not notice the end of a rank that has sent a part of a message, and waits on.
-        """
-        following, now = self._next, self._clock()
-        if following is None or now < self._next_probe:
-            return
-        self._next_probe = now + min(_NEXT_S, self.config.timeout_s / 4)
-        (answer,) = self._ask([following])
-        ended = isinstance(answer, UnreachablePeer) and self._has_ended(following, answer.gone)
-        if not ended or self._waited_s < _NEXT_S:
-            return
-        statuses, unreachable = self._inquire()
-        lost = [each for each in unreachable if each.peer == following and each.notice is None]
-        if not lost or self._waited_s < _NEXT_S:
-            return
-        statuses.append(own := self._status())
-        headline = f"rank {own.rank} has waited for {own.waited_s:.0f} s, and {following} has ended"
-        self._end(diagnose_unreachable(lost), statuses, unreachable, headline)
+    def _runs_here(self, rank: RankStatus) -> bool:
+        """Whether a rank runs on this machine: if silent, it does not give way to its watchdog."""
+        return rank.machine == self._me.machine and process_state(rank.pid) in _RUNS
 
-    def _inquire_all(self) -> None:
-        """Ask all ranks whether any goes on, unless a rank before this one does so."""
-        limit = self.config.timeout_s
-        if not self._met:
-            return self._print_wait([])
-        time.sleep(min(self._me.rank * _TURN_S, _LONGEST_TURN_S))
-        following = self._next
-        if self._clock() < self._next_inquiry and not (following and self._is_lost(following)):
-            return None
-        statuses, unreachable = self._inquire(by=self._me.rank)
-        self._next_inquiry = self._clock() + min(_NEXT_S, limit / 4)
-        statuses.append(own := self._status())
-        lost = [each.peer for each in unreachable if self._is_lost(each.peer)]
-        diagnosis = diagnose(statuses, unreachable, lost, limit)
-        if diagnosis is None:
-            computing = [f"{self._ranks[each.rank]} {each}" for each in statuses if not each.wait]
-            return self._print_wait([*computing, *(f"{each.peer} {each}" for each in unreachable)])
-        headline = (
-            f"rank {own.rank} has waited for {own.waited_s:.0f} s (wavemare.watchdog.timeout_s is "
-            f"{limit:g}), and no rank makes progress"
-        )
-        return self._end(diagnosis, statuses, unreachable, headline)
-
-    def _print_wait(self, others: Sequence[str]) -> None:
-        """Print who waits and who computes: at ``timeout_s``, then at each doubling."""
-        if self._waited_s >= 2 * self._printed_s:
-            self._printed_s = self._waited_s
-            line = "; ".join([f"{self._me} {self._status()}", *others[:_SHOWN]])
-            print(f"watchdog: {line}; the run goes on", file=sys.__stderr__, flush=True)
-
-    @property
-    def _next(self) -> PeerAddress | None:
-        """The first rank after this one that has not said that it ends; None if there is none."""
-        ranks, own = self._ranks, self._me.rank  # `meet` replaces the list
-        after = (ranks[(own + n) % len(ranks)] for n in range(1, len(ranks)))
-        return next((peer for peer in after if peer.rank not in self._notices), None)
-
-    def _ask(self, peers: Sequence[PeerAddress], by: int | None = None) -> list[Any]:
-        """Ask some ranks for their status, and note who answers."""
-        now = self._clock()
-        answers = ask_all(peers, self._token, {"ask": "status", "by": by})
-        for peer, answer in zip(peers, answers, strict=True):
-            if isinstance(answer, UnreachablePeer):
-                since, last = self._silent.get(peer, (now, now))
-                self._silent[peer] = since if now - last < _FORGET_S else now, now
-            else:
-                self._reached.add(peer)
-                self._silent.pop(peer, None)
-                self._notices.update({int(k): text for k, text in answer["notices"].items()})
-        return answers
-
-    def _inquire(self, by: int | None = None) -> tuple[list[RankStatus], list[UnreachablePeer]]:
-        """Return what the other ranks do; those after rank ``by`` need not ask themselves."""
-        answers = self._ask([peer for peer in self._ranks if peer != self._me], by)
-        statuses = [RankStatus(**each) for each in answers if isinstance(each, dict)]
-        unreachable = [
-            replace(each, notice=self._notices.get(each.peer.rank))
-            for each in answers
-            if isinstance(each, UnreachablePeer)
-        ]
-        return statuses, unreachable
-
-    def _is_lost(self, peer: PeerAddress) -> bool:
-        """Whether a rank has been silent for long, and does not compute for all that is known.
-
-        The address of a rank of another machine may be wrong, so that one must have answered once.
-        """
-        if peer not in self._silent:
-            return False
-        if peer.machine == self._me.machine:
-            if process_state(peer.pid) in _RUNS:
-                return False  # it computes without giving way to its watchdog
-        elif peer not in self._reached:
-            return False
-        return self._clock() - self._silent[peer][0] >= self.config.timeout_s / 2
-
-    def _has_ended(self, peer: PeerAddress, gone: bool) -> bool:
-        """Whether the process of a rank that does not answer has certainly ended.
-
-        Its address may be wrong, or blocked for a moment. So a rank of another machine must have
-        answered before, and its host must refuse connections twice.
+    def _judge(self, ranks: list[RankStatus], *, store_answers: bool = True) -> None:
+        """End the run if it does not go on, or tell who waits.
 
         Args:
-            peer: The rank.
-            gone: Whether its host refuses the connection now.
+            ranks: What is known of the ranks, this one too.
+            store_answers: Else each rank judges, and ends, alone.
         """
-        if peer.machine == self._me.machine:
-            return process_has_ended(peer.pid)
-        silent_s = self._clock() - self._silent[peer][0]
-        return gone and peer in self._reached and silent_s >= _BLOCKED_S
+        limit = self.config.timeout_s
+        # Without the store nobody hears a last word.
+        killed = [each for each in ranks if each.ended and not each.left and store_answers]
+        if killed and self._waited_s >= min(_KILLED_S, limit / 2):
+            why = f", and {killed[0].name} has ended"
+            self._decide(diagnose_absence(killed), ranks, why, store_answers)
+        elif self._waited_s >= limit:
+            diagnosis = diagnose(ranks, limit)
+            if diagnosis is not None and (len(ranks) > 1 or self._is_alone):
+                why = f" (wavemare.watchdog.timeout_s is {limit:g}), and no rank makes progress"
+                self._decide(diagnosis, ranks, why, store_answers)
+            elif not any(each.waited_s >= limit and each.rank < self._me.rank for each in ranks):
+                self._print_wait(ranks)
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        match request["ask"]:
-            case "end":
-                threading.Thread(target=self._follow, args=(request,), daemon=True).start()
-            case "remember":
-                self._notices.update({int(k): text for k, text in request["notices"].items()})
-            case "status":
-                if request["by"] is not None and request["by"] < self._me.rank:
-                    self._next_inquiry = self._clock() + 2 * _NEXT_S
-        return asdict(self._status())
+    def _print_wait(self, ranks: Sequence[RankStatus]) -> None:
+        """Print who waits and who does not: at ``timeout_s``, then at each doubling."""
+        if self._waited_s < 2 * self._printed_s:
+            return
+        self._printed_s = self._waited_s
+        own = [each for each in ranks if each.rank == self._me.rank]
+        others = [each for each in ranks if each not in own and not each.waits]
+        line = "; ".join(f"{each.name} {each}" for each in own + others[:_SHOWN])
+        print(f"watchdog: {line}; the run goes on", file=sys.__stderr__, flush=True)
 
     # --- the end --------------------------------------------------------------------------------
 
-    def _begin_end(self) -> bool:
-        """Decide that this process ends, whatever fails from here on; False if it ends already."""
-        with self._lock:
-            if self.ending or self._stopped:
-                return False
-            self._last.start()
-            self.ending, self._end_thread = True, threading.current_thread()
-        return True
-
-    def _end(
-        self,
-        diagnosis: Diagnosis,
-        statuses: Sequence[RankStatus],
-        unreachable: Sequence[UnreachablePeer],
-        headline: str,
+    def _decide(
+        self, diagnosis: Diagnosis, ranks: Sequence[RankStatus], why: str, store_answers: bool
     ) -> None:
-        """End all ranks that answer, and this one."""
-        if not self._begin_end():
-            return
-        summary = diagnosis.summary(self._ranks, statuses, unreachable, headline, self._folder)
-        ranks = [each.rank for each in statuses]
-        speaker = min([rank for rank in ranks if rank not in diagnosis.suspects] or ranks)
-        request = {"ask": "end", "summary": summary, "speaker": speaker}
-        others = [self._ranks[rank] for rank in ranks if rank != self._me.rank]
-        answers = ask_all(others, self._token, request)
-        deaf = [each.peer.rank for each in answers if isinstance(each, UnreachablePeer)]
-        self._report(summary, speaks=speaker in (self._me.rank, *deaf))
-        time.sleep(_GRACE_S)
-        for each in unreachable:  # launchers would wait for stopped ranks of this machine
-            here = each.peer.machine == self._me.machine and not each.gone
-            if here and process_state(each.peer.pid) in ("T", "t"):
-                os.kill(each.peer.pid, signal.SIGKILL)
-        self._leave(EXIT_CODE)
+        """End the run, unless another rank has ended it for another reason."""
+        headline = f"rank {self._me.rank} has waited for {self._waited_s:.0f} s{why}"
+        summary = diagnosis.summary(ranks, headline, self._folder)
+        suspects, board = diagnosis.suspects, self._board
+        waiting = [each.rank for each in ranks if each.waits and each.rank not in suspects]
+        decision = json.dumps([summary, min(waiting or [self._me.rank]), suspects])
+        if board is not None and store_answers:
+            decision = board.decide(decision, _STORE_S)
+        elif board is not None and self._first_here(board) != self._me.rank:
+            own = [line for each in ranks if each.rank == self._me.rank for line in each.lines]
+            decision = json.dumps(["\n".join([summary.splitlines()[0], *own]), self._me.rank, []])
+        self._end(decision)
 
-    def _follow(self, request: dict[str, Any]) -> None:
-        """End because another rank's watchdog says so."""
-        if self._begin_end():
-            self._report(str(request["summary"]), speaks=request["speaker"] == self._me.rank)
-            time.sleep(_GRACE_S)
-            self._leave(EXIT_CODE)
+    def _first_here(self, board: Board) -> int:
+        """Return the first rank of this machine that runs: without the store, it speaks for all."""
+        return min(each.rank for each in board.ranks if self._runs_here(each))
+
+    def _end(self, decision: str) -> None:
+        """End this process as a rank has decided, whatever fails from here on."""
+        with self._lock:
+            if self.ending or self._stopping.is_set():
+                return
+            self._last.start()
+            self.ending = True
+        summary, speaker, suspects = json.loads(decision)
+        problem = self._write_report(summary.splitlines()[0])
+        lines = [*([summary] if speaker == self._me.rank else []), *([problem] if problem else [])]
+        if lines:
+            print("\n".join(lines), file=sys.__stderr__, flush=True)
+        if self._board is not None:
+            time.sleep(2 * self._tick_s + _GRACE_S)
+            here = [each for each in self._board.ranks if each.machine == self._me.machine]
+            numbers = [each.pid for each in here if each.rank in suspects]
+            _kill_stopped([n for n in numbers if process_state(n) in ("T", "t")])
+        self._leave(EXIT_CODE)
+        self._last.cancel()
 
     @property
     def _folder(self) -> str:
         return str(Path(self.config.folder).resolve())
 
-    def _report(self, summary: str, *, speaks: bool) -> None:
-        problem = self._write_report(summary.splitlines()[0])
-        lines = [*([summary] if speaks else []), *([problem] if problem else [])]
-        if lines:
-            print("\n".join(lines), file=sys.__stderr__, flush=True)
-
     def _write_report(self, headline: str) -> str | None:
-        return write_report(self._folder, self._me, self._status(), self.progress, headline)
+        return write_report(self._folder, self._status(), self.progress, headline)
 
     def explain_loss(self) -> str | None:
         """Say which ranks have gone, if any have, and write this rank's report.
 
-        For a rank whose collective has failed because a peer has gone.
+        For a rank whose collective has failed because a peer has gone. A rank of another machine
+        has gone if it says nothing for some seconds.
         """
-        if self not in _running:
+        board, me = self._board, self._status()
+        if board is None or not board.is_open:
             return None
-        statuses, unreachable = self._inquire()
-        gone = [each for each in unreachable if each.gone]
-        if not gone:
+        beats: dict[int, int] = {}
+        for pause_s in (_POLL_S, _STORE_S):
+            time.sleep(pause_s)  # a process that was killed ends within a moment
+            ranks = board.ask(me, _STORE_S)
+            if ranks is None:  # the store has gone; the first rank, mostly with it
+                host = replace(board.ranks[0], ended=board.has_ended(board.ranks[0]))
+                # It has told why it has ended; or another rank of this machine tells it.
+                if host.left or not host.ended or self._first_here(board) != me.rank:
+                    return None
+                ranks = [host, me]
+            late = [each.rank for each in ranks if each.beat == beats.get(each.rank)]
+            ranks = [
+                replace(each, silent=each.rank in late and not self._runs_here(each))
+                for each in ranks
+            ]
+            if gone := [each for each in ranks if each.absence]:
+                break
+            beats = {each.rank: each.beat for each in ranks}
+        else:
             return None
-        statuses.append(self._status())
-        headline = f"rank {self._me.rank} has lost rank {', '.join(str(e.peer.rank) for e in gone)}"
+        headline = f"rank {me.rank} has lost rank {', '.join(str(each.rank) for each in gone)}"
         if (broken := self.progress.broken) is not None:
             headline += f" in {broken}, step {self.progress.step}"
         self._write_report(headline)
-        diagnosis = diagnose_unreachable(gone)
-        return diagnosis.summary(self._ranks, statuses, unreachable, headline, self._folder)
+        return diagnose_absence(gone).summary(ranks, headline, self._folder)

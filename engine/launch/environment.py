@@ -181,7 +181,7 @@ def host_address(environment: Mapping[str, str]) -> str:
         for entry in interfaces.get(environment.get(variable, "").lstrip("="), []):
             if entry.family == socket.AF_INET:
                 return str(entry.address)
-    for find in (lambda: socket.gethostbyname(socket.gethostname()), address_of_route):
+    for find in (lambda: socket.gethostbyname(socket.gethostname()), _address_of_route):
         with suppress(OSError):
             address = find()
             if not address.startswith("127."):
@@ -237,13 +237,13 @@ def _agree_by_mpi(environment: Mapping[str, str], given: LauncherRank) -> tuple[
     return address, port, hosts[: given.rank].count(hosts[given.rank])
 
 
-def address_of_route(host: str = _ANY_OTHER_HOST) -> str:
-    """Return the local address of the route to a host.
+def _address_of_route() -> str:
+    """Return the local address of the default route.
 
     Nothing is sent: the kernel only chooses the address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
+        probe.connect((_ANY_OTHER_HOST, 9))
         return str(probe.getsockname()[0])
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import gc
 import json
-import logging
 import os
 import sys
 import threading
@@ -30,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from wavemare.comm.waits import failing
+from wavemare.comm.waits import Call, failing
 from wavemare.engine.launch.group import (
     end_mpich_helper,
     environment_rank,
@@ -116,6 +115,7 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
         _count_failures(1)
     elif (summary := _explain_lost_peers()) is not None:
         sys.stderr.write(f"{summary}\n")
+        time.sleep(grace_s)  # in which a launcher sees the exit code of the rank that is lost
         _report_to_torchrun(error)
         _leave(1)
     else:
@@ -149,12 +149,12 @@ def _finish_saves() -> None:
 def _explain_lost_peers() -> str | None:
     """Return what the watchdog knows of lost ranks; None if another rank reports it."""
     watchdog = _watchdog()
-    # Without the store, rank 0 is gone and may have reported its error.
-    if watchdog is None or _count_failures(0) != 0:
+    if watchdog is None or (claims := _count_failures(0)):
         return None
     summary: str | None = watchdog.explain_loss()
     # Of several ranks that lost the same peer, the first one prints.
-    return summary if summary and _count_failures(1) in (None, 1) else None
+    is_first = claims is None or _count_failures(1) in (None, 1)
+    return summary if is_first else None
 
 
 def _watchdog() -> Any:
@@ -179,20 +179,9 @@ def _count_failures(new: int) -> int | None:
         return None
     from torch.distributed import distributed_c10d
 
-    answers: list[int] = []
-
-    def ask() -> None:
-        try:
-            store = distributed_c10d._get_default_store()
-            answers.append(int(store.add(_STORE_KEY, new)))
-        except (RuntimeError, ValueError) as error:  # torch's store errors are RuntimeErrors
-            logging.getLogger(__name__).debug("the store does not answer: %s", error)
-
-    # The store's own timeout is the group's, often half an hour. A thread bounds the wait.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_STORE_SECONDS)
-    return answers[0] if answers else None
+    # The store's own timeout is the group's, often half an hour.
+    count = Call(lambda: int(distributed_c10d._get_default_store().add(_STORE_KEY, new)))
+    return count.wait(_STORE_SECONDS)
 
 
 def _group_exists() -> bool:
@@ -223,7 +212,7 @@ def _leave(code: int) -> NoReturn:
         end_mpich_helper()
         raise SystemExit(code)
     if (watchdog := _watchdog()) is not None:
-        watchdog.send_exit_notice(code)
+        watchdog.stop(code)
     time.sleep(_LINGER_SECONDS)
     _run_exit_handlers(code)
     exit_now(code)

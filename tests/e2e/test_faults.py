@@ -12,18 +12,10 @@ pytestmark = pytest.mark.world_size(2)
 nightly = pytest.mark.nightly
 
 
-FAST = {("kill", "deepspeed")}
-
-
 def cells(*faults):
-    """Return each fault under each launcher, of which all but the fast ones are slow."""
+    """Return each fault under each launcher."""
     return pytest.mark.parametrize(
-        ("launcher", "fault"),
-        [
-            pytest.param(launcher, fault, marks=() if (fault, launcher) in FAST else nightly)
-            for fault in faults
-            for launcher in ENGINES
-        ],
+        ("launcher", "fault"), [(launcher, fault) for fault in faults for launcher in ENGINES]
     )
 
 
@@ -31,13 +23,15 @@ def cells(*faults):
 def run(command, words_of, tmp_path):
     """Start the program under a launcher; return how it ended."""
 
-    def run_fault(launcher, fault, environment=None):
-        options = [PROGRAM, tmp_path, fault, ENGINES[launcher], "--timeout", 4.0]
+    def run_fault(launcher, fault, *more, environment=None):
+        engine = ENGINES.get(launcher, "data")
+        options = [PROGRAM, tmp_path, fault, engine, "--timeout", 4.0, *more]
         return command(*words_of(launcher), *options, environment=environment)
 
     return run_fault
 
 
+@nightly
 @cells("stop")
 def test_a_rank_that_stands_still(run, tmp_path, launcher, fault):
     ended = run(launcher, fault)
@@ -46,6 +40,7 @@ def test_a_rank_that_stands_still(run, tmp_path, launcher, fault):
     assert list((tmp_path / "watchdog").glob("rank_*.txt"))
 
 
+@nightly
 @cells("kill", "raise", "exit")
 def test_a_rank_that_ends(run, tmp_path, launcher, fault):
     """A launcher may end the other before it can say a word, where it sees the end by itself.
@@ -61,6 +56,22 @@ def test_a_rank_that_ends(run, tmp_path, launcher, fault):
         assert "suspect: " not in ended.output
 
 
+@pytest.mark.parametrize(
+    ("fault", "rank", "code"),
+    [
+        ("kill", 1, 137),
+        pytest.param("kill", 0, 137, marks=nightly),
+        pytest.param("stop", 1, 124, marks=nightly),
+        pytest.param("stop", 0, 124, marks=nightly),
+    ],
+)
+def test_the_exit_code_is_that_of_the_cause(run, fault, rank, code):
+    """Others end, too: the launcher is to see the killed rank first, but a stopped one last."""
+    ended = run("launch", fault, "--rank", rank)
+    assert ended.code == code, ended.output[-5000:]
+    assert ended.output.count("suspect: ") <= 1
+
+
 @nightly
 def test_a_stale_lock_of_an_extension_build(run, tmp_path):
     """DeepSpeed would wait for it without end."""
@@ -71,7 +82,7 @@ def test_a_stale_lock_of_an_extension_build(run, tmp_path):
         "WAVEMARE_COMPILED_OPS": "1",
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
     }
-    ended = run("deepspeed", "lock", environment)
+    ended = run("deepspeed", "lock", environment=environment)
     assert ended.code != 0
     assert "extensions/deepspeed_shm_comm/lock" in ended.output
     assert "remove that file" in ended.output

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that stop, die, leave or wait for data: noticed in time, told on one rank, none left."""
 
+import time
+
 import pytest
 
 nightly = pytest.mark.nightly
@@ -27,7 +29,7 @@ def told(finished, words):
         pytest.param("stop", "waves", [124, -9], "does not answer", 1, marks=nightly),
         ("receive", "pipemare", [124, 124], "(recv) for", 2),
         pytest.param("receive", "data", [124, 124], "the data loader (recv) for", 2, marks=nightly),
-        ("kill", "pipemare", [1, -9], "ended without a word", 1),
+        ("kill", "pipemare", [1, -9], "without a word: killed, or out of memory? (its last", 1),
         pytest.param("exit", "data", [1, 0], "ended without a word", 1, marks=nightly),
     ],
 )
@@ -40,6 +42,9 @@ def test_the_rank_that_holds_up_the_others_is_named(launch, fault, engine, codes
     assert told(finished, f"suspect: {suspected}") == [0], finished.outputs
     assert suspect in finished.outputs[0]
     assert len(reports(finished)) == count
+    if fault == "kill":  # rank 0 stays while launchers, once a second, look for the one that ended
+        report = finished.folder / "watchdog" / "rank_00000.txt"
+        assert time.time() - report.stat().st_mtime > 2
 
 
 @pytest.mark.world_size(2)
@@ -88,13 +93,19 @@ def test_a_rank_whose_data_ends_early_is_named(launch):
 
 @pytest.mark.world_size(3)
 @nightly
+@pytest.mark.parametrize(("fault", "code"), [("stop", 124), ("kill", 1)])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_any_of_three_ranks_is_found(launch, rank):
+def test_any_of_three_ranks_is_found(launch, fault, code, rank):
     """Also rank 0, with which the store of the process group goes."""
-    finished = launch(
-        PROGRAM, "stop", "data", "--timeout", TIMEOUT_S, "--rank", rank, ranks=3, own=True
-    )
+    options = ["--timeout", TIMEOUT_S, "--rank", rank]
+    finished = launch(PROGRAM, fault, "data", *options, ranks=3, own=True)
     assert finished.codes[rank] == -9
-    assert sorted(finished.codes) == [-9, 124, 124], finished.outputs
-    assert told(finished, f"suspect: rank {rank} (") == [1 if rank == 0 else 0]
-    assert len(reports(finished)) == 2
+    assert sorted(finished.codes) == [-9, code, code], finished.outputs
+    tellers = told(finished, f"suspect: rank {rank} (")
+    assert len(tellers) == 1
+    if (fault, rank) != ("kill", 2):  # else the first that has noticed it tells it
+        assert tellers == [1 if rank == 0 else 0]
+    if fault == "stop":
+        assert len(reports(finished)) == 2
+        # Without the store each rank says for itself where it waits.
+        assert told(finished, "watchdog: rank 2 has waited for") == [2] * (rank == 0)

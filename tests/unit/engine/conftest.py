@@ -7,11 +7,16 @@ import time
 import pytest
 
 
+def threads(name):
+    return [each for each in threading.enumerate() if each.name == name]
+
+
 class Clock:
     """Seconds pass when the test says so. Counts how often the watchdog asks for the time."""
 
     def __init__(self):
         self.now, self.asked = 1000.0, 0
+        self.meanwhile = lambda: None  # what the other ranks do in a second
 
     def __call__(self):
         if threading.current_thread().name == "wavemare-watchdog":
@@ -19,14 +24,17 @@ class Clock:
         return self.now
 
     def let_it_look(self):
-        """Wait until the watchdog has counted and looked since this call."""
-        before, deadline = self.asked, time.monotonic() + 60
-        while self.asked < before + 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        for thread in threading.enumerate():
-            if thread.name == "wavemare-watchdog-look" and thread.is_alive():
-                thread.join(60)
+        """Wait until the watchdog has counted and heard the others since this call, or ended."""
+        self.meanwhile()
+        deadline = time.monotonic() + 60
+        for _ in range(2):  # the second time it hears what the store has answered
+            before = self.asked
+            while self.asked < before + 3 and threads("wavemare-watchdog"):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            for thread in threads("wavemare-call"):
+                if thread.is_alive():  # it has been started
+                    thread.join(60)
 
     def spend(self, seconds):
         """Let time pass in steps that are too short for a suspended process."""

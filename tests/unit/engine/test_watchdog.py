@@ -9,70 +9,47 @@ import pytest
 
 from wavemare.comm.waits import joining, waiting
 from wavemare.engine.config.sections import WatchdogConfig
-from wavemare.engine.health.rank_status import (
-    PeerAddress,
-    RankStatus,
-    Server,
-    UnreachablePeer,
-    ask,
-    diagnose,
-    reachable_address,
-    write_report,
-)
+from wavemare.engine.health.rank_status import RankStatus, diagnose, write_report
 from wavemare.engine.health.watchdog import EXIT_CODE, Watchdog, acquire, current
 from wavemare.engine.observe.progress import Progress
 from wavemare.pipeline.plan.plan import Action, Kind
 
-RANKS = [PeerAddress(r, f"node{r}", 100 + r, "127.0.0.1", 1, f"{r}") for r in range(3)]
-STUCK = RankStatus(
-    rank=0,
-    what="backward",
-    peer=None,
-    wait="all_reduce",
-    waited_s=9.0,
-    step=4,
-    finished="forward",
-    line="train.py:7 (main)",
-    plan="",
-)
-SILENT, KILLED = UnreachablePeer(RANKS[1], gone=False), UnreachablePeer(RANKS[1], gone=True)
-LEFT = UnreachablePeer(RANKS[1], True, "after step 3")
+RANKS = [RankStatus(r, f"node{r}", 100 + r, f"{r}") for r in range(3)]
+STUCK = {"what": "backward", "wait": "all_reduce", "waited_s": 9.0, "step": 4}
+SILENT, KILLED = {"silent": True}, {"ended": True}
+LEFT = {"ended": True, "left": "after step 3"}
 
 
 def status(rank, **changes):
-    return replace(STUCK, rank=rank, **changes)
+    return replace(RANKS[rank], **STUCK | changes)
 
 
 @pytest.mark.parametrize(
-    ("statuses", "unreachable", "suspects", "words"),
+    ("others", "suspects", "words"),
     [
-        ([status(0)], [SILENT], (1,), "does not answer"),
-        ([status(0)], [KILLED], (1,), "without a word"),
-        ([status(0)], [LEFT], (1,), "by itself, after step 3"),
-        ([status(0), status(1, step=3), status(2)], [], (1,), "in step 3"),
-        ([status(0), status(1), status(2)], [], (), "all ranks wait"),
+        ([SILENT], (1,), "does not answer"),
+        ([KILLED], (1,), "without a word"),
+        ([LEFT], (1,), "by itself, after step 3"),
+        ([{"step": 3}, {}], (1,), "in step 3"),
+        ([{}, {}], (), "all ranks wait"),
     ],
 )
-def test_the_rank_to_blame_is_named(statuses, unreachable, suspects, words):
-    diagnosis = diagnose(statuses, unreachable, RANKS[1:2], 5)
+def test_the_rank_to_blame_is_named(others, suspects, words):
+    ranks = [status(0), *(status(1 + n, **other) for n, other in enumerate(others))]
+    diagnosis = diagnose(ranks, 5)
     assert diagnosis.suspects == suspects
     assert words in diagnosis.reason
-    summary = diagnosis.summary(RANKS, statuses, unreachable, "nothing moves", "/runs/one")
+    summary = diagnosis.summary(ranks, "nothing moves", "/runs/one")
     assert summary.startswith("watchdog: nothing moves\nsuspect: ")
     for rank in suspects:
-        assert str(RANKS[rank]) in summary.splitlines()[1]
+        assert RANKS[rank].name in summary.splitlines()[1]
     assert "/runs/one/rank_*.txt" in summary
 
 
-@pytest.mark.parametrize("unreachable", [[], [UnreachablePeer(RANKS[2], gone=False)]])
-@pytest.mark.parametrize("other", [{"wait": ""}, {"waited_s": 4.9}])
-def test_a_run_goes_on_while_a_rank_computes_or_waits_shortly(other, unreachable):
-    assert diagnose([status(0), status(1, **other)], unreachable, RANKS[2:], 5) is None
-
-
-@pytest.mark.parametrize("unreachable", [SILENT, KILLED])
-def test_a_rank_of_which_nothing_is_known_may_compute(unreachable):
-    assert diagnose([status(0)], [unreachable], [], 5) is None
+@pytest.mark.parametrize("absence", [{}, SILENT, KILLED, LEFT])
+@pytest.mark.parametrize("other", [{"wait": ""}, {"waited_s": 4.9}, {"late": True}])
+def test_a_run_goes_on_while_a_rank_may_compute_or_waits_shortly(other, absence):
+    assert diagnose([status(0), status(1, **other), status(2, **absence)], 5) is None
 
 
 def test_a_report_shows_the_plan_around_the_action(tmp_path):
@@ -80,16 +57,26 @@ def test_a_report_shows_the_plan_around_the_action(tmp_path):
     kinds = (Kind.RECV_ACTIVATION, Kind.FORWARD, Kind.SEND_ACTIVATION)
     progress.begin_actions([Action(kind, 1, 0) for kind in kinds], peers.get)
     progress.at_action(1)
-    assert RankStatus.of(1, progress).peer is None
+    assert RANKS[1].at(progress, 0.0, 1).peer is None
     progress.at_action(2)
-    here = RankStatus.of(1, progress)
+    here = RANKS[1].at(progress, 0.0, 1)
     assert here.plan == "1RA0 1F0 [1SA0]"
     assert here.peer == 2
-    assert write_report(str(tmp_path), RANKS[1], here, progress, "nothing moves") is None
+    assert write_report(str(tmp_path), here, progress, "nothing moves") is None
     report = (tmp_path / "rank_00001.txt").read_text()
     assert "[1SA0]" in report
     assert "last finished: forward of micro-batch 0 (1F0)" in report
     assert "test_a_report_shows_the_plan" in report  # the stack
+
+
+def test_after_an_error_a_rank_says_where_it_was():
+    progress = Progress()
+    with pytest.raises(ValueError, match="own"), progress.doing("backward"):
+        raise ValueError("own")
+    failed = RANKS[0].at(progress, 0.0, 1)
+    assert "computes in the script's own code, after an error in backward, step 0" in str(failed)
+    progress.begin_step(1)
+    assert "after an error" not in str(RANKS[0].at(progress, 0.0, 2))
 
 
 def test_only_marked_waits_of_the_thread_that_trains_or_that_it_joins_count():
@@ -115,21 +102,6 @@ def test_only_marked_waits_of_the_thread_that_trains_or_that_it_joins_count():
     with waiting("another"):
         assert progress.wait.what == "another"
     assert progress.wait is None
-
-
-def test_only_those_who_know_the_token_are_answered():
-    with Server(lambda: "secret", lambda request: {"heard": request["word"]}) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        here = PeerAddress(0, "here", 1, "127.0.0.1", server.server_address[1], "")
-        answers = [ask(here, token, {"word": 5}) for token in ("secret", "guess", "")]
-        server.shutdown()
-        thread.join()
-    known, guessed, empty = answers
-    assert known == {"heard": 5}
-    assert guessed.gone
-    assert empty.gone
-    assert ask(here, "secret", {"word": 5}).gone
 
 
 @pytest.fixture
@@ -228,7 +200,7 @@ def test_an_engine_that_is_destroyed_does_not_keep_the_run_from_ending(clock, st
 
 
 def threads():
-    return [each for each in threading.enumerate() if each.name == "wavemare-watchdog"]
+    return [each for each in threading.enumerate() if each.name.startswith("wavemare-watchdog")]
 
 
 def test_engines_share_the_watchdog_until_the_last_has_gone(caplog):
@@ -270,23 +242,3 @@ def test_an_engine_may_be_collected_by_the_watchdogs_own_thread(clock, start, ca
     assert not threads()
     assert current() is None
     assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("variables", "address"),
-    [
-        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, "127.0.0.1"),
-        ({"LOCAL_SIZE": "2", "WORLD_SIZE": "2"}, "127.0.0.1"),
-        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, "10.0.0.7"),
-        ({"WORLD_SIZE": "4"}, "10.0.0.7"),
-        ({"MASTER_ADDR": "127.0.1.1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, "10.0.0.7"),
-        ({"MASTER_ADDR": "fd00::1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, "10.0.0.7"),
-    ],
-)
-def test_ranks_of_several_hosts_are_not_told_the_loopback_address(monkeypatch, variables, address):
-    for name in ("MASTER_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("wavemare.engine.health.rank_status.host_address", lambda _: "10.0.0.7")
-    assert reachable_address() == address
