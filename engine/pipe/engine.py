@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import Tensor
 
 from wavemare.engine.config.resolve import SECTION
-from wavemare.engine.experts import ExpertsMixin, expert_group
+from wavemare.engine.experts import ExpertsMixin
 from wavemare.engine.launch.group import gather, peer_loss
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Recorder
@@ -33,7 +33,6 @@ from wavemare.engine.pipe.plans import agreed_plan, peer_of
 from wavemare.engine.pipe.staged import StagedEngine
 from wavemare.engine.pipe.timers import timed
 from wavemare.engine.pipe.update import Handlers, Update
-from wavemare.engine.seams import fail_group
 from wavemare.errors import CommError, DataError, NumericsError, WavemareError
 from wavemare.pipeline.plan.files import GivenPlan
 from wavemare.pipeline.plan.orders import forward_only
@@ -77,8 +76,6 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
     link: Any = None
     _failed: Kind | None = None
     """The kind of the action that an error ended."""
-    _has_groups = True
-    """Whether the groups of ranks that share a stage are open."""
 
     def __init__(self, *args: Any, plan: GivenPlan | None = None, **kwargs: Any) -> None:
         settings = kwargs.get("settings")
@@ -283,20 +280,6 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
             remedy = "Mend that, and load a checkpoint on all ranks or start them again"
             raise CommError("optimizer step", self.global_steps + 1, told, remedy) from error
 
-    def _abort_groups(self) -> None:
-        """Let the ranks of other replicas fail that would wait for this one in a collective."""
-        grid = self.grid
-        experts = expert_group(self.module.parameters())  # None on a stage without them
-        shared = [
-            (grid.get_data_parallel_group(), self.dp_world_size),
-            (grid.get_slice_parallel_group(), grid.get_slice_parallel_world_size()),
-            (experts, self.settings.expert_parallel.size if experts is not None else 1),
-        ]
-        for group, size in shared:
-            if size > 1:
-                self._has_groups = False
-                fail_group(group)
-
     # --- the actions ------------------------------------------------------------------------------
 
     def _handlers(self) -> Handlers:
@@ -445,11 +428,9 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
 
     def _compare_batches(self) -> None:
         """Before the first step, compare what the ranks of this pipeline are about to read."""
-        if self.same_batches is None or self.same_batches.is_done:
-            return
-        reads = self.is_first_stage() or self.is_last_stage()
-        inputs, labels = (self.feed.peek() if reads else None) or (None, None)
-        self.same_batches.compare(inputs, labels)
+        if self.same_batches is not None and not self.same_batches.is_done:
+            reads = self.is_first_stage() or self.is_last_stage()
+            self.same_batches.compare(*((self.feed.peek() if reads else None) or (None, None)))
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         self.data_iterator = iterator

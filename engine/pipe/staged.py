@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from wavemare.engine.base import EngineMixin
+from wavemare.engine.experts import expert_group
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.micro_batch import to_device
+from wavemare.engine.seams import fail_group
 from wavemare.errors import ConfigError, DataError
 
 
 class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
     """What pipeline engines share: batches of transformers, and whole steps alone."""
+
+    _has_groups = True
+    """Whether the groups of ranks that share a stage are open."""
 
     def _next_batch(self) -> Any:
         batch = super()._next_batch()
@@ -67,6 +72,20 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
                 return super().eval_batch(*args, **kwargs)
         finally:
             self.reset_activation_shape()
+
+    def _abort_groups(self) -> None:
+        """Let the ranks of other replicas fail that would wait for this one in a collective."""
+        grid = self.grid
+        experts = expert_group(self.module.parameters())  # None on a stage without them
+        shared = [
+            (grid.get_data_parallel_group(), self.dp_world_size),
+            (grid.get_slice_parallel_group(), grid.get_slice_parallel_world_size()),
+            (experts, self.settings.expert_parallel.size if experts is not None else 1),
+        ]
+        for group, size in shared:
+            if size > 1:
+                self._has_groups = False
+                fail_group(group)
 
     def destroy(self) -> None:
         """Release the engine's resources; all ranks should call it."""
