@@ -273,6 +273,10 @@ def destroy_groups(made: list[Any]) -> None:
             distributed.destroy_process_group(made.pop())
 
 
+_NEVER_SENT = 1 << 30
+"""A tag that no message has."""
+
+
 def fail_group(group: Any) -> None:
     """Let the ranks that wait in a group of gloo's fail at once, now and later.
 
@@ -284,7 +288,8 @@ def fail_group(group: Any) -> None:
     own = distributed.get_rank()
     peers = [rank for rank in distributed.get_process_group_ranks(group) if rank != own]
     with suppress(RuntimeError):
-        never: Any = distributed.irecv(torch.empty(1), peers[0], group=group)
+        # A message of another size with the same tag would abort the process.
+        never: Any = distributed.irecv(torch.empty(1), peers[0], group=group, tag=_NEVER_SENT)
         never.wait(timedelta(milliseconds=1))
 
 
