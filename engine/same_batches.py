@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.feature import Feature
 from wavemare.engine.launch.group import gather
 from wavemare.errors import DataError
@@ -73,9 +74,14 @@ class SameBatches(Feature):
 
 
 def attach_same_batches(engine: EngineMixin) -> SameBatches | None:
-    """Return the comparison for an engine; None if each rank holds a model alone."""
+    """Return the comparison for an engine with our section; None if each rank reads for itself.
+
+    Ranks that share sequences read parts of one batch.
+    """
     group = engine.ranks.model_group
-    return None if group is None else SameBatches(group)
+    if group is None or engine.sequence_parallel_size > 1 or SECTION not in engine.config:
+        return None
+    return SameBatches(group)
 
 
 def digest(part: Any) -> str | None:

@@ -47,6 +47,7 @@ LIBRARIES = [
 ]
 ALONE = Path("/dev/nvidiactl").exists()
 """Whether each rank is an interpreter of its own: CUDA does not work in forks."""
+TESTS = str(Path(__file__).parents[1])
 STACKS = signal.SIGRTMIN
 """On this signal a rank writes the stacks of its threads into its log."""
 
@@ -71,7 +72,7 @@ def enter(request):
         os.chdir(request["folder"])
     program = request["program"]
     sys.argv = [program, *request["arguments"]]
-    sys.path[0] = os.path.dirname(program)
+    sys.path[:1] = [os.path.dirname(program), TESTS]
 
 
 def exit_code_of(program):
@@ -115,7 +116,7 @@ def run_alone():
     """Run the program that the command line names."""
     register_stacks()
     del sys.argv[0]
-    sys.path[0] = os.path.dirname(sys.argv[0])
+    sys.path[:1] = [os.path.dirname(sys.argv[0]), TESTS]
     sys.exit(exit_code_of(sys.argv[0]))
 
 

@@ -84,7 +84,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(launch, tmp_path):
                 assert error["file"].endswith(f"/{case}/{tag}")
                 assert "rank 1 could not write zero_pp_rank_1" in error["reason"]
                 assert "File too large" in error["reason"]
-                assert "are free there" in error["reason"]
+                assert "are free there" not in error["reason"]  # the limit is one of files
             assert found["there"] == ["latest", "one", "zero_to_fp32.py", "zero_to_torch.py"] or (
                 found["there"] == ["latest", "one", "zero_to_fp32.py"]
             )
