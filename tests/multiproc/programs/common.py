@@ -86,6 +86,19 @@ def build_moe(kind="mixtral", *, seed=7, num_experts=4, auxiliary=False, eager=F
     return transformers.AutoModelForCausalLM.from_config(config, **chosen)
 
 
+class AllRanks(torch.nn.Module):
+    """Gives the mean of the ranks' losses: each has its own auxiliary loss, of its own tokens."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, parts):
+        output = self.model(**parts[0])
+        output.loss = sum([self.model(**p).loss for p in parts[1:]], output.loss) / len(parts)
+        return output
+
+
 def build_pipeline():
     torch.manual_seed(7)
     layers: list[torch.nn.Module] = [torch.nn.Embedding(VOCABULARY, HIDDEN)]

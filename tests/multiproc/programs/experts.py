@@ -13,6 +13,7 @@ import peft
 import torch
 import transformers
 from common import (
+    AllRanks,
     build_moe,
     configuration,
     difference,
@@ -39,19 +40,6 @@ def batches(rank):
         mask[1, -3:] = 0
         labels = tokens.masked_fill(mask == 0, -100)
         yield {"input_ids": tokens, "attention_mask": mask, "labels": labels}
-
-
-class AllRanks(torch.nn.Module):
-    """Gives the mean of the ranks' losses: each has its own auxiliary loss, of its own tokens."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, parts):
-        output = self.model(**parts[0])
-        output.loss = sum([self.model(**p).loss for p in parts[1:]], output.loss) / len(parts)
-        return output
 
 
 def all_batches(stages):

@@ -21,6 +21,7 @@ import peft
 import torch
 import transformers
 from common import DEVICE, QUIET, VOCABULARY, build_gpt2, build_moe
+from hf_common import pad
 from safetensors.torch import load_file
 from transformers import DataCollatorWithFlattening
 
@@ -82,20 +83,6 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return self.rows[index]
-
-
-def pad(features):
-    longest = max(len(feature["input_ids"]) for feature in features)
-
-    def padded(values, filler):
-        return torch.nn.functional.pad(values, (0, longest - len(values)), value=filler)
-
-    ids = [feature["input_ids"] for feature in features]
-    return {
-        "input_ids": torch.stack([padded(one, 0) for one in ids]),
-        "attention_mask": torch.stack([padded(torch.ones_like(one), 0) for one in ids]),
-        "labels": torch.stack([padded(feature["labels"], -100) for feature in features]),
-    }
 
 
 def flatten(features):

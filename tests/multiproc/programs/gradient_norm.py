@@ -17,6 +17,7 @@ from common import (
     MICRO,
     QUIET,
     VOCABULARY,
+    AllRanks,
     build_gpt2,
     configuration,
     furthest,
@@ -36,19 +37,6 @@ LIMIT = 0.2
 def batches(rank):
     for tokens in token_batches(rank):
         yield {"input_ids": tokens, "labels": tokens}
-
-
-class AllRanks(torch.nn.Module):
-    """Gives the mean of the data ranks' losses."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, parts):
-        output = self.model(**parts[0])
-        output.loss = sum([self.model(**p).loss for p in parts[1:]], output.loss) / len(parts)
-        return output
 
 
 def reported(*, zero=0, clip=0.0, ours=None, replicas=False, **changes):

@@ -19,6 +19,7 @@ from common import (
     MICRO,
     QUIET,
     VOCABULARY,
+    AllRanks,
     build_gpt2,
     build_moe,
     difference,
@@ -36,19 +37,6 @@ from torch import distributed as dist
 import wavemare
 
 RATE, STEPS = 0.1, 2
-
-
-class AllRanks(torch.nn.Module):
-    """Gives the mean of the data ranks' losses."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, parts):
-        output = self.model(**parts[0])
-        output.loss = sum([self.model(**p).loss for p in parts[1:]], output.loss) / len(parts)
-        return output
 
 
 def gpt2(**changes):
