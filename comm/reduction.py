@@ -379,10 +379,12 @@ class Reduction:
         """Return of a sample of blocks how many are listed wrongly, and how many are not listed."""
         step = max(call.num_blocks // _SAMPLE, 1)
         places = np.arange(number % step, call.num_blocks, step, dtype=np.int64)[:_SAMPLE]
-        sampled = self._sample(call, places).cpu().numpy()
-        found = np.unpackbits(sampled, count=len(places), bitorder="little")
         index = call.index(places)
-        known = ((listed[index // 8] >> (index % 8).to(torch.uint8)) & 1).cpu().numpy()
+        bits = (listed[index // 8] >> (index % 8).to(torch.uint8)) & 1
+        # One copy to the host, which waits for the device.
+        both = torch.cat([bits, self._sample(call, places)]).cpu().numpy()
+        known, sampled = both[: len(places)], both[len(places) :]
+        found = np.unpackbits(sampled, count=len(places), bitorder="little")
         return int((found > known).sum()), int((known == 0).sum())
 
     def _listed(self, call: CollectiveCall, bucket: Bucket) -> tuple[Tensor | None, int]:
