@@ -176,7 +176,8 @@ class Accelerator(accelerate.Accelerator):
         worker_init = data_loader.worker_init_fn
         if "rank" in getattr(worker_init, "keywords", {}) or {}:
             worker_init.keywords["rank"] = self.data_rank  # else stages would draw differently
-        (seed,) = broadcast_object_list([self.dataloader_config.data_seed or torch.initial_seed()])
+        given = self.dataloader_config.data_seed
+        (seed,) = broadcast_object_list([torch.initial_seed() if given is None else given])
         prepared = prepare_data_loader(
             data_loader,
             self.device,
