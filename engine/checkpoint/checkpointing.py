@@ -289,12 +289,11 @@ class CheckpointMixin(DeepSpeedEngine):
         # A pipeline in bf16 without ZeRO saves its optimizer's states as ZeRO does; DeepSpeed would
         # look elsewhere.
         as_zero = {"zero_optimization": lambda: True} if adapt(self).accumulates_in_fp32 else {}
-        reading = replaced(self, {"reads_own_replica": same, **as_zero})
         # Under ZeRO 3 DeepSpeed takes weights from the optimizer's files; with load_module_only it
         # does so only if told to leave the optimizer's states.
         states = load_optimizer_states and (whole or not self.zero_optimization_partition_weights())
         with (
-            reading,
+            replaced(self, {"reads_own_replica": same, **as_zero}),
             self.without_expert_files(),
             safe_loading(load_dir),
             _weights_of(tag),

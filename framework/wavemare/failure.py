@@ -221,8 +221,6 @@ def _leave(code: int) -> NoReturn:
 def _run_exit_handlers(code: int) -> None:
     """Call what scripts and libraries have registered by ``atexit``; it may not take for ever."""
     failing.set()
-    if (watchdog := _watchdog()) is not None:
-        watchdog.stop()
     limit = threading.Timer(_HANDLERS_SECONDS, exit_now, (code,))
     limit.daemon = True
     limit.start()
