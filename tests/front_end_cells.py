@@ -21,7 +21,7 @@ LAYOUTS = {
 STAGES = ("1f1b", "zbv", "pipemare")
 ROWS, FEATURES = FRONT_ENDS, tuple(LAYOUTS)
 REFUSED = {
-    **{f"accelerate/{layout}": "ConfigError: wavemare.pipeline" for layout in STAGES},
+    **{f"accelerate/{layout}": "ConfigError: wavemare.pipeline.stages" for layout in STAGES},
     "accelerate/waves": "ConfigError: wavemare.wavelet.mode",
 }
 """How the refusals of a front end and a layout begin."""

@@ -444,7 +444,7 @@ def leave_cells():
             if rank == 0:
                 torch.save(tensors, Path(sys.argv[1], cell.replace("/", "-") + ".pt"))
         except Exception as error:
-            if ALONE or not isinstance(error, (WavemareError, NotImplementedError)):
+            if ALONE or not isinstance(error, WavemareError):
                 traceback.print_exc()
             results[cell] = {"refused": f"{type(error).__name__}: {error}"}
         results[cell]["seconds"] = time.perf_counter() - began
