@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from wavemare.bench.local_steps.request import BASELINE, WARMED
+from benchmarks.local_steps.request import BASELINE, WARMED
 from wavemare.engine.config.resolve import WavemareConfig
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -142,7 +142,7 @@ def times(name: str) -> str:
 
 
 def duels(pattern: str) -> str:
-    """Return a row for each case of ``wavemare bench sparse --duels``, over all result files."""
+    """Return a row for each case of ``benchmarks sparse --duels``, over all result files."""
     head = ["ranks", "link", "size", "masks", "d", "fastest other", "`auto` chose"]
     head += ["other / `auto`", "95 %"]
     rows = []
@@ -158,7 +158,7 @@ def duels(pattern: str) -> str:
 
 
 def calls(pattern: str) -> str:
-    """Return a row for each system of ``wavemare bench sparse``: speed, and what rank 0 sends."""
+    """Return a row for each system of ``benchmarks sparse``: speed, and what rank 0 sends."""
     cases: dict[str, None] = {}
     found: dict[str, dict[str, str]] = {}
     for row in (row for result in _results(pattern) for row in result["rows"]):
@@ -171,7 +171,7 @@ def calls(pattern: str) -> str:
 
 
 def schedules(pattern: str) -> str:
-    """Return a row for each system of ``wavemare bench pipeline``, a column for each case."""
+    """Return a row for each system of ``benchmarks pipeline``, a column for each case."""
     cases: dict[str, None] = {}
     found: dict[str, dict[str, str]] = {}
     for result in _results(pattern):
@@ -187,7 +187,7 @@ def schedules(pattern: str) -> str:
 
 
 def steps(pattern: str) -> str:
-    """Return a row for each system of ``wavemare bench sparse --step``, over all result files."""
+    """Return a row for each system of ``benchmarks sparse --step``, over all result files."""
     head = ["ranks", "system", "ms per step", "times as fast", "beyond no messages, ms"]
     rows = []
     for result in _results(pattern):

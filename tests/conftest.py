@@ -38,6 +38,9 @@ STACKS_S = 2.0
 """How long ranks that are ended have to write their stacks."""
 
 PROGRAMS = Path(__file__).parent / "multiproc" / "programs"
+_ROOT = str(Path(__file__).parents[1])
+# Programs that tests start in other folders find the benchmarks, which no installation has.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
 ACCELERATOR = os.environ.get("TEST_ACCELERATOR", "cpu")
 """Where the ranks that tests start compute: ``cpu``, or ``cuda`` as ``make test-gpu`` has it."""
 

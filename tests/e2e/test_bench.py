@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare bench`` as a person types it: one small run of each in CI, more of them at night."""
+"""The benchmarks as a person types them: one small run of each in CI, more of them at night."""
 
 import json
 from statistics import median
 
 import pytest
 
-from wavemare.bench.cluster import EmulatedCluster
-from wavemare.bench.cluster.limits import Throttle
-from wavemare.bench.local_steps.request import SYSTEMS as LOCAL_SYSTEMS
-from wavemare.bench.pipeline.request import DEFAULT_SYSTEMS
-from wavemare.bench.sparse.request import DEFAULT_SYSTEMS as SPARSE_SYSTEMS
-from wavemare.bench.sparse.request import PEERS, STEP_SYSTEMS
-from wavemare.bench.sparse.request import SYSTEMS as ALL_SPARSE_SYSTEMS
-from wavemare.bench.wave.request import SYSTEMS as WAVE_SYSTEMS
+from benchmarks.cluster import EmulatedCluster
+from benchmarks.cluster.limits import Throttle
+from benchmarks.local_steps.request import SYSTEMS as LOCAL_SYSTEMS
+from benchmarks.pipeline.request import DEFAULT_SYSTEMS
+from benchmarks.sparse.request import DEFAULT_SYSTEMS as SPARSE_SYSTEMS
+from benchmarks.sparse.request import PEERS, STEP_SYSTEMS
+from benchmarks.sparse.request import SYSTEMS as ALL_SPARSE_SYSTEMS
+from benchmarks.wave.request import SYSTEMS as WAVE_SYSTEMS
 from wavemare.errors import LaunchError
 
 OBSTACLE = EmulatedCluster.obstacle()
@@ -46,9 +46,9 @@ def bench(command, tmp_path):
     """Run a benchmark; return its JSON, and what it said as ``output``."""
 
     def run(*words):
-        ended = command("wavemare", "bench", *words, "--json", "result.json").check()
+        ended = command("python", "-m", "benchmarks", *words, "--json", "result.json").check()
         result = json.loads((tmp_path / "result.json").read_text())
-        line = " ".join(map(str, ("wavemare", "bench", *words)))
+        line = " ".join(map(str, ("python", "-m", "benchmarks", *words)))
         assert result["command"].startswith(line)
         assert {"processor", "cores", "torch", "deepspeed"} <= result["machine"].keys()
         for row in result.get("rows", ()):

@@ -74,7 +74,7 @@ REST = [block for block in BLOCKS if block.page not in TUTORIALS]
 # The tables of results name the command of each row.
 MEASURED = [ROOT / "docs" / "performance.md", *sorted((ROOT / "docs" / "results").glob("*.md"))]
 INLINE = re.findall(
-    r"(?<!`)`(wavemare (?:train|bench|simulate) [^`]+)`",
+    r"(?<!`)`((?:wavemare (?:train|simulate)|python -m benchmarks) [^`]+)`",
     "\n".join(page.read_text() for page in MEASURED),
 )
 COMMANDS = sorted(
@@ -189,7 +189,7 @@ def stock_buffers():
 OURS = [
     line
     for line in COMMANDS
-    if re.match(r"wavemare .|.* -m(odule)? wavemare\.(recipes|bench)", line)
+    if re.match(r"wavemare .|python -m benchmarks |.* -m(odule)? wavemare\.recipes", line)
     and not re.search(r" > | file:", line)
 ]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two hosts: every way to start ranks on both, their failures, a cut link, and the GPT recipe.
 
-The hosts are Linux namespaces on this machine (`wavemare.bench.cluster`), which takes root; most
+The hosts are Linux namespaces on this machine (`benchmarks.cluster`), which takes root; most
 tests log in there by ssh (the Debian packages openssh-server, openssh-client and pdsh). One command
 runs it all: make test-hosts.
 """
@@ -19,7 +19,7 @@ import psutil
 import pytest
 from mpi_jobs import needed_mpi
 
-from wavemare.bench.cluster import EmulatedCluster
+from benchmarks.cluster import EmulatedCluster
 from wavemare.cli.launch import end_job
 from wavemare.report import read_run
 

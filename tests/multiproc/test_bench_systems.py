@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from wavemare.bench.pipeline.request import OURS, SYSTEMS, UNGUARDED
+from benchmarks.pipeline.request import OURS, SYSTEMS, UNGUARDED
 
 SYNCHRONOUS = [name for name, system in SYSTEMS.items() if not system.steady]
 

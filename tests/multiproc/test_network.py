@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from wavemare.bench.cluster import EmulatedCluster
-from wavemare.bench.cluster.namespaces import run_tool
+from benchmarks.cluster import EmulatedCluster
+from benchmarks.cluster.namespaces import run_tool
 from wavemare.comm.mpi_library import describe_mpi
 from wavemare.errors import LaunchError
 

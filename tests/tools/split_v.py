@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wavemare.bench.quality import SYSTEMS
 from wavemare.models.chains import GPT2BlockLayer
 from wavemare.recipes import simulate
 from wavemare.simulation import SimulatedPipeline
+from wavemare.simulation.quality import SYSTEMS
 
 STEPS, RANKS, BLOCKS = 800, 8, 8
 PERIOD = 6  # ticks; a stage of a V has one for each of F, B and W

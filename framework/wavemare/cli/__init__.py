@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from wavemare import __version__
-from wavemare.cli.bench import bench
 from wavemare.cli.convert import convert
 from wavemare.cli.data import app as data
 from wavemare.cli.doctor import doctor
@@ -50,7 +49,6 @@ app.command()(doctor)
 app.command()(convert)
 app.command()(report)
 app.add_typer(plan, name="plan")
-app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 
 

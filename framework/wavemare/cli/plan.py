@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wavemare.bench.request import option
+from wavemare.cli.options import option
 from wavemare.errors import ConfigError, os_errors
 from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
 

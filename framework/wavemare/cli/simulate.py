@@ -77,12 +77,11 @@ def _compare(
     plot: Path | None,
 ) -> None:
     """Simulate systems with several seeds, and print, write and draw their validation losses."""
-    from wavemare.bench.quality import COLUMNS, SYSTEMS, Shape, draw, simulate_all, to_row
-    from wavemare.bench.ranks import describe_machine
-    from wavemare.bench.request import check_names
-    from wavemare.bench.result import make_table, print_table
-    from wavemare.cli.bench import check_picture, save
+    from wavemare.cli.options import check_names, check_picture, save
     from wavemare.files import check_writable
+    from wavemare.observe.run import describe_machine
+    from wavemare.observe.tables import make_table, print_table
+    from wavemare.simulation.quality import COLUMNS, SYSTEMS, Shape, draw, simulate_all, to_row
 
     names = tuple(SYSTEMS) if systems == "all" else tuple(filter(None, systems.split(",")))
     check_names("--systems", names, SYSTEMS)
@@ -108,4 +107,4 @@ def _compare(
     if plot is not None:
         draw(plot, found, title)
     result = {"machine": describe_machine(), "baseline": "flush", "bigram": found[0]["bigram"]}
-    save(json_file, {**result, "rows": rows, "runs": found})
+    save(json_file, ("wavemare",), {**result, "rows": rows, "runs": found})

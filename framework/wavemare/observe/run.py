@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -172,6 +173,22 @@ def environment() -> dict[str, Any]:
         },
         # sys.argv hides "-m module" and the interpreter's own options.
         "command": list(sys.orig_argv),
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return processor, cores, memory and accelerator of this machine, and versions of packages."""
+    import psutil
+
+    known, information = environment(), Path("/proc/cpuinfo")
+    text = information.read_text(encoding="utf-8") if information.exists() else ""
+    named = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    return {
+        "system": known["platform"],
+        "processor": named[1] if named else platform.processor() or platform.machine(),
+        "memory_bytes": psutil.virtual_memory().total,
+        **known["machine"],
+        **known["versions"],
     }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import typer
 
+from benchmarks.__main__ import app as benchmarks
 from wavemare.cli import app
 from wavemare.errors import WavemareError
 
@@ -31,7 +32,10 @@ WORK = {
     "wavemare.megatron.convert": ["convert"],
     "wavemare.report": ["read_run"],
 }
-COMMAND = typer.main.get_command(app)
+COMMANDS = {
+    "wavemare": typer.main.get_command(app),
+    "benchmarks": typer.main.get_command(benchmarks),
+}
 OF_RANKS = re.compile(r".* (?:-m|--module) (wavemare\.recipes\.\S+) (.*)")
 RANKS = re.compile(r" --(?:num_accelerators|num_gpus|nproc-per-node) (\d+) ")
 
@@ -51,8 +55,9 @@ def run(words):
         os.environ["WORLD_SIZE"] = ranks[1]
         sys.argv = [program[1], *shlex.split(program[2])]
         runpy.run_module(program[1], run_name="__main__")
-    elif "wavemare" in words:
-        COMMAND.main([*words[words.index("wavemare") + 1 :]], "wavemare")
+    for program, command in COMMANDS.items():
+        if program in words:
+            command.main([*words[words.index(program) + 1 :]], program)
 
 
 def accept(words):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the systems of ``wavemare bench`` for some steps; compare with one process that does all.
+"""Train the systems of the benchmarks for some steps; compare with one process that does all.
 
 Each rank leaves, for each system and number of micro-batches, the largest difference of its weights
 from those of plain training, and the actions that were noted.
@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 from common import leave
 
-from wavemare.bench.pipeline import systems as workloads
-from wavemare.bench.pipeline.request import SYSTEMS, PipelineRequest
-from wavemare.bench.pipeline.systems import ADAMW, BUILDERS, Place, build_workload
+from benchmarks.pipeline import systems as workloads
+from benchmarks.pipeline.request import SYSTEMS, PipelineRequest
+from benchmarks.pipeline.systems import ADAMW, BUILDERS, Place, build_workload
 from wavemare.engine import init_distributed
 from wavemare.pipeline.optim.soap_muon import SOAP
 

@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from wavemare.bench.cluster import EmulatedCluster
+from benchmarks.cluster import EmulatedCluster
 
 
 def sleeping():

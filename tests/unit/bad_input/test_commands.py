@@ -7,6 +7,7 @@ from shlex import split
 
 import pytest
 
+from benchmarks import __main__ as benchmarks
 from wavemare import cli
 from wavemare.failure import run_main
 from wavemare.recipes.bert import finetune
@@ -40,16 +41,24 @@ COMMANDS = [
     (f"{SEARCH} gpt2 --margin 0.999", "--cluster = ", "equal parts need"),
     (f"{SEARCH} gpt2 --output /proc/nosuch/x", "--output = '/proc/nosuch'", "no such folder"),
     (f"{SEARCH} gpt2 --json .", "--json = '.'", "a folder"),
-    ("bench pipeline --json /no/such/folder/x", "--json = '/no/such/folder'", "no such folder"),
-    ("bench pipeline --trace /dev/null/folder", "--trace = '/dev/null/folder'", "cannot be made"),
-    ("bench planner --ranks 3", "--ranks = 3", "even numbers"),
-    ("bench pipeline --stages 1", "--stages = 1", "Give 2 or more"),
-    ("bench pipeline --micro-batches 1,x", "--micro-batches = '1,x'", "as in 1,2,4,8"),
-    ("bench pipeline --forward-ms 3", "--forward-ms = 3.0", "Add --synthetic"),
-    ("bench sparse --densities nan", "--densities = [nan]", "at most 1"),
-    ("bench sparse --plot cost.txt", "--plot = 'cost.txt'", ".png or .svg"),
+    (
+        "benchmarks pipeline --json /no/such/folder/x",
+        "--json = '/no/such/folder'",
+        "no such folder",
+    ),
+    (
+        "benchmarks pipeline --trace /dev/null/folder",
+        "--trace = '/dev/null/folder'",
+        "cannot be made",
+    ),
+    ("benchmarks planner --ranks 3", "--ranks = 3", "even numbers"),
+    ("benchmarks pipeline --stages 1", "--stages = 1", "Give 2 or more"),
+    ("benchmarks pipeline --micro-batches 1,x", "--micro-batches = '1,x'", "as in 1,2,4,8"),
+    ("benchmarks pipeline --forward-ms 3", "--forward-ms = 3.0", "Add --synthetic"),
+    ("benchmarks sparse --densities nan", "--densities = [nan]", "at most 1"),
+    ("benchmarks sparse --plot cost.txt", "--plot = 'cost.txt'", ".png or .svg"),
     ("simulate gpt --systems flash", "--systems = 'flash'", "Did you mean"),
-    ("bench wave --json .", "--json = '.'", "a folder of that name"),
+    ("benchmarks wave --json .", "--json = '.'", "a folder of that name"),
     ("simulate gpt --set scheduler=WarmupLR", "scheduler = 'WarmupLR'", "not a mapping"),
     pytest.param(
         "simulate gpt --set scheduler.params=" + "[" * 100_000,
@@ -57,7 +66,7 @@ COMMANDS = [
         "not a mapping",
         id="100,000 brackets",
     ),
-    ("bench sparse --mib -1", "--mib = -1.0", "more than 0"),
+    ("benchmarks sparse --mib -1", "--mib = -1.0", "more than 0"),
     ("data inspect nosuch", "--data = 'nosuch'", "nosuch.idx does not exist"),
     ("data merge nosuch --output o", "--data = 'nosuch'", "side by side"),
     ("data build x.txt --output o --tokenizer nosuch", "--tokenizer = 'nosuch'", "save_pretrained"),
@@ -68,9 +77,15 @@ COMMANDS = [
 ]
 
 
+def run(ended, words):
+    """Run a command line of ours, or of the benchmarks, which are a program of their own."""
+    first, *rest = split(words)
+    return ended(benchmarks.main, *rest) if first == "benchmarks" else ended(cli.main, first, *rest)
+
+
 @pytest.mark.parametrize(("words", "start", "said"), COMMANDS)
 def test_a_command_ends_with_one_message(ended, words, start, said):
-    message = ended(cli.main, *split(words))
+    message = run(ended, words)
     assert message.startswith(f"error: {start}"), message
     assert said in message
     assert message.count("\n") == 1
@@ -94,7 +109,7 @@ USAGE = [
     ("train gpt --nproc 0", "value for '--nproc'"),
     ("plan show --slack -1", "value for '--slack'"),
     ("plan search", "Missing option '--model'"),
-    ("bench sparse --fast", "No such option"),
+    ("benchmarks sparse --fast", "No such option"),
     ("data build x --workers 0", "value for '--workers'"),
     ("convert a b --to megatron --checkpoint-version 9", "value for '--checkpoint-version'"),
 ]
@@ -103,7 +118,7 @@ USAGE = [
 @pytest.mark.parametrize(("words", "said"), USAGE)
 def test_usage_is_told_with_code_2(ended, words, said, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert said in ended(cli.main, *split(words))
+    assert said in run(ended, words)
 
 
 OPTIONS = [

@@ -1,0 +1,538 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured pipelines: the model in parts, the no-communication bound, and systems ready to train.
+
+These are pipelines of DeepSpeed, of ``torch.distributed.pipelining`` and of wavemare.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from transformers import set_seed
+
+import wavemare
+from benchmarks.pipeline.request import (
+    BASELINE,
+    BOUND,
+    SYSTEMS,
+    UNGUARDED,
+    PipelineRequest,
+    Waits,
+)
+from benchmarks.ranks import SEED, bench_device, build_gpt
+from wavemare.engine.pipe.chunks import ChunkedPipelineModule
+from wavemare.models.chains import gpt2_chain
+from wavemare.models.families import LanguageModelLoss
+from wavemare.models.layers import PipelineLayer
+from wavemare.models.timing import layer_times
+from wavemare.pipeline.clock.simulate import Event
+from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.plan.orders import loop, vee
+from wavemare.pipeline.plan.partition import balanced_cuts
+from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
+from wavemare.pipeline.plan.run_plan import homes_of
+
+_BATCHES = 8
+_SYNTHETIC_WIDTH = 64
+_INPUTS = ("input_ids",)
+# Linux may wake a sleeper so late by default.
+_TIMER_SLACK_S = 50e-6
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Workload(ABC):
+    """A model in parts, its loss and its micro-batches; the same on all ranks.
+
+    Attributes:
+        loss: From (output, labels) to a scalar.
+        batches: Micro-batches (inputs, labels), to be repeated.
+        activation_shape: Of the tensor between two parts, in fp32.
+    """
+
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batches: list[Batch]
+    activation_shape: tuple[int, ...]
+
+    @abstractmethod
+    def parts(self, count: int) -> list[nn.Module]:
+        """Return new modules of even costs, with the same initial weights each time."""
+
+
+class GPTWorkload(Workload):
+    """GPT-2 without dropout and with a head of its own, on random tokens.
+
+    All processes must build it at the same time: its layers are timed on all of them.
+    """
+
+    def __init__(self, request: PipelineRequest) -> None:
+        self._request = request
+        model, chain = self._build()
+        self._weights = layer_times(model, chain, _INPUTS)
+        self.loss = LanguageModelLoss(model.loss_function, request.vocabulary)
+        self.activation_shape = (request.batch, request.sequence, request.hidden)
+        shape = (_BATCHES, request.batch, request.sequence)
+        tokens = torch.randint(0, request.vocabulary, shape, generator=_generator())
+        self.batches = [(part, part) for part in tokens]
+
+    def parts(self, count: int) -> list[nn.Module]:
+        """Cut a new model by the measured times of its layers."""
+        _, chain = self._build()
+        cuts = balanced_cuts(self._weights, count)
+        return [nn.Sequential(*chain[cuts[i] : cuts[i + 1]]) for i in range(count)]
+
+    def _build(self) -> tuple[Any, list[PipelineLayer]]:
+        model = build_gpt(self._request)
+        return model, gpt2_chain(model, _INPUTS)
+
+
+class SyntheticWorkload(Workload):
+    """Layers that sleep: many share a core, and real tensors travel between them."""
+
+    def __init__(self, request: PipelineRequest) -> None:
+        self._stages = request.stages
+        self._waits = request.waits
+        self.loss = nn.functional.mse_loss
+        self.activation_shape = (request.batch, _SYNTHETIC_WIDTH)
+        values = torch.randn((_BATCHES, *self.activation_shape), generator=_generator())
+        self.batches = [(part, torch.zeros_like(part)) for part in values]
+
+    def parts(self, count: int) -> list[nn.Module]:
+        """Return layers whose waits add up to the same whole for every number of parts."""
+        set_seed(SEED)
+        waits = Waits(*(seconds * self._stages / count for seconds in self._waits))
+        return [TimedWait(waits) for _ in range(count)]
+
+
+class TimedWait(nn.Module):
+    """A linear layer that sleeps in its passes.
+
+    Hooks on the two gradients sleep, so that a split backward pass sleeps in the same parts.
+
+    Args:
+        waits: How long.
+    """
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_SYNTHETIC_WIDTH, _SYNTHETIC_WIDTH)
+        self.waits = waits
+        self.linear.weight.register_hook(lambda _: sleep(waits.weight_s))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 64) to (batch, 64)."""
+        # The first stage's input needs no gradient, and sleeps for it as others do.
+        own = inputs.view_as(inputs) if inputs.requires_grad else inputs.detach().requires_grad_()
+        own.register_hook(lambda _: sleep(self.waits.input_s))
+        output: Tensor = self.linear(own)
+        sleep(self.waits.forward_s)
+        return output
+
+
+def build_workload(request: PipelineRequest) -> Workload:
+    """Return the model of a request; all processes call this together."""
+    return SyntheticWorkload(request) if request.synthetic else GPTWorkload(request)
+
+
+def sleep(seconds: float) -> None:
+    """Sleep; the last moment is spent awake, to end in time."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(seconds - _TIMER_SLACK_S, 0))
+    while time.perf_counter() < end:
+        pass
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
+
+ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""The optimizer of all systems: AdamW in fp32."""
+GRADIENT_CLIPPING = 0.0
+"""None: by default pipelines of DeepSpeed clip, and torch's do not."""
+Take = Callable[[], list[Event]]
+"""Returns the events since the last call."""
+_MESSAGES = frozenset(RECEIVES) | frozenset(SENDS)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a system runs, and its part of a step.
+
+    Args:
+        rank: Of this process; it is the stage as well.
+    """
+
+    rank: int
+    stages: int
+    micro_batches: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process holds the end of the model (where a rank holds one part)."""
+        return self.rank == self.stages - 1
+
+
+class Runner(ABC):
+    """A system, ready to train.
+
+    Attributes:
+        take: None where actions cannot be told apart.
+    """
+
+    take: Take | None = None
+
+    @abstractmethod
+    def step(self) -> None:
+        """Train one optimizer step (in steady state: one step's number of micro-batches)."""
+
+    def drain(self) -> None:
+        """Finish all micro-batches, so that another system may use the same channels."""
+        return None
+
+
+class Busy(NamedTuple):
+    """Seconds of a rank by purpose.
+
+    Args:
+        compute_s: In forward and backward passes.
+        step_s: In the optimizer.
+        message_s: In sends and receives.
+    """
+
+    compute_s: float
+    step_s: float
+    message_s: float
+
+
+class Recorder:
+    """Collects events. Times are `time.perf_counter`'s, which all processes of a host share."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self._micro_batches = micro_batches
+        self._counts: Counter[tuple[Kind, int]] = Counter()
+        self._events: list[Event] = []
+
+    def timed(self, kind: Kind, stage: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that records its calls.
+
+        Not all systems name an action's micro-batch: the n-th action of a kind and stage counts as
+        that of micro-batch n, or of step n.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            number = self._counts[kind, stage]
+            self._counts[kind, stage] += 1
+            if kind in (Kind.STEP, Kind.REDUCE):
+                number = (number + 1) * self._micro_batches - 1
+            self._events.append(Event(Action(kind, stage, number), started, time.perf_counter()))
+            return result
+
+        return call
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+
+def busy_seconds(events: Iterable[Event]) -> Busy:
+    """Add up the times of actions; none of them overlap on a rank."""
+    totals = dict.fromkeys(Kind, 0.0)
+    for event in events:
+        totals[event.action.kind] += event.end_s - event.start_s
+    return Busy(
+        compute_s=sum(totals[kind] for kind in COMPUTE),
+        step_s=totals[Kind.STEP],
+        message_s=sum(totals[kind] for kind in _MESSAGES),
+    )
+
+
+class BoundRunner(Runner):
+    """A stage's passes and optimizer steps, without any message.
+
+    With all ranks busy at once, this is the best that the machine's cores do side by side.
+    """
+
+    def __init__(self, workload: Workload, place: Place) -> None:
+        device = bench_device()
+        self._part = workload.parts(place.stages)[place.rank].to(device)
+        self._optimizer = build_optimizer(self._part)
+        self._loss = workload.loss if place.is_last else None
+        self._count = place.micro_batches
+        self._batches = self._fake_batches(workload, place, device)
+        recorder = Recorder(place.micro_batches)
+        self.take = recorder.take
+        self._timed_forward = recorder.timed(Kind.FORWARD, place.rank, self._forward)
+        self._timed_backward = recorder.timed(Kind.BACKWARD, place.rank, self._backward)
+        self._timed_update = recorder.timed(Kind.STEP, place.rank, self._update)
+
+    def step(self) -> None:
+        """Do the stage's part of a step."""
+        for _ in range(self._count):
+            inputs, target = next(self._batches)
+            self._timed_backward(self._timed_forward(inputs, target), target)
+        self._timed_update()
+
+    @staticmethod
+    def _fake_batches(workload: Workload, place: Place, device: torch.device) -> Iterator[Batch]:
+        """Repeat inputs, and labels or gradients of the output, of the right shapes."""
+
+        def activations() -> Tensor:
+            return torch.randn(workload.activation_shape, device=device)
+
+        pairs = []
+        for inputs, labels in workload.batches:
+            first = inputs.to(device) if place.rank == 0 else activations().requires_grad_()
+            pairs.append((first, labels.to(device) if place.is_last else activations()))
+        return itertools.cycle(pairs)
+
+    def _forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        if inputs.requires_grad:
+            inputs.grad = None
+        output: Tensor = self._part(inputs)
+        return self._loss(output, target) / self._count if self._loss else output
+
+    def _backward(self, output: Tensor, target: Tensor) -> None:
+        output.backward(None if self._loss else target)
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def build_optimizer(*modules: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of some modules' parameters."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    return make(parameters, **ADAMW)
+
+
+_KINDS = {
+    schedule.LoadMicroBatch: Kind.LOAD,
+    schedule.ForwardPass: Kind.FORWARD,
+    schedule.BackwardPass: Kind.BACKWARD,
+    schedule.SendActivation: Kind.SEND_ACTIVATION,
+    schedule.RecvActivation: Kind.RECV_ACTIVATION,
+    schedule.SendGrad: Kind.SEND_GRAD,
+    schedule.RecvGrad: Kind.RECV_GRAD,
+    schedule.ReduceGrads: Kind.REDUCE,
+    schedule.OptimizerStep: Kind.STEP,
+}
+
+
+class EngineRunner(Runner):
+    """A pipeline engine that trains by ``train_batch``."""
+
+    def __init__(
+        self, engine: Any, batches: Sequence[Any], take: Callable[[], list[Event]]
+    ) -> None:
+        self.engine = engine
+        self.take = take
+        self._batches = itertools.cycle(batches)
+
+    def step(self) -> None:
+        """Train one batch."""
+        self.engine.train_batch(self._batches)
+
+    def drain(self) -> None:
+        """Finish all micro-batches of an asynchronous pipeline."""
+        if hasattr(self.engine, "drain"):
+            self.engine.drain()
+
+
+class TorchRunner(Runner):
+    """A schedule of torch, and an optimizer."""
+
+    def __init__(
+        self,
+        schedule: Any,
+        optimizer: torch.optim.Optimizer,
+        workload: Workload,
+        place: Place,
+        *,
+        is_first: bool,
+        is_last: bool,
+    ) -> None:
+        self._schedule = schedule
+        self.optimizer = optimizer
+        self._count = place.micro_batches
+        self._batches = itertools.cycle(workload.batches)
+        self._is_first = is_first
+        self._is_last = is_last
+
+    def step(self) -> None:
+        """Run the schedule over a whole batch, and step."""
+        pairs = list(itertools.islice(self._batches, self._count))
+        device = bench_device()
+        inputs, labels = (torch.cat(parts).to(device) for parts in zip(*pairs, strict=True))
+        self._schedule.step(
+            *([inputs] if self._is_first else []),
+            target=labels if self._is_last else None,
+            return_outputs=False,
+        )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _build_torch(
+    workload: Workload,
+    place: Place,
+    *,
+    schedule: Callable[..., Any],
+    homes: Callable[[int], Sequence[int]],
+) -> Runner:
+    """Build a schedule; ``homes`` is from the number of ranks to the rank of each part."""
+    device = bench_device()
+    ranks = homes(place.stages)
+    parts = workload.parts(len(ranks))
+    own = {index: parts[index].to(device) for index, rank in enumerate(ranks) if rank == place.rank}
+    stages = [PipelineStage(part, index, len(ranks), device) for index, part in own.items()]
+    made = schedule(
+        stages if len(ranks) > place.stages else stages[0],
+        place.micro_batches,
+        loss_fn=workload.loss,
+    )
+    ends = {"is_first": 0 in own, "is_last": len(ranks) - 1 in own}
+    return TorchRunner(made, build_optimizer(*own.values()), workload, place, **ends)
+
+
+def _build_deepspeed(
+    workload: Workload, place: Place, *, kind: Any = deepspeed.PipelineModule, chunks: int = 1
+) -> Runner:
+    """Build DeepSpeed's engine; each rank holds so many parts."""
+    module = _module(kind, workload, place, parts=chunks * place.stages)
+    engine = _initialize(deepspeed.initialize, module, _config(workload, place))
+    return EngineRunner(engine, workload.batches, record_actions(engine, place).take)
+
+
+def _build_wavemare(
+    workload: Workload,
+    place: Place,
+    *,
+    soap: bool = False,
+    guard: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Runner:
+    """Build our engine; ``options`` are those of its pipeline."""
+    pipeline = {"stages": place.stages, **options}
+    homes = homes_of(PipelineConfig.parse(pipeline), place.stages)
+    make = partial(ChunkedPipelineModule, homes=homes)
+    module = _module(make, workload, place, parts=len(homes))
+    config = _config(workload, place)
+    config["wavemare"] = {"pipeline": pipeline, "guard": dict(guard or {})}
+    if soap:  # stock DeepSpeed has no such optimizer
+        config["optimizer"] = {"type": "SOAP", "params": ADAMW}
+    engine = _initialize(wavemare.initialize, module, config)
+    return EngineRunner(engine, workload.batches, record_engine(engine))
+
+
+_BUILDERS: Mapping[str, Callable[..., Runner]] = {
+    BASELINE: _build_deepspeed,
+    "deepspeed-dualpipev": partial(_build_deepspeed, kind=DualPipeVModule, chunks=2),
+    "torch-1f1b": partial(_build_torch, schedule=Schedule1F1B, homes=range),
+    "torch-interleaved": partial(
+        _build_torch, schedule=ScheduleInterleaved1F1B, homes=partial(loop, chunks=2)
+    ),
+    "torch-zbv": partial(_build_torch, schedule=ScheduleZBVZeroBubble, homes=vee),
+    "wavemare-1f1b": partial(_build_wavemare, schedule="1f1b"),
+    "wavemare-interleaved": partial(_build_wavemare, schedule="interleaved"),
+    "wavemare-zb-h1": partial(_build_wavemare, schedule="zb-h1"),
+    "wavemare-zbv": partial(_build_wavemare, schedule="zbv"),
+    "wavemare-auto-v": partial(_build_wavemare, schedule="auto"),
+    "wavemare-auto-v-0.63x": partial(_build_wavemare, schedule="auto", memory_limit="0.63x"),
+    "wavemare-pipemare": partial(_build_wavemare, schedule="pipemare"),
+    "wavemare-pipemare-slack": partial(_build_wavemare, schedule="pipemare", pipemare={"slack": 1}),
+    "wavemare-pipemare-auto": partial(
+        _build_wavemare, schedule="pipemare", pipemare={"optimizer_policy": "auto"}
+    ),
+    "wavemare-1f1b-soap": partial(_build_wavemare, schedule="1f1b", soap=True),
+    BOUND: BoundRunner,
+}
+BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
+    **_BUILDERS,
+    **{
+        name: partial(_BUILDERS[name.removesuffix(UNGUARDED)], guard={"nonfinite": "off"})
+        for name in SYSTEMS
+        if name.endswith(UNGUARDED)
+    },
+}
+"""By the name of the system. All ranks build a system together."""
+
+
+def _module(kind: Any, workload: Workload, place: Place, *, parts: int) -> Any:
+    with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology
+        return kind(
+            layers=workload.parts(parts),
+            num_stages=place.stages,
+            loss_fn=workload.loss,
+            partition_method="uniform",  # one part for each stage, or two
+        )
+
+
+def _config(workload: Workload, place: Place) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": len(workload.batches[0][0]),
+        "gradient_accumulation_steps": place.micro_batches,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+        "gradient_clipping": GRADIENT_CLIPPING,
+        "steps_per_print": None,
+    }
+
+
+def _initialize(initialize: Callable[..., Any], module: Any, config: dict[str, Any]) -> Any:
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return initialize(model=module, model_parameters=parameters, config=config)[0]
+
+
+def record_engine(engine: Any) -> Take:
+    """Have our engine record its actions; return a function that takes the events so far."""
+    engine.recorder.keeping = True
+
+    def take() -> list[Event]:
+        events, engine.recorder.events = engine.recorder.events, []
+        return list(events)
+
+    return take
+
+
+def record_actions(engine: Any, place: Place) -> Recorder:
+    """Record each instruction of an engine of DeepSpeed by wrapping its table of instructions."""
+    recorder = Recorder(place.micro_batches)
+
+    def noted(kind: Kind, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, **arguments: Any) -> Any:
+            # Of the two parts of a V-shaped pipeline's rank, phase 1 is the later one.
+            second = arguments.get("phase", 0) == 1
+            stage = 2 * place.stages - 1 - place.rank if second else place.rank
+            return recorder.timed(kind, stage, method)(self, **arguments)
+
+        return call
+
+    engine._INSTRUCTION_MAP = {
+        instruction: noted(_KINDS[instruction], method) if instruction in _KINDS else method
+        for instruction, method in engine._INSTRUCTION_MAP.items()
+    }
+    return recorder

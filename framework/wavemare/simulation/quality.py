@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of asynchronous pipelines at equal tokens: ``wavemare simulate --systems``."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wavemare.errors import LaunchError
+from wavemare.observe.lines import read_metrics
+from wavemare.observe.tables import Column, drawing
+
+_PIPELINE = "wavemare.pipeline"
+_PIPEMARE = f"{_PIPELINE}.pipemare"
+_CORRECTION = f"{_PIPEMARE}.discrepancy_correction.mode"
+_FEEDBACK = f"{_PIPEMARE}.error_feedback=true"
+_SOAP = ("optimizer.type=SOAP",)
+_MUON = ("optimizer.type=Muon", "optimizer.params.adjust_lr_fn=match_rms_adamw")
+# torch's begins with half of beta1: with so large a momentum_decay it is whole from the first step.
+_NADAM = (
+    "optimizer.type=NAdam",
+    "optimizer.params.betas=[0.99,0.999]",
+    "optimizer.params.momentum_decay=1000.0",
+    "optimizer.params.decoupled_weight_decay=true",
+)
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to train.
+
+    Args:
+        settings: Changes of the configuration, KEY.KEY=VALUE, of PipeMare with AdamW and without
+            synchronous steps.
+        correction: Mode of the discrepancy correction; None leaves it to the policy.
+        delays: Of `wavemare.simulation.Delays`.
+        warmup: Share of the steps that are synchronous (T3).
+        anneal: Share of the steps in which the rate is rescheduled (T1).
+        flushes: Whether it is synchronous: then stages and micro-batches make no difference.
+        baseline: The synchronous system with the same optimizer.
+    """
+
+    settings: tuple[str, ...] = ()
+    correction: str | None = "off"
+    delays: str = "pipeline"
+    warmup: float = 0.0
+    anneal: float = 0.0
+    flushes: bool = False
+    baseline: str = "flush"
+
+
+SYSTEMS: Mapping[str, System] = {
+    "flush": System(flushes=True),
+    "flush-soap": System(_SOAP, flushes=True, baseline="flush-soap"),
+    "flush-muon": System(_MUON, flushes=True, baseline="flush-muon"),
+    "flush-nadam": System(_NADAM, flushes=True, baseline="flush-nadam"),
+    "naive": System(),
+    "t1": System(anneal=0.25),
+    "t2": System(correction="ema"),
+    "t1+t2": System(correction="ema", anneal=0.25),
+    "t1+t2+t3": System(correction="ema", anneal=0.25, warmup=0.2),
+    "stashing": System(correction="exact"),
+    "2bw": System(correction="exact", delays="one-step"),
+    "prediction": System(correction="predict"),
+    "nadam": System(_NADAM, baseline="flush-nadam"),
+    "feedback": System((_FEEDBACK,)),
+    "soap": System(_SOAP, correction="auto", baseline="flush-soap"),
+    "soap+feedback": System((*_SOAP, _FEEDBACK), correction="auto", baseline="flush-soap"),
+    "muon": System(_MUON, correction="auto", baseline="flush-muon"),
+    "muon+feedback": System((*_MUON, _FEEDBACK), correction="auto", baseline="flush-muon"),
+    "auto": System((f"{_PIPEMARE}.optimizer_policy=auto",), correction=None, baseline="flush-soap"),
+}
+"""By name. ``flush`` is any synchronous schedule; ``naive`` PACI; ``stashing`` PipeDream; ``2bw``
+PipeDream-2BW; ``prediction`` PipeOptim; ``auto`` what the policy makes of AdamW."""
+
+COLUMNS = {
+    "system": Column("system"),
+    "validation loss": Column("eval_loss", ".4f"),
+    "deviation": Column("deviation", ".4f"),
+    "gap": Column("gap", "+.2%"),
+    "gap to its own": Column("own_gap", "+.2%"),
+    "memory": Column("memory_total", ".2f"),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all simulations have in common."""
+
+    recipe: str
+    stages: int
+    micro_batches: int
+    steps: int
+
+
+def simulate_all(
+    systems: Sequence[str],
+    seeds: Iterable[int],
+    shape: Shape,
+    *,
+    options: Sequence[str],
+    folder: Path,
+    note: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Simulate each system with each seed, unless its run is there already.
+
+    Args:
+        systems: Names of `SYSTEMS`.
+        seeds: Of weights and data order.
+        shape: Of the simulations.
+        options: More options of ``wavemare simulate``.
+        folder: Of the runs; synchronous ones serve all numbers of stages and micro-batches.
+        note: Shows a line for each run.
+
+    Returns:
+        For each run ``system``, ``seed``, ``eval_loss``, ``bigram``, ``seconds``, ``memory``
+        and ``curve``, pairs of step and validation loss.
+
+    Raises:
+        LaunchError: A simulation failed.
+    """
+    found = []
+    mark = zlib.crc32(repr(list(map(str, options))).encode())
+    for seed in seeds:
+        for name in systems:
+            own = SYSTEMS[name]
+            size = (1, 1) if own.flushes else (shape.stages, shape.micro_batches)
+            place = "synchronous" if own.flushes else f"{shape.stages}x{shape.micro_batches}"
+            run = folder / f"{shape.recipe}-{shape.steps}-{place}-{name}-{seed}-{mark:08x}"
+            if not (run / "summary.json").is_file():
+                _run([*_command(own, shape, size, seed, run), *options], run)
+            found.append({"system": name, "seed": seed, **_read(run)})
+            note(f"{run.name}: {found[-1]['eval_loss']:.4f}")
+    return found
+
+
+def _command(
+    system: System, shape: Shape, size: tuple[int, int], seed: int, run: Path
+) -> list[str]:
+    changes = [
+        f"{_PIPELINE}.schedule=pipemare",
+        f"{_PIPEMARE}.warmup_steps={round(system.warmup * shape.steps)}",
+        *system.settings,
+    ]
+    if system.correction is not None:
+        changes.append(f"{_CORRECTION}={system.correction}")
+    if system.anneal:
+        changes += [
+            f"{_PIPEMARE}.lr_rescheduling.enabled=true",
+            f"{_PIPEMARE}.lr_rescheduling.anneal_steps={round(system.anneal * shape.steps)}",
+        ]
+    words = {
+        "--stages": size[0],
+        "--micro_batches": size[1],
+        "--delays": system.delays,
+        "--max_steps": shape.steps,
+        "--eval_interval": max(1, shape.steps // 16),
+        "--seed": seed,
+        "--output": run,
+    }
+    options = [str(word) for pair in words.items() for word in pair]
+    program = [sys.executable, "-m", "wavemare", "simulate", shape.recipe]
+    return [*program, *options, "--set", *changes]
+
+
+def _run(command: list[str], run: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        reason = f"it ended with {done.returncode}: {''.join(last).rstrip('.?')}"
+        raise LaunchError("wavemare simulate", run.name, reason, "Run it by itself")
+
+
+def _read(run: Path) -> dict[str, Any]:
+    figures = json.loads((run / "summary.json").read_text(encoding="utf-8"))["results"]
+    lines = read_metrics(run / "metrics.jsonl")
+    return {
+        "eval_loss": figures["eval_loss"],
+        "bigram": figures.get("bigram cross-entropy"),
+        "seconds": figures["seconds"],
+        "memory": figures["memory"],
+        "curve": [[n["step"], n["eval_loss"]] for n in lines if "eval_loss" in n],
+    }
+
+
+def to_row(name: str, runs: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:
+    """Return one system's figures over its seeds.
+
+    Returns:
+        Beside these: mean and largest deviation of the validation loss, its ``gap`` to ``flush``
+        and ``own_gap`` to the synchronous system with the same optimizer (relative, mean over
+        seeds), and ``memory``, in weights: of the optimizer's states and of the correction.
+    """
+    own = {run["seed"]: run["eval_loss"] for run in runs if run["system"] == name}
+    mean = statistics.fmean(own.values())
+    memory = next(run["memory"] for run in runs if run["system"] == name)
+    return {
+        "system": name,
+        **parameters,
+        "seeds": len(own),
+        "eval_loss": mean,
+        "deviation": max(abs(loss - mean) for loss in own.values()),
+        "gap": _gap(own, runs, "flush"),
+        "own_gap": _gap(own, runs, SYSTEMS[name].baseline),
+        "memory": memory,
+        "memory_total": memory["optimizer"] + memory["correction"],
+    }
+
+
+def _gap(
+    own: Mapping[int, float], runs: Sequence[Mapping[str, Any]], baseline: str
+) -> float | None:
+    others = {run["seed"]: run["eval_loss"] for run in runs if run["system"] == baseline}
+    gaps = [loss / others[seed] - 1 for seed, loss in own.items() if seed in others]
+    return statistics.fmean(gaps) if gaps else None
+
+
+def draw(file: Path, runs: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draw the validation losses over the steps, each system's mean over its seeds."""
+    from matplotlib import colormaps
+
+    with drawing(file, figsize=(9, 5)) as axes:
+        for number, name in enumerate(dict.fromkeys(run["system"] for run in runs)):
+            curves = [run["curve"] for run in runs if run["system"] == name]
+            steps = [step for step, _ in curves[0]]
+            means = [statistics.fmean(c[i][1] for c in curves) for i in range(len(steps))]
+            style = "--" if SYSTEMS[name].flushes else "-"
+            axes.plot(steps, means, style, label=name, color=colormaps["tab20"](number % 20))
+        if runs[0].get("bigram") is not None:
+            axes.axhline(runs[0]["bigram"], color="grey", linewidth=0.8, label="bigrams")
+        axes.set(xlabel="optimizer steps", ylabel="validation loss (nats per token)", title=title)
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

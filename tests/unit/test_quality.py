@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of the quality bench from made-up curves."""
+
+import pytest
+
+from wavemare.simulation.quality import SYSTEMS, to_row
+
+MEMORY = {"optimizer": 2.0, "correction": 0.0}
+
+
+def run(system, seed, curve):
+    loss = curve[-1][1]
+    row = {"system": system, "seed": seed, "eval_loss": loss, "curve": curve}
+    return {**row, "memory": MEMORY}
+
+
+RUNS = [
+    run("flush", 0, [[10, 4.0], [20, 2.0]]),
+    run("flush", 1, [[10, 4.4], [20, 2.2]]),
+    run("naive", 0, [[10, 5.0], [20, 2.2]]),
+    run("naive", 1, [[10, 5.0], [20, 2.2]]),
+    run("auto", 0, [[10, 3.0], [20, 1.0]]),
+    run("auto", 1, [[10, 2.2], [20, 1.1]]),
+]
+
+
+def test_gaps_are_between_runs_of_the_same_seed():
+    row = to_row("naive", RUNS, stages=8)
+    assert row["gap"] == pytest.approx((0.1 + 0.0) / 2)
+    assert row["own_gap"] == row["gap"]
+    assert row["stages"] == 8
+    assert row["memory_total"] == 2.0
+    assert (row["eval_loss"], row["deviation"]) == (2.2, 0)
+
+
+def test_without_its_baseline_a_system_has_no_gap_to_it():
+    row = to_row("auto", RUNS)
+    assert row["own_gap"] is None
+    assert row["deviation"] == pytest.approx(0.05)
+
+
+def optimizer(name):
+    return [text for text in SYSTEMS[name].settings if text.startswith("optimizer.")]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_each_system_has_a_synchronous_baseline_with_its_own_optimizer(name):
+    baseline = SYSTEMS[name].baseline
+    assert SYSTEMS[baseline].flushes
+    assert SYSTEMS[baseline].baseline == baseline
+    # The policy's choice stands in no setting: it makes SOAP of AdamW.
+    assert optimizer(baseline) == optimizer("soap" if name == "auto" else name)
