@@ -31,7 +31,6 @@ def test_help_plans_and_refusals_are_light(tmp_path):
         (["doctor", "--help"], 0),
         (["train", "--help"], 0),
         (["plan", "search", "--help"], 0),
-        (["bench", "pipeline", "--stages", "1"], 2),
         (plan, 0),
     ]
     answer = tmp_path / "answer.json"
