@@ -37,7 +37,7 @@ COPY engine engine
 COPY pipeline pipeline
 COPY comm comm
 COPY recipes recipes
-RUN /opt/wavemare/bin/pip install --no-cache-dir --constraint constraints.txt ".[${MPI}]"
+RUN /opt/wavemare/bin/pip install --no-cache-dir --constraint constraints.txt ".[${MPI},report,sparse]"
 
 FROM base
 ARG UID=1000
@@ -52,7 +52,5 @@ ENV PATH=/opt/wavemare/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sb
 USER ${UID}
 WORKDIR /workspace
 EXPOSE 2222
-HEALTHCHECK --interval=300s --timeout=60s --start-period=60s --retries=3 \
-    CMD ["wavemare", "doctor"]
 ENTRYPOINT ["/usr/bin/tini", "--", "/etc/wavemare/entrypoint"]
 CMD ["wavemare", "doctor"]

@@ -15,8 +15,11 @@ TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# One stamp for each choice of torch: another one sets up again.
-READY  := $(VENV)/.ready-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
+# A stamp for what training needs, and one for what tests and documentation need beside it; other
+# ones for each choice of torch: another one sets up again.
+CHOICE := $(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
+READY  := $(VENV)/.ready-$(CHOICE)
+DEV    := $(VENV)/.ready-dev-$(CHOICE)
 # The extra of pyproject.toml that brings an MPI library.
 MPI    ?= mpi
 ARGS   ?=
@@ -26,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: setup train demo test test-ci test-nightly test-mpi test-openmpi test-hosts test-gpu test-oldest test-newest conformance docs reference lint clean
 .DELETE_ON_ERROR:
 
-setup: $(READY)
+setup: $(DEV)
 
 # torch goes first: what depends on it would pull another build.
 $(READY): pyproject.toml
@@ -35,7 +38,11 @@ $(READY): pyproject.toml
 	test "$$(cat $(VENV)/.torch 2>/dev/null)" = '$(TORCH)' || $(PIP) uninstall --yes --quiet torch
 	$(PIP) install --quiet $(TORCH)
 	echo '$(TORCH)' > $(VENV)/.torch
-	$(PIP) install --quiet --editable '.[dev,$(MPI)]'
+	$(PIP) install --quiet --editable '.[$(MPI),report,sparse]'
+	touch $@
+
+$(DEV): $(READY)
+	$(PIP) install --quiet --editable '.[dev,$(MPI),report,sparse]'
 	touch $@
 
 train: $(READY)
@@ -49,7 +56,7 @@ demo: $(READY)
 	done
 	$(BIN)/wavemare report $(DEMO:%=runs/demo/%) --output runs/demo/report.html
 
-lint: $(READY)
+lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -81,7 +88,7 @@ test-nightly: $(NIGHTLY:%=test-nightly-%) test-hosts test-openmpi
 
 $(NIGHTLY:%=test-nightly-%): test-nightly-%: $(PASSED)-%
 
-$(PASSED)-%: $(READY)
+$(PASSED)-%: $(DEV)
 	$(BIN)/python -m pytest --durations=40 --junitxml=build/tests/nightly-$*.xml \
 	    -m nightly $(NIGHTLY_$*) $(ARGS)
 	touch $@
@@ -93,7 +100,7 @@ NIGHTLY_commands := $(TWO) $(ALONE:%=--ignore=%) --ignore=tests/e2e/test_documen
     --ignore=tests/e2e/test_hosts.py tests/e2e
 NIGHTLY_alone := $(ALONE)
 
-test-mpi: $(READY)
+test-mpi: $(DEV)
 	$(call pytest) tests/mpi tests/e2e/test_launchers.py $(ARGS)
 
 # The same with the other MPI, in an environment of its own.
@@ -101,32 +108,32 @@ test-openmpi:
 	$(MAKE) VENV=.venv-openmpi MPI=openmpi test-mpi
 
 # On two hosts with sshd, as namespaces: root, openssh-server, openssh-client, pdsh, iproute2.
-test-hosts: $(READY)
+test-hosts: $(DEV)
 	$(call pytest) tests/e2e/test_hosts.py $(ARGS)
 
 # The unit tests with the oldest versions that pyproject.toml allows, and with the newest ones.
 test-oldest: RESOLUTION := lowest-direct
 test-newest: RESOLUTION := highest
-test-oldest test-newest: $(READY)
+test-oldest test-newest: $(DEV)
 	$(BIN)/uv venv --quiet --clear build/$@
-	$(BIN)/uv pip install --quiet --python build/$@ --resolution $(RESOLUTION) --editable '.[dev,$(MPI)]'
+	$(BIN)/uv pip install --quiet --python build/$@ --resolution $(RESOLUTION) --editable '.[dev,$(MPI),report,sparse]'
 	build/$@/bin/python -m pytest -n 2 -m 'not nightly' tests/unit $(ARGS)
 
 # Ranks share a GPU, as hosts do.
 ON_GPU := $(addprefix tests/multiproc/test_,experts.py sparse_engine.py tensor_parallel.py \
     train_batch.py wavelet.py)
-test-gpu: $(READY)
+test-gpu: $(DEV)
 	$(call pytest) -s tests/gpu $(ARGS)
 	TEST_ACCELERATOR=cuda $(call pytest,-ranks) -m 'not nightly' $(ON_GPU) $(ARGS)
 
 # DeepSpeed's own unit tests with our initialize: DEEPSPEED_TESTS is the folder tests of its repository.
-conformance: $(READY)
+conformance: $(DEV)
 	$(BIN)/python tests/tools/conformance.py $(DEEPSPEED_TESTS) $(ARGS)
 
-docs: $(READY)
+docs: $(DEV)
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
-reference: $(READY)
+reference: $(DEV)
 	$(BIN)/python docs/reference.py
 
 clean:

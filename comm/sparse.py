@@ -27,6 +27,7 @@ from wavemare.comm.statistics import Statistics, Timer, Totals
 from wavemare.comm.transport import open_transport
 from wavemare.comm.transport.choice import Choice, Staging
 from wavemare.errors import ConfigError, check_number, did_you_mean
+from wavemare.extras import require
 
 
 class SparseComm:
@@ -62,6 +63,7 @@ class SparseComm:
 
     Raises:
         ConfigError: A value is out of range.
+        LaunchError: numba is not installed.
         CommError: The transport is missing, a peer was lost, or the ranks' settings differ.
     """
 
@@ -82,6 +84,7 @@ class SparseComm:
         check_blocks: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
+        require("numba", "The sparse collective")
         check_number(ConfigError, "block", block, 1, whole=True)
         if mode not in MODES:
             raise ConfigError("mode", mode, "there is no such mode", did_you_mean(mode, MODES))

@@ -8,12 +8,15 @@ are. Words are unsigned on CPUs, signed in torch and Triton.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
+
+with suppress(ModuleNotFoundError):  # an extra: `SparseComm` says so
+    import numba
 
 _UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
@@ -35,7 +38,12 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function by numba at its first call, without the interpreter's lock."""
+    """Compile a function by numba at its first call, without the interpreter's lock.
+
+    Without numba it stays as it is, far too slow to be called.
+    """
+    if "numba" not in globals():
+        return function
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from wavemare.extras import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "framework" / "wavemare"
@@ -20,8 +22,15 @@ AREAS = ("engine", "pipeline", "comm", "recipes")
 LEVELS = {"recipes": 4, "framework": 3, "engine": 2, "pipeline": 1, "comm": 1, "leaf": 0}
 # Libraries that an area is useful without.
 FORBIDDEN = {"comm": {"deepspeed", "transformers"}, "pipeline": {"deepspeed", "transformers"}}
-# CUDA's wheels of torch bring triton, others do without. Each extra is one library, by its name.
-BROUGHT_ALONG = {"triton"}
+BROUGHT_ALONG = {
+    "hjson": "deepspeed",
+    "packaging": "deepspeed",
+    "pandas": "datasets",
+    "pyarrow": "datasets",
+    "pydantic_core": "pydantic",
+    "tokenizers": "transformers",
+}
+"""Libraries that come with a dependency, which requires them itself."""
 
 
 def modules():
@@ -119,11 +128,17 @@ def test_imports_go_downwards_only():
 
 
 def test_every_library_that_is_imported_is_declared():
-    """Those too that some other dependency happens to bring, for it may cease to."""
+    """By us, as an extra that errors name, or by a dependency that requires it itself."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
     providers = packages_distributions()
-    libraries = {"wavemare", *BROUGHT_ALONG, *project["optional-dependencies"]}
+    for library, provider in BROUGHT_ALONG.items():
+        needed = {canonicalize_name(Requirement(text).name) for text in requires(provider)}
+        assert canonicalize_name(library) in needed
+    for package, extra in EXTRAS.items():
+        assert any(Requirement(t).name == package for t in project["optional-dependencies"][extra])
+    # Triton comes with torch's builds for GPUs, and its kernels run nowhere else.
+    libraries = {"wavemare", "triton", *BROUGHT_ALONG, *EXTRAS}
     libraries |= sys.stdlib_module_names
     libraries |= {
         library

@@ -30,6 +30,7 @@ from packaging.specifiers import SpecifierSet
 from wavemare.cli.job import Host, is_this_host_alone, read_hosts
 from wavemare.cli.launch import find_deepspeed
 from wavemare.errors import LaunchError
+from wavemare.extras import EXTRAS, is_installed
 
 if TYPE_CHECKING:
     from wavemare.comm.mpi_library import MpiInfo
@@ -117,6 +118,9 @@ def check_versions() -> Iterator[Finding]:
     floors = {item.name: item.specifier for item in requirements if item.marker is None}
     for name in _PACKAGES:
         yield check_version(name, floors.get(name, SpecifierSet()))
+    for name, extra in EXTRAS.items():
+        if not is_installed(name):
+            yield Finding(name, "ok", "not installed; optional", f"pip install 'wavemare[{extra}]'")
 
 
 def check_version(name: str, wanted: SpecifierSet) -> Finding:

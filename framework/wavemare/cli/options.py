@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wavemare.errors import ConfigError, did_you_mean
+from wavemare.extras import require
 from wavemare.files import atomic_write_text, check_writable
 
 
@@ -40,8 +41,11 @@ def check_picture(option: str, path: Path | None) -> None:
 
     Raises:
         ConfigError: Nothing can be written there, or the name is not a picture's.
+        LaunchError: matplotlib is not installed.
     """
     check_writable(option, path)
+    if path is not None:
+        require("matplotlib", option)
     if path is not None and path.suffix not in (".png", ".svg"):
         reason = "a picture's name ends in .png or .svg"
         raise ConfigError(option, str(path), reason, f"Name it {path.stem}.png")

@@ -15,6 +15,7 @@ import typer
 
 from wavemare.cli.options import option
 from wavemare.errors import ConfigError, os_errors
+from wavemare.extras import require
 from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
 
 if TYPE_CHECKING:
@@ -422,6 +423,7 @@ def _collectives(plan: Plan, timeline: Timeline, costs: Costs) -> str:
 
 
 def _write(plan: Plan, timeline: Timeline, folder: Path) -> None:
+    require("matplotlib", "--output")
     from wavemare.pipeline import draw
 
     contents = (

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from wavemare.errors import ConfigError, os_errors
+from wavemare.extras import require
 
 
 def report(
@@ -22,6 +23,7 @@ def report(
     It is self-contained, so that it can be sent on and opened without a network.
     For example: wavemare report runs/gpt-pretrain --output report.html
     """
+    require("plotly", "A report")
     from wavemare.files import atomic_write_text
     from wavemare.report import read_run, run_page
 

@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from wavemare.comm.kernels.words import compiled
 from wavemare.data.samples import Sample
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import ConfigError, DataError
+from wavemare.extras import require
 
 _SPLITS = 3  # to train on, to validate, to test
 _FINAL_EPOCH_SHARE = 0.80  # below it, a last epoch is shuffled apart
@@ -178,13 +179,15 @@ def blend_index(
 
     Raises:
         ConfigError: A weight is negative or none is above 0.
+        LaunchError: numba is not installed.
     """
     given = np.array(weights, dtype=np.float64)
     if not np.isfinite(given).all() or (given < 0).any() or given.sum() <= 0:
         reason = "weights are 0 or more, and one is above"
         raise ConfigError("--data", list(weights), reason, "Give weights such as 0.3 A 0.7 B")
     sources, places = np.empty(num_samples, np.int16), np.empty(num_samples, np.int64)
-    _compiled_fill_blend(given / given.sum(), sources, places)
+    require("numba", "A blend of data sets")
+    compiled(_fill_blend)(given / given.sum(), sources, places)
     return sources, places
 
 
@@ -199,9 +202,6 @@ def _fill_blend(shares: Any, sources: Any, places: Any) -> None:
                 best, largest = source, error
         sources[i], places[i] = best, taken[best]
         taken[best] += 1
-
-
-_compiled_fill_blend = numba.njit(_fill_blend)  # when it is first called
 
 
 class MegatronSamples(Dataset[Sample]):

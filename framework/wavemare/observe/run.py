@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wavemare.errors import ConfigError, os_errors
+from wavemare.extras import is_installed
 from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
 from wavemare.observe.lines import Lines, read_metrics
 
@@ -125,8 +126,11 @@ class Run:
             self._metrics.add(json.dumps(line, allow_nan=False) + "\n")
 
     def curve(self, baselines: Mapping[str, float]) -> None:
-        """Draw ``loss.png``: ``loss`` a line, ``eval_loss`` points, baselines horizontal lines."""
-        if self._writes:
+        """Draw ``loss.png``: ``loss`` a line, ``eval_loss`` points, baselines horizontal lines.
+
+        Without matplotlib there is no picture: a run does not fail at its end for want of one.
+        """
+        if self._writes and is_installed("matplotlib"):
             lines = read_metrics(self.metrics_file) if self.metrics_file.exists() else []
             atomic_write_bytes(self.folder / "loss.png", _draw_losses(lines, baselines))
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 
+from wavemare.extras import require
+
 Row = Mapping[str, Any]
 _NOTHING = "-"
 _WIDEST = 400
@@ -72,7 +74,11 @@ def drawing(file: Path, **layout: Any) -> Iterator[Any]:
 
     Yields:
         The axes, as ``subplots`` returns them.
+
+    Raises:
+        LaunchError: matplotlib is not installed.
     """
+    require("matplotlib", "A picture")
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -224,3 +224,43 @@ def test_a_folder_without_a_model_to_finetune(recipe, write):
     assert "no model_type" in recipe(finetune.main, "--model", folder)
     (folder / "x.safetensors").unlink()
     assert "it has no weights" in recipe(finetune.main, "--model", folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "extra"),
+    [
+        ("report runs --output report.html", "plotly", "report"),
+        ("plan show --output plan", "matplotlib", "report"),
+        ("simulate gpt --systems flush --plot losses.png", "matplotlib", "report"),
+        ("benchmarks sparse --plot cost.png", "matplotlib", "report"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_with_its_extra(
+    ended, words, package, extra, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    message = run(ended, words)
+    assert message.startswith(f"error: {package} = None"), message
+    assert f"pip install 'wavemare[{extra}]'" in message
+    assert not list(tmp_path.iterdir())
+
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None
+from wavemare.comm.sparse import SparseComm
+from wavemare.data.megatron_order import blend_index
+from wavemare.errors import LaunchError
+for act in (SparseComm, lambda: blend_index([1.0, 2.0], 3)):
+    try:
+        act()
+    except LaunchError as error:
+        print(error.key, error.remedy)
+"""
+
+
+def test_what_numba_compiles_names_its_extra():
+    command = [sys.executable, "-c", WITHOUT_NUMBA]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout.count("numba Install it: pip install 'wavemare[sparse]'\n") == 2

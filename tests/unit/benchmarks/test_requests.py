@@ -4,13 +4,13 @@
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.local_steps.request import LocalStepsRequest
 from benchmarks.pipeline.request import SYSTEMS, PipelineRequest
 from benchmarks.planner.request import PlannerRequest
 from benchmarks.sparse.request import STEP_SYSTEMS, Case, SparseRequest
 from benchmarks.sparse.request import SYSTEMS as SPARSE_SYSTEMS
 from benchmarks.wave.request import WaveRequest
-from benchmarks.__main__ import app
 from wavemare.errors import ConfigError
 
 REFUSED = {
