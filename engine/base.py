@@ -24,7 +24,7 @@ from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.feature import Feature
 from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
 from wavemare.engine.health.watchdog import Watchdog
-from wavemare.engine.local_steps import LocalSteps
+from wavemare.engine.local_steps.steps import LocalSteps
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.norm import GradientNorm
 from wavemare.engine.optim.optimizers import (

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from wavemare.comm.wire import GROUP, decode, encode
+from wavemare.engine.local_steps.wire import GROUP, decode, encode
 
 
 @pytest.mark.parametrize("bits", [8, 4])

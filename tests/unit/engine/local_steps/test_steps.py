@@ -8,7 +8,7 @@ import torch
 
 from wavemare.engine.config.resolve import check_config
 from wavemare.engine.config.sections import LocalStepsConfig
-from wavemare.engine.local_steps import LocalSteps, fragments_of
+from wavemare.engine.local_steps.steps import LocalSteps, fragments_of
 from wavemare.errors import ConfigError
 from wavemare.parallel.layout.grid import replica_size
 

@@ -21,9 +21,9 @@ import xxhash
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from wavemare.comm.wire import Header, Message, ReplicaLink, decode, encode
 from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.feature import Feature
+from wavemare.engine.local_steps.wire import Header, Message, ReplicaLink, decode, encode
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import CheckpointError, ConfigError, NumericsError
