@@ -203,8 +203,12 @@ class Runner(ABC):
     take: Take | None = None
 
     @abstractmethod
-    def step(self) -> None:
-        """Train one optimizer step (in steady state: one step's number of micro-batches)."""
+    def step(self) -> Tensor | None:
+        """Train one optimizer step (in steady state: one step's number of micro-batches).
+
+        Returns:
+            The mean loss, on the ranks that know it.
+        """
 
     def drain(self) -> None:
         """Finish all micro-batches, so that another system may use the same channels."""
@@ -353,9 +357,10 @@ class EngineRunner(Runner):
         self.take = take
         self._batches = itertools.cycle(batches)
 
-    def step(self) -> None:
-        """Train one batch."""
-        self.engine.train_batch(self._batches)
+    def step(self) -> Tensor | None:
+        """Train one batch; return its loss."""
+        loss: Tensor = self.engine.train_batch(self._batches)
+        return loss
 
     def drain(self) -> None:
         """Finish all micro-batches of an asynchronous pipeline."""
@@ -383,18 +388,21 @@ class TorchRunner(Runner):
         self._is_first = is_first
         self._is_last = is_last
 
-    def step(self) -> None:
-        """Run the schedule over a whole batch, and step."""
+    def step(self) -> Tensor | None:
+        """Run the schedule over a whole batch, and step; return the loss where the model ends."""
         pairs = list(itertools.islice(self._batches, self._count))
         device = bench_device()
         inputs, labels = (torch.cat(parts).to(device) for parts in zip(*pairs, strict=True))
+        losses: list[Tensor] = []
         self._schedule.step(
             *([inputs] if self._is_first else []),
             target=labels if self._is_last else None,
+            losses=losses,
             return_outputs=False,
         )
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return torch.stack(losses).mean().detach() if losses else None
 
 
 def _build_torch(
@@ -428,7 +436,7 @@ def _build_deepspeed(
     return EngineRunner(engine, workload.batches, record_actions(engine, place).take)
 
 
-def _build_wavemare(
+def build_wavemare(
     workload: Workload,
     place: Place,
     *,
@@ -436,7 +444,15 @@ def _build_wavemare(
     guard: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Runner:
-    """Build our engine; ``options`` are those of its pipeline."""
+    """Build our engine.
+
+    Args:
+        workload: The model, its loss and its micro-batches.
+        place: Of this rank.
+        soap: Whether to step by SOAP.
+        guard: Section ``guard``.
+        options: Of section ``pipeline``.
+    """
     pipeline = {"stages": place.stages, **options}
     homes = homes_of(PipelineConfig.parse(pipeline), place.stages)
     make = partial(ChunkedPipelineModule, homes=homes)
@@ -457,18 +473,18 @@ _BUILDERS: Mapping[str, Callable[..., Runner]] = {
         _build_torch, schedule=ScheduleInterleaved1F1B, homes=partial(loop, chunks=2)
     ),
     "torch-zbv": partial(_build_torch, schedule=ScheduleZBVZeroBubble, homes=vee),
-    "wavemare-1f1b": partial(_build_wavemare, schedule="1f1b"),
-    "wavemare-interleaved": partial(_build_wavemare, schedule="interleaved"),
-    "wavemare-zb-h1": partial(_build_wavemare, schedule="zb-h1"),
-    "wavemare-zbv": partial(_build_wavemare, schedule="zbv"),
-    "wavemare-auto-v": partial(_build_wavemare, schedule="auto"),
-    "wavemare-auto-v-0.63x": partial(_build_wavemare, schedule="auto", memory_limit="0.63x"),
-    "wavemare-pipemare": partial(_build_wavemare, schedule="pipemare"),
-    "wavemare-pipemare-slack": partial(_build_wavemare, schedule="pipemare", pipemare={"slack": 1}),
+    "wavemare-1f1b": partial(build_wavemare, schedule="1f1b"),
+    "wavemare-interleaved": partial(build_wavemare, schedule="interleaved"),
+    "wavemare-zb-h1": partial(build_wavemare, schedule="zb-h1"),
+    "wavemare-zbv": partial(build_wavemare, schedule="zbv"),
+    "wavemare-auto-v": partial(build_wavemare, schedule="auto"),
+    "wavemare-auto-v-0.63x": partial(build_wavemare, schedule="auto", memory_limit="0.63x"),
+    "wavemare-pipemare": partial(build_wavemare, schedule="pipemare"),
+    "wavemare-pipemare-slack": partial(build_wavemare, schedule="pipemare", pipemare={"slack": 1}),
     "wavemare-pipemare-auto": partial(
-        _build_wavemare, schedule="pipemare", pipemare={"optimizer_policy": "auto"}
+        build_wavemare, schedule="pipemare", pipemare={"optimizer_policy": "auto"}
     ),
-    "wavemare-1f1b-soap": partial(_build_wavemare, schedule="1f1b", soap=True),
+    "wavemare-1f1b-soap": partial(build_wavemare, schedule="1f1b", soap=True),
     BOUND: BoundRunner,
 }
 BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {

@@ -44,17 +44,24 @@ _Batch = dict[str, Tensor]
 class Systems:
     """Runs optimizer steps of each system, without the optimizer; all ranks must call together.
 
+    Args:
+        request: The options.
+        group: Over which the model is split; by default all ranks.
+        dtype: Of the weights.
+
     Attributes:
         sums_per_micro_batch: Collectives of whole activations: two of each layer in each direction,
             and of layers split by tensors the embedding's, and the head's input gradient's.
     """
 
-    def __init__(self, request: WaveRequest) -> None:
+    def __init__(
+        self, request: WaveRequest, *, group: Any = None, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.device = bench_device()
         experts = request.parallel == "experts"
         model = _build(request) if experts or request.llama else build_gpt(request, ties=True)
         split = split_experts if experts else split_model
-        self.model = split(model.to(self.device), dist.group.WORLD)
+        self.model = split(model.to(self.device, dtype), group or dist.group.WORLD)
         self.sums_per_micro_batch = 4 * request.layers + (0 if experts else 2)
         self._runner = PassRunner(self.device)
         self._splitter = SplitBackward(self.model)
