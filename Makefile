@@ -124,6 +124,7 @@ ON_GPU := $(addprefix tests/multiproc/test_,experts.py sparse_engine.py tensor_p
     train_batch.py wavelet.py)
 test-gpu: $(DEV)
 	$(call pytest) -s tests/gpu $(ARGS)
+	$(call pytest,-benchmark) tests/e2e/test_bench.py -k gpu_benchmark $(ARGS)
 	TEST_ACCELERATOR=cuda $(call pytest,-ranks) -m 'not nightly' $(ON_GPU) $(ARGS)
 
 # DeepSpeed's own unit tests with our initialize: DEEPSPEED_TESTS is the folder tests of its repository.

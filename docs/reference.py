@@ -5,8 +5,8 @@
 ``<!-- end -->``; the rest of the pages is written by hand. ``keys of`` a section, or of
 ``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``ratios of`` a table
 of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``duels of``,
-``schedules of``, ``steps of`` result files that match NAME; ``families of``, ``cells of`` a file of
-tests. A test compares the pages with what this file would write.
+``schedules of``, ``steps of``, ``gpu of`` result files that match NAME; ``families of``,
+``cells of`` a file of tests. A test compares the pages with what this file would write.
 """
 
 import inspect
@@ -35,6 +35,7 @@ PAGES = (
     RESULTS / "pipeline.md",
     RESULTS / "whale.md",
     RESULTS / "slow-links.md",
+    RESULTS / "gpu.md",
 )
 SECTIONS = {name: field.annotation for name, field in WavemareConfig.model_fields.items()}
 _MARKED = re.compile(
@@ -52,7 +53,7 @@ def page(text: str) -> str:
     """Return the page with its tables written anew."""
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
     kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
-    kinds |= {"times": times, "cells": cells}
+    kinds |= {"times": times, "cells": cells, "gpu": gpu}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -198,6 +199,30 @@ def steps(pattern: str) -> str:
                 [*cells, f"{row['ratio']:.2f}", beyond, f"{row['link_bytes_up'] / 2**20:.2f}"]
             )
     return _markdown([[*head, "MiB per rank"], ["---"] * 6, *rows])
+
+
+def gpu(pattern: str) -> str:
+    """Return a row for each system of ``benchmarks gpu``, and for each that is left out."""
+    head = ["device", "part", "case", "system", "ms", "host ms", "times as fast", "more"]
+    rows = []
+    for result in _results(pattern):
+        for row in result["rows"]:
+            more = [f"{row['gb_s']:.0f} GB/s"] if "gb_s" in row else []
+            more += [f"cpu {1e3 * row['cpu_s']:.3f} ms"] if "cpu_s" in row else []
+            more += [f"share {row['share']:.1%}"] if "share" in row else []
+            more += [f"loss {row['loss']:.4f}"] if row.get("loss") is not None else []
+            ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+            cells = [row["part"], row["case"], f"`{row['system']}`"]
+            cells += [f"{1e3 * row['median_s']:.3f}", f"{1e3 * row['host_s']:.3f}", ratio]
+            rows.append([result["device"], *cells, ", ".join(more)])
+        for row in result["skipped"]:
+            name = f"`{row['system']}`" if row["system"] else ""
+            reason = " ".join(row["reason"].replace("|", "/").split())
+            cells = [row["part"], row["case"], name, "", "", "", f"left out: {reason}"]
+            rows.append([result["device"], *cells])
+    if not rows:
+        return "There is no result yet.\n"
+    return _markdown([head, ["---"] * 4 + ["---:"] * 3 + ["---"], *rows])
 
 
 def _results(pattern: str) -> Iterator[dict[str, Any]]:

@@ -2,14 +2,17 @@
 """The benchmarks as a person types them: one small run of each in CI, more of them at night."""
 
 import json
+import os
 from statistics import median
 
 import pytest
 
 from benchmarks.cluster import EmulatedCluster
 from benchmarks.cluster.limits import Throttle
+from benchmarks.gpu.request import PARTS
 from benchmarks.local_steps.request import SYSTEMS as LOCAL_SYSTEMS
 from benchmarks.pipeline.request import DEFAULT_SYSTEMS
+from benchmarks.run import run_ranks
 from benchmarks.sparse.request import DEFAULT_SYSTEMS as SPARSE_SYSTEMS
 from benchmarks.sparse.request import PEERS, STEP_SYSTEMS
 from benchmarks.sparse.request import SYSTEMS as ALL_SPARSE_SYSTEMS
@@ -35,6 +38,19 @@ WAVE = [
     *("--layers", 2, "--hidden", 32, "--heads", 2, "--vocabulary", 100, "--sequence", 16),
     *("--micro-batches", 2, "--rounds", 1, "--warmups", 0),
 ]
+FAILING = """
+import torch.distributed as dist
+from benchmarks.request import Request
+
+class Failing(Request):
+    measured_by = "failing:measure"
+    ranks: int = 2
+
+def measure(request):
+    if dist.get_rank() == 1:
+        raise MemoryError("out of memory\\nand more")
+    dist.barrier()
+"""
 PLANNER = [
     *("--layers", 2, "--hidden", 32, "--heads", 2, "--sequence", 16, "--batch", 6),
     *("--ranks", 2, "--rounds", 1, "--warmups", 0),
@@ -219,6 +235,70 @@ def test_local_steps_are_measured_beside_their_peers(bench):
         assert rows[name]["loss_gap"] < 0.05
     assert rows["ddp"]["eval_loss"] == pytest.approx(rows["deepspeed-zero1"]["eval_loss"], abs=1e-4)
     assert rows["deepspeed-zero1"]["steps_to_loss"] <= 16
+
+
+def test_every_part_of_the_gpu_benchmark_works_at_tiny_sizes(bench):
+    result = bench("gpu", "--tiny", "--rounds", 1, "--warmups", 1)
+    assert result["tiny"]
+    assert result["seconds"].keys() == PARTS.keys()
+    rows = by(result, "part", "system", "case")
+    on_gpu = result["device"] != "cpu"
+    left_out = {
+        (row["part"], row["case"] or row["system"], row["system"]) for row in result["skipped"]
+    }
+    if on_gpu:
+        assert not left_out
+    else:
+        graphs = {f"{name}-graphs" for name in ("one-stream", "two-streams")}
+        assert left_out == {
+            ("collectives", "nccl", ""),
+            *(("streams", "8 micro-batches", name) for name in graphs),
+        }
+    for (part, name, _), row in rows.items():
+        assert row["median_s"] > 0
+        assert row["host_s"] > 0
+        assert row["rounds_s"]
+        assert row["ratio"] > 0
+        assert name not in PARTS[part].baselines[:1] or row["ratio"] == 1
+    found = {part: [row for row in result["rows"] if row["part"] == part] for part in PARTS}
+    assert {row["case"] for row in found["kernels"]} == {"float32", "bfloat16"}
+    assert {row["case"] for row in found["collectives"]} == {"d = 1", "d = 0.1", "d = 0.01"}
+    # A step more, and bf16 rounds to three digits.
+    losses = [row["loss"] for row in found["step"]]
+    assert losses == pytest.approx([losses[0]] * 6, rel=0.01)
+    pipelines = {row["system"]: row["loss"] for row in found["schedules"]}
+    assert pipelines.pop("wavemare-pipemare") is None
+    assert len(pipelines) == 8
+    rel = 1e-4 if on_gpu else 1e-5
+    assert all(row["loss_gap"] < rel for row in found["schedules"] if row["loss"] is not None)
+    stock = pipelines["deepspeed-1f1b"]
+    assert pipelines == {name: pytest.approx(stock, rel=rel) for name in pipelines}
+    split = {row["case"]: {} for row in found["split"]}
+    for row in found["split"]:
+        split[row["case"]][row["system"]] = row
+    for systems in split.values():
+        assert systems.keys() == {"whole", "split", "whole-compiled", "split-compiled"}
+        assert systems["split"]["equal"]
+        assert systems["split"]["share"] > systems["split-compiled"]["share"] > 0
+    waves = {(row["case"], row["system"]): row for row in found["waves"]}
+    assert len(waves) == 2 * len(WAVE_SYSTEMS)
+    assert waves["no collectives", "tick-tock"]["equal"]
+    assert waves["25% exposed", "accumulation"]["share"] == 0
+    assert waves["25% exposed", "tick-tock"]["spin_s"] > 0
+    for row in found["optimizers"]:
+        assert 0 < row["share"] < 1
+        assert row["optimizer_s"] == pytest.approx(row["share"] * row["median_s"])
+
+
+def test_the_error_of_a_rank_is_the_reason_of_its_launch(tmp_path, monkeypatch):
+    """One rank fails; the other one waits for it until it is ended."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    from failing import Failing
+
+    with pytest.raises(LaunchError, match="rank 1 failed: MemoryError: out of memory"):
+        run_ranks(Failing(), timeout_s=120)
 
 
 needs_quotas = pytest.mark.skipif(bool(NO_QUOTAS), reason=NO_QUOTAS)

@@ -18,9 +18,6 @@ def test_sums_on_the_device_are_those_of_the_host(launch):
         result = finished.result(rank)
         assert len(result["exact"]) == 3 * len(MODES)
         assert all(result["exact"].values()), result["exact"]
-    for name, measured in finished.result(0)["speed"].items():
-        phases = {key: round(1000 * value, 2) for key, value in measured["phases_s"].items()}
-        print(f"{name:>16}: {1000 * measured['seconds']:8.2f} ms  {phases}")
 
 
 def test_sums_over_nccl_are_those_in_rank_order(launch):
@@ -29,5 +26,3 @@ def test_sums_over_nccl_are_those_in_rank_order(launch):
         exact = finished.result(rank)["exact"]
         assert len(exact) == 2 * len(MODES)
         assert all(exact.values()), exact
-    for name, spent in finished.result(0)["speed"].items():
-        print(f"{name:>16}: {1000 * spent:8.2f} ms for 100 MiB")

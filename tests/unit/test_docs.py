@@ -63,6 +63,20 @@ def test_generated_tables_are_those_of_the_models_and_results():
     assert sorted(marked) == sorted(["wavemare", *REFERENCE.SECTIONS])
 
 
+def test_the_table_of_gpus_has_a_row_for_all_that_was_measured_or_left_out(tmp_path, monkeypatch):
+    row = {"part": "kernels", "case": "float32", "system": "mask", "gb_s": 900.0}
+    times = {"median_s": 0.002, "host_s": 0.001, "ratio": 0.5}
+    skipped = {"part": "step", "case": "nccl", "system": "", "reason": "a | b"}
+    result = {"device": "A", "rows": [{**row, **times}], "skipped": [skipped]}
+    monkeypatch.setitem(REFERENCE.gpu.__globals__, "RESULTS", tmp_path)
+    assert "|" not in REFERENCE.gpu("gpu-*.json")
+    (tmp_path / "gpu-a.json").write_text(json.dumps(result))
+    assert REFERENCE.gpu("gpu-*.json").splitlines()[2:] == [
+        "| A | kernels | float32 | `mask` | 2.000 | 1.000 | 0.50 | 900 GB/s |",
+        "| A | step | nccl |  |  |  |  | left out: a / b |",
+    ]
+
+
 @pytest.mark.long
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]

@@ -5,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.gpu.request import GpuJob, GpuRequest
 from benchmarks.local_steps.request import LocalStepsRequest
 from benchmarks.pipeline.request import SYSTEMS, PipelineRequest
 from benchmarks.planner.request import PlannerRequest
@@ -50,6 +51,11 @@ REFUSED = {
         ({"every": 6}, "--every", "4"),
         ({"systems": ("ddp",), "quality": 8}, "--quality", "deepspeed-zero1"),
     ],
+    GpuRequest: [
+        ({"parts": ("kernel",)}, "--parts", "'kernels'"),
+        ({"parts": ()}, "--parts", "kernels"),
+        ({"limit_s": 0.0}, "--limit-s", "more than 0"),
+    ],
     PlannerRequest: [
         ({"parts": ("share",)}, "--parts", "'shares'"),
         ({"schedules": ("gpipe",)}, "--schedules", "gpipe"),
@@ -82,6 +88,8 @@ def test_a_bad_value_is_refused_by_its_option(kind, values, option, named):
         LocalStepsRequest.of(ranks=4, ranks_per_host=2, dense_steps=2),
         PlannerRequest.of(parts=("cuts",), ranks=(3,)),
         next(PlannerRequest.of().jobs(cores=2)),
+        GpuRequest.of(parts=("step", "waves"), tiny=True),
+        GpuJob(parts=("collectives",), ranks=2, backend="nccl", rounds=3),
     ],
     ids=str,
 )
@@ -100,7 +108,7 @@ def test_options_become_the_request(monkeypatch):
     assert requests[0].chosen == STEP_SYSTEMS
 
 
-@pytest.mark.parametrize("name", ["pipeline", "sparse", "wave", "planner", "local-steps"])
+@pytest.mark.parametrize("name", ["pipeline", "sparse", "wave", "planner", "local-steps", "gpu"])
 def test_each_option_is_explained(name):
     found = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
     for word in ("--rounds", "--warmups", "--json", "--plot", "For example: python -m benchmarks"):
