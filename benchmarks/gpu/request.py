@@ -21,6 +21,18 @@ WHOLE = "whole"
 ACCUMULATION = "accumulation"
 ONE_STREAM = "one-stream"
 ADAMW = "AdamW"
+SCHEDULES = (
+    TORCH_ZBV,
+    "deepspeed-1f1b",
+    "wavemare-1f1b",
+    "wavemare-interleaved",
+    "wavemare-zb-h1",
+    "wavemare-zbv",
+    "wavemare-auto-v",
+    "wavemare-pipemare",
+    "wavemare-pipemare-drained",
+)
+"""Systems of the part ``schedules``."""
 
 
 class Part(NamedTuple):
@@ -59,6 +71,10 @@ class _Turns(Request):
     parts: tuple[str, ...] = tuple(PARTS)
     """Parts to measure: kernels, collectives, step, schedules, split, waves, streams,
     optimizers."""
+
+    systems: tuple[str, ...] = SCHEDULES
+    """Systems of the part schedules, whose ranks wait for each other: without one that hangs, the
+    others can be measured."""
 
     tiny: bool = False
     """Take tiny sizes, which only show that a part works. Without a GPU, they are always taken."""
@@ -108,6 +124,7 @@ class GpuRequest(_Turns):
     def check(self) -> None:
         """Check that all parts are known."""
         check_names("--parts", self.parts, PARTS, "part")
+        check_names("--systems", self.systems, SCHEDULES)
 
     def jobs(self, *, on_gpu: bool) -> Iterator[GpuJob]:
         """Yield the launches.
@@ -115,7 +132,7 @@ class GpuRequest(_Turns):
         On a GPU each part has one for each backend. On CPUs no failure spoils a device, so that the
         parts of one rank share a launch.
         """
-        turns: dict[str, Any] = {"tiny": self.tiny, "rounds": self.rounds, "warmups": self.warmups}
+        turns = {name: getattr(self, name) for name in _Turns.model_fields if name != "parts"}
         alone = [name for name in self.parts if PARTS[name].ranks == 1]
         if not on_gpu and alone:
             yield GpuJob(parts=tuple(alone), ranks=1, backend=GLOO, **turns)

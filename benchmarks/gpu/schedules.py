@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.gpu.request import TORCH_ZBV
+from benchmarks.gpu.request import SCHEDULES
 from benchmarks.gpu.run import skip
 from benchmarks.gpu.timing import Scene
 from benchmarks.pipeline.request import PipelineRequest
@@ -35,18 +35,8 @@ _STEPS = 2
 _TOLERANCE = 1e-4
 _PIPEMARE = "wavemare-pipemare"
 _DRAINED = "wavemare-pipemare-drained"
-_SYSTEMS = (
-    TORCH_ZBV,
-    "deepspeed-1f1b",
-    "wavemare-1f1b",
-    "wavemare-interleaved",
-    "wavemare-zb-h1",
-    "wavemare-zbv",
-    "wavemare-auto-v",
-    _PIPEMARE,
-)
 _BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
-    **{name: BUILDERS[name] for name in _SYSTEMS},
+    **BUILDERS,
     # It ends each step with all micro-batches, and so learns what one process does.
     _DRAINED: partial(build_wavemare, schedule="pipemare", pipemare={"drain_interval": 1}),
 }
@@ -80,9 +70,9 @@ def measure(scene: Scene) -> Iterator[dict[str, Any]]:
     case = f"M={_MICRO_BATCHES}"
     runners: dict[str, Runner] = {}
     found: dict[str, tuple[float | None, float | None]] = {}
-    for name, build in _BUILDERS.items():
+    for name in (name for name in SCHEDULES if name in scene.job.systems):
         scene.note(f"building {name}")
-        runner = build(workload, place)
+        runner = _BUILDERS[name](workload, place)
         losses = _losses(runner)
         gap = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
         if name == _PIPEMARE:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 import wavemare
 from benchmarks.gpu.request import TORCH_STEP
+from benchmarks.gpu.run import skip
 from benchmarks.gpu.timing import Scene, make_rows
 from benchmarks.ranks import SEED, build_gpt
 from benchmarks.request import GptRequest
+from benchmarks.run import describe_error
 from benchmarks.sparse.step import EngineSystem, StepSystem, TorchSystem
 
 GPT_124M = GptRequest(layers=12, hidden=768, heads=12, vocabulary=50_304, sequence=1024, batch=8)
@@ -57,19 +59,24 @@ def measure(scene: Scene) -> Iterator[dict[str, Any]]:
         "deepspeed-zero1": partial(_engine, scene, size, deepspeed.initialize, 1),
         "wavemare-zero1": partial(_engine, scene, size, wavemare.initialize, 1),
     }
-    systems = {}
-    for name, make in build.items():
-        scene.note(f"building {name}")
-        systems[name] = make()
+    case = f"{size.batch} x {size.sequence} tokens"
     batch = random_batch(size, scene.device)
+    systems: dict[str, StepSystem] = {}
     losses: dict[str, Tensor] = {}
 
     def step(name: str) -> None:
         losses[name] = systems[name].step(batch)
 
+    for name, make in build.items():
+        scene.note(f"building {name}")
+        try:
+            systems[name] = make()
+            step(name)
+        except Exception as error:  # too little memory, for example: the others are measured
+            systems.pop(name, None)
+            yield skip("step", describe_error(error), case=case, system=name)
     samples = scene.rounds({name: partial(step, name) for name in systems})
     found = {name: float(loss) for name, loss in losses.items()}
-    case = f"{size.batch} x {size.sequence} tokens"
     yield from make_rows("step", case, samples, loss=found)
     for system in systems.values():
         system.close()

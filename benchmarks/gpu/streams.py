@@ -76,7 +76,8 @@ class _Wave:
         graphs = []
         for batch in self.batches:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # NCCL's watchdog may ask for events meanwhile, in a thread of its own.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.model(batch).square().mean().backward()
             graphs.append(graph)
         self.graphs = graphs

@@ -54,6 +54,7 @@ REFUSED = {
     GpuRequest: [
         ({"parts": ("kernel",)}, "--parts", "'kernels'"),
         ({"parts": ()}, "--parts", "kernels"),
+        ({"systems": ("torch-zb",)}, "--systems", "torch-zbv"),
         ({"limit_s": 0.0}, "--limit-s", "more than 0"),
     ],
     PlannerRequest: [
