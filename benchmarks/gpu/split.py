@@ -43,9 +43,10 @@ _TINY_WIDTHS = {"1B": _Width(32, 64, 4, 2, 16), "8B": _Width(64, 128, 4, 2, 16)}
 def measure(scene: Scene) -> Iterator[dict[str, Any]]:
     """Yield the rows, of a forward and a backward pass.
 
-    ``split`` computes the gradient of the input, then those of the weights. ``share`` is the latter
-    part's. Compiled blocks are left whole. ``equal`` says whether all gradients of the weights are
-    those of the whole pass of the same block to the last bit.
+    ``split`` computes the gradient of the input, then those of the weights. ``share`` is the part
+    of the time that the latter take, and ``kept_bytes`` what is kept for them. Compiled blocks are
+    left whole. ``equal`` says whether all gradients of the weights are those of the whole pass of
+    the same block, to the last bit.
     """
     for name, width in (_TINY_WIDTHS if scene.job.tiny else _WIDTHS).items():
         case = f"{name}, {width.tokens} tokens"
@@ -70,7 +71,8 @@ def measure(scene: Scene) -> Iterator[dict[str, Any]]:
             for system, passes in split.items()
         }
         equal = {system: passes.equal for system, passes in split.items()}
-        yield from make_rows("split", case, samples, share=shares, equal=equal)
+        kept = {system: passes.kept_bytes for system, passes in split.items()}
+        yield from make_rows("split", case, samples, share=shares, equal=equal, kept_bytes=kept)
 
 
 class _Block:
@@ -107,7 +109,8 @@ class _Block:
         self.module = kind(config).to(scene.device, dtype)
         if compiled:
             # Without a GPU nothing is to be seen of the compiler's code, and it takes long.
-            self.module.layers[0].compile(backend="inductor" if scene.on_gpu else "aot_eager")
+            backend = "inductor" if scene.on_gpu else "aot_eager"
+            self.module.layers[0].compile(backend=backend, dynamic=False)
         shape = (1, width.tokens, width.hidden)
         self.inputs = torch.randn(shape, device=scene.device, dtype=dtype, requires_grad=True)
         self.gradient = torch.randn_like(self.inputs)
@@ -130,6 +133,7 @@ class _Passes:
     Attributes:
         weight_marks: Around the second part of the last calls.
         equal: Whether the gradients are the whole pass's.
+        kept_bytes: What is kept between the two parts; None before the first call.
     """
 
     def __init__(self, scene: Scene, block: _Block, *, split: bool = False) -> None:
@@ -138,6 +142,7 @@ class _Passes:
         self._splitter = SplitBackward(block.module, direct=True) if split else None
         self.weight_marks: deque[tuple[Any, Any]] = deque(maxlen=scene.job.rounds)
         self.equal = True
+        self.kept_bytes: int | None = None
 
     def __call__(self) -> None:
         """Compute both passes."""
@@ -148,6 +153,8 @@ class _Passes:
             output = self._block.forward()
             with self._splitter.input_pass(0):
                 output.backward(self._block.gradient)
+            if self.kept_bytes is None:
+                self.kept_bytes = self._splitter.kept_bytes[0]
             begin = self._scene.mark()
             self._splitter.backward_weight(0)
             self.weight_marks.append((begin, self._scene.mark()))
