@@ -76,7 +76,8 @@ def _run(job: GpuJob, limit_s: float) -> dict[str, Any]:
     if limit_s < _LEAST_S:
         reason = "the time for all parts is over"
         raise LaunchError("--limit-s", limit_s, reason, "Give more, or fewer parts")
-    environment = {"DS_ACCELERATOR": "cpu"} if job.backend == GLOO else {}
+    # DeepSpeed takes the backend of the process group from it.
+    environment = {"DS_ACCELERATOR": "cpu" if job.backend == GLOO else "cuda"}
     return run_ranks(job, environment=environment, timeout_s=limit_s)
 
 
