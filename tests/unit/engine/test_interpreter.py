@@ -212,6 +212,18 @@ def test_evaluations_keep_no_contiguous_activation_checkpoints(start):
     assert_trained_as(engine, by_torch(3)[0])
 
 
+def test_a_wrapper_of_deepspeeds_loader_may_set_its_arguments_by_name(start):
+    loader = deepspeed.DeepSpeedEngine.deepspeed_io
+
+    def without_workers(*args, **named):
+        return loader(*args, **{**named, "num_local_io_workers": 0})
+
+    engine = start(WHOLE)
+    with mock.patch.object(deepspeed.DeepSpeedEngine, "deepspeed_io", without_workers):
+        data = engine.deepspeed_io([torch.full((WIDTH,), float(i)) for i in range(4)])
+    assert torch.cat([*data])[:, 0].sort().values.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("failing", "action"), [(4, "0B0"), (6, "0F2"), (7, "1F1")])
 def test_an_error_names_its_action_and_ends_training_until_a_load(start, tmp_path, failing, action):
     calls = iter(range(1, 1000))
