@@ -308,8 +308,15 @@ class EngineMixin(CheckpointMixin):
                 dataset, self.data_world_size, self.data_rank, shuffle=route == ROUTE_TRAIN
             )
         pin_memory &= self.device.type != "cpu"  # torch would warn on each rank
+        # By name, as callers do: what wraps DeepSpeed's method looks for names.
         return super().deepspeed_io(
-            dataset, batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers
+            dataset,
+            batch_size=batch_size,
+            route=route,
+            pin_memory=pin_memory,
+            data_sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_local_io_workers=num_local_io_workers,
         )
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import RepeatingLoader
 
 from wavemare.engine.base import EngineMixin
@@ -211,6 +212,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             with torch.no_grad(), PROGRESS.doing("evaluation"):
                 for _ in range(num_micro_batches or self.gradient_accumulation_steps()):
                     output = self._run(next(data_iter))
+                    checkpointing.reset()  # no backward pass will free the buffers
                     losses.append(_loss_of(output))
                 mean = self._mean_loss(losses)
                 if self.num_replicas > 1:  # a step must not wait for the others; this may

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor
 
 from wavemare.engine.pipe.micro_batch import MicroBatch, Tensors, as_tuple
@@ -78,6 +79,8 @@ class StagePasses:
         # Cloned because a layer may change its input in place, and leaves must not change.
         clones = tuple(tensor.clone() for tensor in as_tuple(inputs))
         outputs = engine.call_module(clones[0] if isinstance(inputs, Tensor) else clones)
+        if not self._module.training:
+            checkpointing.reset()  # no backward pass will free the buffers of its checkpoints
         trains = torch.is_grad_enabled()
         if not is_last:
             micro_batch.outputs = outputs

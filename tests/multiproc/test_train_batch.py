@@ -19,3 +19,4 @@ def test_data_that_ends_too_early_leaves_nothing_behind(launch_once):
             "data_iter: there is no iterator, and initialize had no training_data",
             "labels: the model returned no loss",
         ]
+        assert found["contiguous checkpoints"] == [True, True]

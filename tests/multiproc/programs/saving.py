@@ -3,9 +3,9 @@
 
 Usage: saving.py FOLDER LAYOUT/KIND...; each rank leaves what each way gave, by cell.
 
-All weights are doubled after the training (those of the second replica made four times as large),
-which no rounding disturbs: what one process holds then is known to the bit, and what was not
-trained, or not gathered, is seen.
+All weights are doubled after the training (those that the second replica trains made four times as
+large), which no rounding disturbs: what one process holds then is known to the bit, and what was
+not trained, or not gathered, is seen.
 """
 
 import copy
@@ -134,9 +134,9 @@ def build(layout, kind):
 def alone(layout, kind):
     """Return the model of one process after the same steps."""
     model = build(layout, kind).eval()
-    factor = 3.0 if layout.startswith("local steps") else FACTOR
+    mean = 3.0 if layout.startswith("local steps") else FACTOR
     for parameter in model.parameters():
-        parameter.data.mul_(factor)
+        parameter.data.mul_(mean if parameter.requires_grad else FACTOR)
     return model
 
 
@@ -154,8 +154,9 @@ def trained(layout, kind):
     trainer.train()
     engine = trainer.deepspeed
     engine.drain()
-    factor = FACTOR * (2 if layout.startswith("local steps") and engine.replica else 1)
+    apart = layout.startswith("local steps") and engine.replica
     for parameter in engine.module.parameters():
+        factor = FACTOR * (2 if apart and parameter.requires_grad else 1)
         getattr(parameter, "ds_tensor", parameter).data.mul_(factor)
     getattr(engine.optimizer, "refresh_fp32_params", lambda: None)()
     return trainer

@@ -11,6 +11,7 @@ from itertools import islice
 
 import torch
 from common import ACCUMULATION, build_gpt2, configuration, leave, token_batches, weights_digest
+from deepspeed import checkpointing
 
 import wavemare
 from wavemare.engine import init_distributed
@@ -82,9 +83,38 @@ def refusals(engine):
     return said
 
 
+class Checkpointed(torch.nn.Module):
+    """A linear layer that DeepSpeed's function computes again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return checkpointing.checkpoint(self.linear, x).sum()
+
+
+def evaluate_with_contiguous_checkpoints():
+    """Evaluate more batches than there are buffers; whether the losses are the layer's own."""
+    config = configuration(1, wavemare={"guard": {}}, zero_optimization={"stage": 0})
+    engine = wavemare.initialize(model=Checkpointed(), config=config)[0]
+    x = torch.ones(2, 4, device=engine.device)
+    expected = float(engine.module.linear(x).sum())
+    contiguous = dict.fromkeys(("partition_activations", "contiguous_checkpointing"), True)
+    checkpointing.configure(None, **contiguous, num_checkpoints=ACCUMULATION)
+    losses = []
+    for number in (1, 3 * ACCUMULATION):
+        data = (x.clone() for _ in range(number))  # such checkpoints take the data of their inputs
+        losses.append(engine.eval_batch(data, num_micro_batches=number))
+    checkpointing.configure(None)
+    return [abs(float(loss) - expected) < 1e-5 for loss in losses]
+
+
 if __name__ == "__main__":
     init_distributed()
     digests = [train(make(), cut=cut) for cut in (False, True)]
     engine = make()
     refused = refusals(make())
-    leave({"digests": digests, "evaluation": evaluate(engine), "refusals": refused})
+    contiguous = evaluate_with_contiguous_checkpoints()
+    found = {"digests": digests, "refusals": refused, "contiguous checkpoints": contiguous}
+    leave(found | {"evaluation": evaluate(engine)})

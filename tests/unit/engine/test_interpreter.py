@@ -198,6 +198,32 @@ def test_an_evaluation_runs_forward_passes_alone_and_changes_nothing(start):
     assert_trained_as(engine, model.parameters())
 
 
+def test_evaluations_keep_no_contiguous_activation_checkpoints(start):
+    configure = deepspeed.checkpointing.configure
+    engine = start(WHOLE, pipeline={"activation_checkpoint_interval": 1})
+    contiguous = dict.fromkeys(("partition_activations", "contiguous_checkpointing"), True)
+    configure(None, **contiguous, num_checkpoints=4)  # the training has 4 of 6 at a time
+    try:
+        for _ in range(2):
+            engine.eval_batch(batches(3))
+        engine.train_batch(batches(3))
+    finally:
+        configure(None)
+    assert_trained_as(engine, by_torch(3)[0])
+
+
+def test_a_wrapper_of_deepspeeds_loader_may_set_its_arguments_by_name(start):
+    loader = deepspeed.DeepSpeedEngine.deepspeed_io
+
+    def without_workers(*args, **named):
+        return loader(*args, **{**named, "num_local_io_workers": 0})
+
+    engine = start(WHOLE)
+    with mock.patch.object(deepspeed.DeepSpeedEngine, "deepspeed_io", without_workers):
+        data = engine.deepspeed_io([torch.full((WIDTH,), float(i)) for i in range(4)])
+    assert torch.cat([*data])[:, 0].sort().values.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("failing", "action"), [(4, "0B0"), (6, "0F2"), (7, "1F1")])
 def test_an_error_names_its_action_and_ends_training_until_a_load(start, tmp_path, failing, action):
     calls = iter(range(1, 1000))
