@@ -16,11 +16,27 @@ SYNCHRONOUS = [
 ]
 ASYNCHRONOUS = ["gpt2_pipemare", "bert_pipemare"]
 STALE = ["stale_auto", "stale_absent"]
+IGNORED = ["ignored_wavelet", "ignored_1f1b"]
+IMPOSSIBLE = {
+    "twice": "a second call of the model",
+    "hidden": "output_hidden_states",
+    "hidden_unasked": "outputs.hidden_states",
+    "weight": "model.lm_head",
+    "method": "model.get_input_embeddings",
+    "other_ids": "input_ids",
+    "no_call": "no call",
+}
 
 
 @pytest.fixture
 def results(launch_once):
-    return launch_once("hf_pipeline.py", *SYNCHRONOUS, *ASYNCHRONOUS, *STALE, "begun", "refusals")
+    others = *STALE, "own_interleaved", "begun", "refusals"
+    return launch_once("hf_pipeline.py", *SYNCHRONOUS, *IGNORED, *ASYNCHRONOUS, *others)
+
+
+@pytest.fixture
+def impossible(launch_once):
+    return launch_once("hf_pipeline.py", "impossible_train", "impossible_evaluate")
 
 
 ENGINES = {"1f1b": "PipelineEngine", "wavelet": "Engine"}
@@ -71,10 +87,34 @@ def test_gradients_are_not_clipped_to_0_and_the_start_is_evaluated(results):
         assert result["first"] == pytest.approx(result["first_expected"], rel=1e-4)
 
 
+@pytest.mark.world_size(2)
+def test_a_loss_of_the_scripts_own_is_that_of_one_process(results):
+    for result in (found["own_interleaved"] for found in results):
+        assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
+        assert result["eval"] == pytest.approx(result["eval_expected"], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", ["impossible_train", "impossible_evaluate"])
+@pytest.mark.parametrize("loss", IMPOSSIBLE)
+def test_a_loss_that_the_last_stage_cannot_compute_ends_all_ranks_with_the_reason(
+    impossible, case, loss
+):
+    for result in impossible:
+        assert IMPOSSIBLE[loss] in result[case][loss]
+        assert "Error: " in result[case][loss]
+
+
+@pytest.mark.parametrize("case", IGNORED)
+def test_a_loss_that_is_no_number_is_left_out_of_the_log_as_by_transformers(results, case):
+    for result in (found[case] for found in results):
+        assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
+
+
 def test_what_would_not_be_called_is_refused(results):
     for result in results:
         refusals = result["refusals"]
-        assert "Own.compute_loss would not be called" in refusals["own loss"]
+        assert "OwnStep.training_step would not be called" in refusals["own step"]
+        assert refusals["own loss"] == "accepted"
         assert refusals["own waves"] == "accepted"
         assert "auto_find_batch_size" in refusals["batch size"]
         assert refusals["half"].startswith("ConfigError: fp16.enabled = True: ")
