@@ -14,6 +14,7 @@ from tensor_models import (
     BERT,
     GPT2,
     KINDS,
+    Widths,
     batch,
     build,
     distance,
@@ -22,7 +23,6 @@ from tensor_models import (
     own_part,
 )
 from torch import distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wavemare.errors import ModelError
 from wavemare.models import save_pretrained, whole_state_dict
@@ -134,20 +134,6 @@ def test_a_language_model_returns_its_loss_and_its_logits(alone):
     model(**given).logits.square().mean().backward()
     whole(**given).logits.square().mean().backward()
     assert distance(gradients(model), own_part(gradients(whole), model, 0, 1)) < 1e-5
-
-
-class Widths(TorchDispatchMode):
-    """Notes the last dimensions of all tensors that are computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tensors = [t for t in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(t)]
-        self.seen |= {tensor.shape[-1] for tensor in tensors if tensor.ndim > 1}
-        return result
 
 
 READS = {
