@@ -68,6 +68,7 @@ from wavemare.engine.checkpoint.manifest import (
 )
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group
+from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
@@ -384,10 +385,11 @@ class CheckpointMixin(DeepSpeedEngine):
         if not isinstance(self.checkpoint_engine, CheckpointFiles):
             yield
             return
-        part = part_of(self)
-        layered = part is not None and not (part.is_spread or part.is_cut or part.remedy)
+        part, divided = part_of(self), any(map(is_divided, self.module.parameters()))
+        # Of other parts DeepSpeed says so itself, and ``ds_to_universal`` needs the shapes.
+        wrong = part is not None and not part.is_cut and (part.is_copy or divided)
         self.checkpoint_engine.current = files
-        self.checkpoint_engine.part = part.reason if part is not None and layered else None
+        self.checkpoint_engine.part = part.reason if part is not None and wrong else None
         try:
             yield
         finally:

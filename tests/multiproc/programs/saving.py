@@ -114,7 +114,10 @@ def adapted(base, *names, init=False):
     return model
 
 
-UNREADABLE = ("their experts", *(f"{name} zero1" for name in ("1f1b", "zb-h1", "zbv", "pipemare")))
+UNREADABLE = {
+    *("their experts", "tensor zero1"),
+    *(f"{name} zero1" for name in ("1f1b", "zb-h1", "zbv", "pipemare")),
+}
 """Layouts of whose files DeepSpeed's function has an error of its own."""
 KINDS = {
     "whole": lambda base: base,
