@@ -296,64 +296,28 @@ def ignored(schedule):
     return {"losses": losses(trainer), "expected": [expected]}
 
 
-def twice(model, inputs):
-    return model(**inputs).loss + model(**inputs).loss
-
-
-def hidden(model, inputs):
-    return model(**inputs, output_hidden_states=True).hidden_states[-1].mean()
-
-
-def hidden_unasked(model, inputs):
-    return model(**inputs).hidden_states[-1].mean()
-
-
-def weight(model, inputs):
-    return model(**inputs).loss + model.lm_head.weight.norm()
-
-
-def method(model, inputs):
-    return model(**inputs).loss + model.get_input_embeddings().weight.norm()
-
-
-def other_ids(model, inputs):
-    return model(**{**inputs, "input_ids": inputs["input_ids"].flip(-1)}).loss
-
-
-def no_call(model, inputs):
-    return torch.ones((), requires_grad=True)
-
-
-IMPOSSIBLE = (twice, hidden, hidden_unasked, weight, method, other_ids, no_call)
-"""Losses that a last stage cannot compute."""
-
-
 def impossible(evaluates):
-    """What is said of them, in training or in an evaluation; each leaves a broken engine."""
-    found = {}
-    for loss in IMPOSSIBLE:
+    """What is said of a loss that a last stage cannot compute; it leaves a broken engine."""
 
-        class Own(wavemare.hf.Trainer):
-            def compute_loss(self, model, inputs, return_outputs=False, **_):
-                value = loss(model, inputs)  # noqa: B023
-                return (value, {}) if return_outputs else value
+    class Own(wavemare.hf.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **_):
+            outputs = model(**inputs, output_hidden_states=evaluates)
+            loss = outputs.loss + model(**inputs).loss
+            return (loss, outputs) if return_outputs else loss
 
-        trainer = Own(
-            model=plain_model("gpt2"),
-            args=arguments("impossible", json_file(0, SECTIONS["1f1b"])),
-            train_dataset=Rows("gpt2", 8),
-            eval_dataset=Rows("gpt2", 4),
-        )
-        found[loss.__name__] = refusal(trainer.evaluate if evaluates else trainer.train)
-    return found
+    trainer = Own(
+        model=plain_model("gpt2"),
+        args=arguments("impossible", json_file(0, SECTIONS["1f1b"])),
+        train_dataset=Rows("gpt2", 8),
+        eval_dataset=Rows("gpt2", 4),
+    )
+    return refusal(trainer.evaluate if evaluates else trainer.train)
 
 
 CASES = {
     "own_interleaved": lambda: own_loss("interleaved"),
     "ignored_1f1b": lambda: ignored("1f1b"),
     "ignored_wavelet": lambda: ignored("wavelet"),
-    "impossible_train": lambda: impossible(evaluates=False),
-    "impossible_evaluate": lambda: impossible(evaluates=True),
     "gpt2_1f1b": lambda: compared("gpt2", "1f1b", max_steps=8),
     "bert_1f1b": lambda: compared("bert", "1f1b", 0.1, max_steps=8),
     "gpt2_smoothed": lambda: compared("gpt2", "1f1b", 0.1),
@@ -368,6 +332,8 @@ CASES = {
     "stale_auto": stale,
     "stale_absent": lambda: stale(gradient_accumulation_steps=None, train_batch_size=None),
     "refusals": refusals,
+    "impossible_train": lambda: impossible(evaluates=False),
+    "impossible_evaluate": lambda: impossible(evaluates=True),
 }
 
 if __name__ == "__main__":
