@@ -107,21 +107,24 @@ class WeightedLoss:
         balance: The weights of this rank.
         loss_fn: The pipeline's own.
         module: The pipeline, whose mode counts.
+
+    Attributes:
+        main: The pipeline's own.
     """
 
     def __init__(self, balance: Balance, loss_fn: Callable[..., Tensor], module: nn.Module) -> None:
-        self._balance, self._loss_fn, self._module = balance, loss_fn, module
+        self._balance, self.main, self._module = balance, loss_fn, module
         self._shifts = bool(getattr(loss_fn, "shifts_labels", False))
 
     def __call__(self, outputs: Any, labels: Any) -> Tensor:
         """Return the loss; in training weighted, by a collective if tokens count."""
-        loss = self._loss_fn(outputs, labels)
+        loss = self.main(outputs, labels)
         trains = self._module.training
         return self._balance.of_labels(loss, labels, self._shifts) if trains else loss
 
     def alone(self, outputs: Any, labels: Any) -> Tensor:
         """Return the loss without its weight, for a pass that the other ranks do not make."""
-        loss: Tensor = getattr(self._loss_fn, "alone", self._loss_fn)(outputs, labels)
+        loss: Tensor = getattr(self.main, "alone", self.main)(outputs, labels)
         if self._balance.counts_tokens:
             return _zero_without_tokens(loss, count_labels(labels, self._shifts))
         return loss

@@ -26,6 +26,7 @@ from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
 from wavemare.engine.health.watchdog import Watchdog
 from wavemare.engine.local_steps.steps import LocalSteps
 from wavemare.engine.observe.progress import PROGRESS
+from wavemare.engine.optim.adapter import LoadedWeights
 from wavemare.engine.optim.norm import GradientNorm
 from wavemare.engine.optim.optimizers import (
     check_matrix_optimizer,
@@ -88,6 +89,8 @@ class EngineMixin(CheckpointMixin):
         describe_partitions(self)
         if settings.pipeline.is_asynchronous:
             refresh_by_stage(getattr(self, "basic_optimizer", None), self.stage_id, self.num_stages)
+        parts = self.zero_optimization_partition_weights() or self._replicas is not None
+        self._loaded_weights = LoadedWeights(None if parts else self)
         balance = attach_balance(self, settings.balance)
         self.norm = GradientNorm(self)
         self.guard = attach_guard(self, settings.guard)
@@ -358,6 +361,8 @@ class EngineMixin(CheckpointMixin):
             stack.callback(forget_grid, getattr(self, "mpu", None), self)
             if watchdog is not None:
                 stack.callback(watchdog.release)
+            if hasattr(self, "_loaded_weights"):
+                stack.callback(self._loaded_weights.close)
             if hasattr(self, "norm"):
                 stack.callback(self.norm.close)
             for feature in self.features:

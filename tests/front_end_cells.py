@@ -26,9 +26,10 @@ REFUSED = {
 }
 """How the refusals of a front end and a layout begin."""
 MODELS = ("whole", "LoRA", "named adapter")
-DATA = ("equal", "lengths", "ignored", "smoothing", "short", "packed", "sizes")
+DATA = ("equal", "lengths", "ignored", "smoothing", "short", "packed", "sizes", "own loss")
 """Rows of one length, of several, with micro-batches without labels, with smoothed labels, a last
-step of fewer batches, rows that hold several texts, and evaluation of other sizes."""
+step of fewer batches, rows that hold several texts, evaluation of other sizes, and a Trainer's own
+``compute_loss``, which reads the logits."""
 
 
 def _exists(front: str, layout: str, data: str) -> bool:
@@ -38,6 +39,8 @@ def _exists(front: str, layout: str, data: str) -> bool:
     between exchanges, `TokenMean` of a replica knows its own labels alone.
     """
     whole_steps = layout in STAGES or layout == "waves"
+    if data == "own loss":
+        return front in ("trainer", "patch")
     return front != "loop" or not (
         data == "short"
         or (data == "smoothing" and whole_steps)

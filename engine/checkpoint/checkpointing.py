@@ -49,6 +49,7 @@ from wavemare.engine.checkpoint.compatibility import (
     without_replicas,
 )
 from wavemare.engine.checkpoint.files import (
+    FROM_AN_ENGINE,
     CheckpointFiles,
     RankFiles,
     check_client_state,
@@ -67,6 +68,7 @@ from wavemare.engine.checkpoint.manifest import (
 )
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group
+from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
@@ -383,11 +385,15 @@ class CheckpointMixin(DeepSpeedEngine):
         if not isinstance(self.checkpoint_engine, CheckpointFiles):
             yield
             return
+        part, divided = part_of(self), any(map(is_divided, self.module.parameters()))
+        # Of other parts DeepSpeed says so itself, and ``ds_to_universal`` needs the shapes.
+        wrong = part is not None and not part.is_cut and (part.is_copy or divided)
         self.checkpoint_engine.current = files
+        self.checkpoint_engine.part = part.reason if part is not None and wrong else None
         try:
             yield
         finally:
-            self.checkpoint_engine.current = None
+            self.checkpoint_engine.current = self.checkpoint_engine.part = None
 
 
 def _weights_of(tag: str | None) -> AbstractContextManager[None]:
@@ -449,10 +455,7 @@ def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
 
 def _refuse_scripts(reason: str, folder: str) -> None:
     for script in ("zero_to_fp32.py", "zero_to_torch.py"):
-        told = (
-            f"{script} cannot put this model together: {reason}. Load the checkpoint into an "
-            "engine of the same configuration, and save from there (wavemare.save_pretrained)."
-        )
+        told = f"{script} cannot put this model together: {reason}. {FROM_AN_ENGINE}."
         Path(folder, script).write_text(f"raise SystemExit({told!r})\n", encoding="utf-8")
 
 

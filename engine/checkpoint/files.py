@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -69,7 +69,36 @@ def enum_member(kind: Any, name: Any) -> Any:
     return kind.__members__[name]
 
 
+class PartOfShapes:
+    """Stands for ``param_shapes`` in files from which DeepSpeed would make one rank's part.
+
+    The functions of ``deepspeed.utils.zero_to_fp32`` go through the shapes before anything else;
+    nothing that loads a checkpoint does.
+
+    Args:
+        reason: Why they cannot put the model together.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __iter__(self) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            CheckpointError: Always.
+        """
+        raise CheckpointError("zero_to_fp32", "a checkpoint of parts", self.reason, FROM_AN_ENGINE)
+
+
+FROM_AN_ENGINE = (
+    "Load the checkpoint into an engine of the same configuration, and save from there "
+    "(wavemare.save_pretrained)"
+)
+"""How to get a model out of a checkpoint that DeepSpeed's scripts cannot put together."""
+
 HARMLESS: list[Any] = [
+    PartOfShapes,
     DynamicLossScaler,
     LossScaler,
     ZeroStageEnum,
@@ -85,6 +114,7 @@ HARMLESS: list[Any] = [
 _TELLING = (RuntimeError, OSError, pickle.UnpicklingError, EOFError)
 """Errors whose text says enough without their name."""
 _LONGEST = 300
+_SHAPES = "param_shapes"
 _loading_lock = threading.RLock()
 
 
@@ -152,9 +182,11 @@ class CheckpointFiles(CheckpointEngine):
 
     Attributes:
         current: Takes the files of the present save; without one, files are written at once.
+        part: Why ``zero_to_fp32`` cannot put what is saved together; None if it can.
     """
 
     current: RankFiles | None = None
+    part: str | None = None
 
     def __init__(self, *, zipped: bool = True) -> None:
         super().__init__()
@@ -171,6 +203,8 @@ class CheckpointFiles(CheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         """Write a file as ``torch.save``."""
         path = str(path)
+        if self.part is not None and isinstance(state_dict, dict) and _SHAPES in state_dict:
+            state_dict = {**state_dict, _SHAPES: PartOfShapes(self.part)}
         if self.current is not None:
             self.current.take(state_dict, path)
         else:

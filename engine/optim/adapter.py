@@ -8,7 +8,8 @@ No other module reads these attributes of the optimizers. Tested with the versio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -210,8 +211,52 @@ class OptimizerAdapter:
         if refresh is not None:  # else the optimizer steps the model's weights themselves
             refresh()
 
+    @torch.no_grad()
+    def take_changed(self) -> None:
+        """Take those elements of the model's 16-bit weights that are not their masters' rounding.
+
+        The other masters keep all their bits.
+        """
+        groups = getattr(self._engine.basic_optimizer, "param_groups", ())
+        masters = [master for group in groups for master in group["params"]]
+        former = [master.detach().clone() for master in masters]
+        self.refresh_masters()
+        for master, before in zip(masters, former, strict=True):
+            kind = torch.bfloat16 if self._engine.bfloat16_enabled() else torch.float16
+            kept = before.to(kind) == master.to(kind)
+            master.copy_(torch.where(kept, before, master))
+
     def _parameters(self) -> Iterator[Any]:
         return (p for p in self._engine.module.parameters() if p.requires_grad)
+
+
+class LoadedWeights:
+    """Lets ``module.load_state_dict`` change the masters, too: the next step would undo it.
+
+    Args:
+        engine: Complete; None does nothing, as in a copy of the module.
+    """
+
+    def __init__(self, engine: EngineMixin | None = None) -> None:
+        self._engine: Callable[[], EngineMixin | None]
+        self._engine = (lambda: None) if engine is None else weakref.ref(engine)
+        self._hook: Any = None
+        if engine is not None and hasattr(engine.optimizer, "refresh_fp32_params"):
+            self._hook = engine.module.register_load_state_dict_post_hook(self)
+
+    def __call__(self, module: Any, incompatible_keys: Any) -> None:
+        """Take the weights that have been loaded into a module."""
+        engine = self._engine()
+        if engine is not None:
+            adapt(engine).take_changed()
+
+    def __reduce__(self) -> Any:
+        return LoadedWeights, ()
+
+    def close(self) -> None:
+        """Leave the module as it was."""
+        if self._hook is not None:
+            self._hook.remove()
 
 
 class _PartitionedMasters(OptimizerAdapter):

@@ -55,7 +55,6 @@ class PipeMare(Update):
         super().__init__(engine)
         self._config = engine.settings.pipeline.pipemare
         _check_model(engine)
-        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._clip = max(float(engine.gradient_clipping()), 0.0)
         self._norms = StageNorms(engine)
         self._optimizer = StageOptimizer(engine, clip=self._clip, config=self._config)
@@ -101,11 +100,29 @@ class PipeMare(Update):
 
         Raises:
             DataEndedError: The data had ended before the step; on all ranks.
+            ModelError: Other layers are trained than the micro-batches in flight began with.
         """
+        self._ask_what_is_trained()
         if not (self._train_step() or (self._goes_on() and self._train_step())):
             raise DataEndedError
         shares = self._engine.recorder.shares()
         self._telemetry.end_step(shares)
+
+    def _ask_what_is_trained(self) -> None:
+        """Note which weights are trained from now on; an empty pipeline alone can change them."""
+        trained = self._trained_weights()
+        if list(map(id, trained)) == list(map(id, self._parameters)):
+            return
+        if self._since_empty:
+            reason = "layers were frozen or thawed while micro-batches are between their passes"
+            remedy = "Call engine.drain() on all ranks after such a change, before train_batch"
+            raise ModelError("requires_grad", f"{len(trained)} weights", reason, remedy)
+        former = self._correction
+        self._new_correction()
+        self._correction.go_on_from(former)
+
+    def _trained_weights(self) -> list[Tensor]:
+        return [p for p in self._engine.module.parameters() if p.requires_grad]
 
     def _train_step(self) -> int:
         """Run one step of the plan; return how many micro-batches it trained."""
@@ -314,16 +331,20 @@ class PipeMare(Update):
 
     def sizes_changed(self) -> None:
         """Begin with an empty pipeline; the stages' staleness follows from the settings."""
+        self._new_correction()
+        self._next = self._since_empty = 0
+        self._in_flight, self._end = [], None  # also of a step that did not end
+
+    def _new_correction(self) -> None:
         engine, settings = self._engine, self._config.discrepancy_correction
         slack = self._config.slack
+        self._parameters = self._trained_weights()
         self._correction = make_correction(
             settings.mode,
             self._parameters,
             max_staleness(engine.stage_id, engine.num_stages, engine.micro_batches, slack),
             decay_base=settings.decay,
         )
-        self._next = self._since_empty = 0
-        self._in_flight, self._end = [], None  # also of a step that did not end
 
     def reset(self) -> None:
         """Discard what belonged to replaced weights, and what was read ahead."""

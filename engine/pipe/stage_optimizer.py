@@ -46,7 +46,6 @@ class StageOptimizer:
         self._engine = engine
         self._optimizer = engine.optimizer
         self._clip = clip
-        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._adapter = adapt(engine)
         basic = engine.basic_optimizer
         if not self._adapter.steps_one_stage:

@@ -10,9 +10,11 @@ or ``engine.train_batch``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +25,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, operations
 from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.operations import recursively_apply
 from deepspeed.accelerator import get_accelerator
@@ -32,7 +34,7 @@ from torch import distributed as dist
 from wavemare.api import initialize
 from wavemare.engine.checkpoint.random_state import drawn_alike
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
-from wavemare.engine.launch.group import environment_world_size
+from wavemare.engine.launch.group import environment_world_size, gather
 from wavemare.engine.parts import mark_of
 from wavemare.engine.ranks import Ranks
 from wavemare.errors import ConfigError
@@ -42,14 +44,17 @@ from wavemare.models import whole_state_dict
 
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
 _USE_CPU, _USE_DEEPSPEED = "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"
+_ACCELERATOR = "wavemare_accelerator"
+"""Where accelerate's state, which all share, holds the accelerator."""
 _swap_lock = threading.RLock()
 
 
 class Accelerator(accelerate.Accelerator):
     """``accelerate.Accelerator`` whose DeepSpeed engines are ours.
 
-    Processes that share a model (stages, tensor parallelism) get the same batches. `gather` counts
-    them once.
+    Processes that share a model (stages, tensor parallelism) get the same batches. What gathers or
+    reduces counts them once, also ``gather`` and ``gather_object`` of ``accelerate.utils``; its
+    ``reduce`` alone, which is no method, adds up processes.
 
     Attributes:
         section: The ``"wavemare"`` section; None without one.
@@ -94,6 +99,7 @@ class Accelerator(accelerate.Accelerator):
             remedy = "Use wavemare.hf.Trainer, or wavemare.initialize and engine.train_batch"
             raise ConfigError(f"{SECTION}.{key}", section, reason, remedy)
         self.section = section
+        PartialState._shared_state[_ACCELERATOR] = weakref.ref(self)
         self._planned = None
         if ours.model_ranks > 1 and self.num_processes % ours.model_ranks == 0:
             own, count = int(self.process_index), int(self.num_processes)
@@ -220,39 +226,12 @@ class Accelerator(accelerate.Accelerator):
             skipped.first = num_batches
         return skipped
 
-    def gather(self, tensor: Any) -> Any:
-        """Return tensors of all data ranks, concatenated; see accelerate's method of that name."""
-        if self.model_ranks == 1:
-            return super().gather(tensor)
-        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
-
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._parts(tensor.reshape(1) if tensor.ndim == 0 else tensor))
-
-    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return a tensor of each replica, from the processes at this one's place in them."""
-        ranks, own = self.ranks, tensor.contiguous()
-        if ranks.data_world_size == 1:
-            return [own]
-        group = ranks.replica_group
-        count = ranks.data_world_size if group is not None else dist.get_world_size()
-        parts = [torch.empty_like(own) for _ in range(count)]
-        dist.all_gather(parts, own, group=group)
-        return parts if group is not None else [parts[rank] for rank in ranks.replicas]
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return what each sample gave, once; see accelerate's method of that name."""
-        if self.model_ranks > 1 and (use_gather_object or not _holds_tensors(input_data)):
-            use_gather_object = True
-            input_data = input_data if self.ranks.is_first else []
-        return super().gather_for_metrics(input_data, use_gather_object)
-
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return tensors reduced over data ranks; see accelerate's method of that name."""
         if self.model_ranks == 1 or reduction not in _REDUCTIONS:
             return super().reduce(tensor, reduction, scale)
         return recursively_apply(
-            lambda own: _REDUCTIONS[reduction](torch.stack(self._parts(own))).to(own.dtype),
+            lambda own: _REDUCTIONS[reduction](torch.stack(_parts(own, self.ranks))).to(own.dtype),
             tensor,
             error_on_other_type=True,
         )
@@ -275,12 +254,60 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _holds_tensors(data: Any) -> bool:
-    try:
-        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
+def _parts(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
+    """Return a tensor of each replica, from the processes at this one's place in them."""
+    own = tensor.contiguous()
+    if ranks.data_world_size == 1:
+        return [own]
+    group = ranks.replica_group
+    count = ranks.data_world_size if group is not None else dist.get_world_size()
+    parts = [torch.empty_like(own) for _ in range(count)]
+    dist.all_gather(parts, own, group=group)
+    return parts if group is not None else [parts[rank] for rank in ranks.replicas]
+
+
+def _gathered(tensor: Any, ranks: Ranks) -> Any:
+    """Return tensors of all replicas, concatenated."""
+
+    def of_one(own: torch.Tensor) -> torch.Tensor:
+        return torch.cat(_parts(own.reshape(1) if own.ndim == 0 else own, ranks))
+
+    return recursively_apply(of_one, tensor, error_on_other_type=True)
+
+
+def _gathered_objects(objects: Any, ranks: Ranks) -> list[Any]:
+    """Return what the lists of all replicas hold, in one list."""
+    if ranks.data_world_size == 1:
+        return [each for each in objects]
+    found = gather(objects)
+    return [each for rank in ranks.replicas for each in found[rank]]
+
+
+def _counting_models(name: str, ours: Callable[[Any, Ranks], Any]) -> None:
+    """Let a function of accelerate count the processes of one model once, whoever calls it.
+
+    Raises:
+        RuntimeError: This version of accelerate has no such function.
+    """
+    stock = getattr(operations, name, None)
+    if stock is None:
+        raise RuntimeError(
+            f"accelerate {accelerate.__version__} gathers in another way than versions before: "
+            f"accelerate.utils.operations has no {name}"
+        )
+
+    @functools.wraps(stock)
+    def counting(given: Any) -> Any:
+        accelerator = PartialState._shared_state.get(_ACCELERATOR, lambda: None)()
+        shared = accelerator is not None and accelerator.model_ranks > 1
+        return ours(given, accelerator.ranks) if shared else stock(given)
+
+    setattr(operations, name, counting)
+
+
+# All that gathers ends there: accelerate.utils.gather and gather_object, the accelerator's methods.
+_counting_models("_gpu_gather", _gathered)
+_counting_models("_gpu_gather_object", _gathered_objects)
 
 
 class _SharedLoader(DataLoaderShard):

@@ -160,6 +160,14 @@ class Correction:
         for held, value in zip(self._state, loaded, strict=True):
             held.copy_(value)
 
+    def go_on_from(self, former: Correction) -> None:
+        """Take the state of another correction over, of the parameters that both have."""
+        if former.mode == self.mode:
+            held = dict(zip(map(id, former._parameters), former._state, strict=False))
+            for parameter, own in zip(self._parameters, self._state, strict=False):
+                if id(parameter) in held:
+                    own.copy_(held[id(parameter)])
+
     def _before_step(self, weights: list[Tensor]) -> None:
         pass
 

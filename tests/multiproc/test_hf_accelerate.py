@@ -59,7 +59,8 @@ def test_ranks_that_share_a_model_count_once(results):
         assert result["ranks"] == [[0, 1], 1]
         assert result["part"] == ["a", "b", "c"]
         assert result["reduced"] == [1.0, 1.0, 1.0]
-        assert result["gathered"] == ["name"]
+        assert result["gathered"] == result["objects"] == ["name"]
+        assert result["tensors"] == result["padded"] == [1.0]
         assert result["rate"] == [0.5]
 
 

@@ -16,11 +16,18 @@ SYNCHRONOUS = [
 ]
 ASYNCHRONOUS = ["gpt2_pipemare", "bert_pipemare"]
 STALE = ["stale_auto", "stale_absent"]
+IGNORED = ["ignored_wavelet", "ignored_1f1b"]
+# Last, as they leave broken engines.
+IMPOSSIBLE = {
+    "impossible_train": "a second call of the model",
+    "impossible_evaluate": "output_hidden_states",
+}
 
 
 @pytest.fixture
 def results(launch_once):
-    return launch_once("hf_pipeline.py", *SYNCHRONOUS, *ASYNCHRONOUS, *STALE, "begun", "refusals")
+    others = *STALE, "own_interleaved", "begun", "refusals", *IMPOSSIBLE
+    return launch_once("hf_pipeline.py", *SYNCHRONOUS, *IGNORED, *ASYNCHRONOUS, *others)
 
 
 ENGINES = {"1f1b": "PipelineEngine", "wavelet": "Engine"}
@@ -71,10 +78,30 @@ def test_gradients_are_not_clipped_to_0_and_the_start_is_evaluated(results):
         assert result["first"] == pytest.approx(result["first_expected"], rel=1e-4)
 
 
+@pytest.mark.world_size(2)
+def test_a_loss_of_the_scripts_own_is_that_of_one_process(results):
+    for result in (found["own_interleaved"] for found in results):
+        assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
+        assert result["eval"] == pytest.approx(result["eval_expected"], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_a_loss_that_the_last_stage_cannot_compute_ends_all_ranks_with_the_reason(results, case):
+    for result in results:
+        assert IMPOSSIBLE[case] in result[case]
+
+
+@pytest.mark.parametrize("case", IGNORED)
+def test_a_loss_that_is_no_number_is_left_out_of_the_log_as_by_transformers(results, case):
+    for result in (found[case] for found in results):
+        assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
+
+
 def test_what_would_not_be_called_is_refused(results):
     for result in results:
         refusals = result["refusals"]
-        assert "Own.compute_loss would not be called" in refusals["own loss"]
+        assert "OwnStep.training_step would not be called" in refusals["own step"]
+        assert refusals["own loss"] == "accepted"
         assert refusals["own waves"] == "accepted"
         assert "auto_find_batch_size" in refusals["batch size"]
         assert refusals["half"].startswith("ConfigError: fp16.enabled = True: ")

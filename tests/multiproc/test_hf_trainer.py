@@ -54,6 +54,8 @@ def test_ranks_that_share_a_model_read_the_same_batches(results):
         own = result["tensor_parallel"]["losses"][:2]
         assert own == pytest.approx(stock["losses"][:2], rel=1e-4)
         assert result["tensor_parallel"]["eval"] == pytest.approx(stock["eval"], rel=1e-3)
+        assert stock["whole logits"]
+        assert not result["tensor_parallel"]["whole logits"]  # for the loss alone
 
 
 def test_an_optimizer_that_the_file_does_not_name_trains_a_split_model(results):

@@ -3,8 +3,8 @@
 
 import pytest
 
-ACTIONS = ("zero3", "tensor", "1f1b", "pipemare", "resume", "refused")
-NIGHTLY = ("zero1", "zb-h1", "zbv", "resume without base", "memory", "trainer")
+ACTIONS = ("zero3", "tensor", "1f1b", "pipemare", "resume", "refused", "calls zbv")
+NIGHTLY = ("calls 1f1b", "zero1", "zb-h1", "zbv", "resume without base", "memory", "trainer")
 ADAPTER = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
 WHOLE = ["config.json", "generation_config.json", "model.safetensors"]
 
@@ -66,6 +66,32 @@ def test_a_checkpoint_without_frozen_weights_does_too(launch_once):
         found = results["resume without base"]
         assert found["same"]
         assert found["bytes"] < 150_000  # 274,000 with them
+
+
+def check_calls(result):
+    found, expected = result["found"], result["expected"]
+    for name in ("before", "disabled", "enabled", "merged", "again"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+    assert found["by the model"] == found["by the engine"] == found["disabled"]
+    assert found["disabled"] != pytest.approx(found["before"], rel=1e-4)
+    assert found["active"] == expected["active"]
+    first, second = found["trained"]
+    assert second < first  # the adapter is trained again
+    assert all(told.startswith("ModelError: ") for told in result["refused"].values())
+    assert "unmerge_adapter()" in result["refused"]["merge"]
+
+
+@pytest.mark.world_size(2)
+def test_calls_of_peft_on_a_pipeline_do_what_they_do_in_one_process_or_are_refused(launch_once):
+    for results in launch_once("lora.py", *ACTIONS):
+        check_calls(results["calls zbv"])
+
+
+@pytest.mark.nightly
+@pytest.mark.world_size(2)
+def test_so_they_do_on_a_pipeline_with_one_stage_on_each_rank(launch_once):
+    for results in launch_once("lora.py", *NIGHTLY):
+        check_calls(results["calls 1f1b"])
 
 
 @pytest.mark.world_size(2)

@@ -39,6 +39,10 @@ CASES = {
         "wrapped 2": ["wrapped", on(2, 1)],
         "left": ["left", on(2, 2)],
         **{
+            f"thawed {mode}": ["thawed", on(2, 1, mode=mode)]
+            for mode in ("exact", "ema", "predict")
+        },
+        **{
             f"overflow {guard}": ["overflow", on(2, 2, bad=BAD, guard=guard, config=SPOILT)]
             for guard in ("off", "skip")
         },
@@ -250,3 +254,11 @@ def test_recomputed_activations_are_the_first_ones_where_weights_are_exact(launc
         for kind, mode in product(CHECKPOINTING, ("exact", "off")):
             without, dropped = (ours[f"{kind} {mode} {dropout}"]["last"] for dropout in DROPOUT)
             assert abs(without - dropped) > 1e-3  # dropout takes place
+
+
+@pytest.mark.parametrize("mode", ["exact", "ema", "predict"])
+def test_layers_are_frozen_and_thawed_where_the_pipeline_is_empty(found, mode):
+    for ours in found(f"thawed {mode}"):
+        assert ours["told"] == [True, True, False, False, True, True]
+        assert ours["plain"] == [True, True, False, False]
+        assert "engine.drain() on all ranks" in ours["refused"]

@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches as whole optimizer steps, and the loss of each: a part of the step's mean."""
+"""Micro-batches as whole optimizer steps, each with its weight in the step's mean loss."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from transformers.modeling_outputs import CausalLMOutput
-from transformers.utils.generic import ModelOutput
 
 from wavemare.engine.checkpoint.random_state import drawn_alike
 from wavemare.engine.labels import IGNORED, count_labels
-from wavemare.lazy import Proxy
 from wavemare.models import TransformerPipeline
-from wavemare.models.adapters import is_adapted
-from wavemare.models.families import SplitLoss
-from wavemare.parallel.tensor.output import with_late_logits
 
 
 class StepFeed:
@@ -132,89 +125,6 @@ class MicroBatch(NamedTuple):
     inputs: dict[str, Any]
     items: Tensor | None
     weight: float
-
-
-class TrainerLoss:
-    """The loss of a micro-batch: what the Trainer's ``compute_loss`` returns for it.
-
-    So labels are shifted, smoothed and counted by transformers' own code, whatever the engine is.
-
-    Args:
-        trainer: Whose ``compute_loss`` it is.
-        model: That the Trainer was given.
-    """
-
-    def __init__(self, trainer: Any, model: Any) -> None:
-        self._trainer = trainer
-        self._model = model.get_base_model() if is_adapted(model) else model
-
-    def __call__(self, call: Callable[..., Any], batch: MicroBatch) -> Tensor:
-        """Return the weighted loss, scalar.
-
-        Args:
-            call: Calls the model with arguments by name.
-            batch: On the device.
-        """
-        inputs, items, weight = batch
-        model = _Called(self._model, call)
-        with self._trainer.compute_loss_context_manager():
-            loss = self._trainer.compute_loss(model, dict(inputs), num_items_in_batch=items)
-        return loss if weight == 1 else loss * weight
-
-
-class StageLoss:
-    """`TrainerLoss` on a pipeline's last stage, of which it is the loss function.
-
-    Args:
-        loss: Of the Trainer.
-        head: The pipeline's own, of (logits, labels) or (logits, labels, number of items).
-
-    Attributes:
-        latest: The last loss; scalar.
-    """
-
-    def __init__(self, loss: TrainerLoss, head: Callable[..., Tensor]) -> None:
-        self.head = head
-        self.latest: Tensor | None = None
-        self._loss = loss
-
-    def __call__(self, outputs: Any, batch: Any) -> Tensor:
-        """Return the loss of the last layer's outputs and a `MicroBatch`, or plain labels."""
-        if not isinstance(batch, MicroBatch):
-            return self.head(outputs, batch)
-
-        def call(labels: Any = None, num_items_in_batch: Any = None, **_: Any) -> ModelOutput:
-            gather = partial(whole_logits, self.head, outputs)
-            if labels is None:
-                return ModelOutput(logits=gather())
-            items = () if num_items_in_batch is None else (num_items_in_batch,)
-            loss = self.head(outputs, labels, *items)
-            return with_late_logits(CausalLMOutput(loss=loss), gather)
-
-        loss = self._loss(call, batch)
-        self.latest = loss.detach()
-        return loss
-
-
-class _Called(Proxy):
-    """A model that is called in another way; it tells the name of the class inside wrappers."""
-
-    def __init__(self, model: Any, call: Callable[..., Any]) -> None:
-        super().__init__(model)
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def _get_name(self) -> str:
-        return type(self._inner).__name__
-
-
-def whole_logits(loss: Any, logits: Any) -> Any:
-    """Return the last stage's logits over the whole vocabulary, from tensor-parallel ranks."""
-    head = loss.head if isinstance(loss, StageLoss) else loss
-    logits = logits[0] if isinstance(logits, tuple) else logits  # beside the sums of routers
-    return head.gather(logits) if isinstance(head, SplitLoss) else logits
 
 
 class TokenMean(Iterator[Any]):

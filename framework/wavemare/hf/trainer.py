@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from accelerate.utils import DeepSpeedPlugin, DeepSpeedSchedulerWrapper
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer import Trainer as StockTrainer
@@ -26,19 +30,13 @@ from wavemare.engine.launch.group import gather, leave_out_shared_memory
 from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 from wavemare.hf.config import TrainerConfig
-from wavemare.hf.steps import (
-    MicroBatch,
-    StageLoss,
-    StepFeed,
-    TrainerLoss,
-    fill_rows,
-    whole_logits,
-    without_labels,
-)
+from wavemare.hf.losses import StageLoss, TrainerLoss
+from wavemare.hf.steps import MicroBatch, StepFeed, fill_rows, without_labels
 from wavemare.lazy import Proxy
 from wavemare.models import save_pretrained
 from wavemare.models.adapters import is_adapted
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
+from wavemare.parallel.tensor.output import loss_alone
 
 leave_out_shared_memory()  # TrainingArguments may initialize torch.distributed
 
@@ -66,6 +64,9 @@ class Trainer(StockTrainer):
     _feed: StepFeed | None = None
     _epoch = 0
     _max_steps = 1
+    _loss: TrainerLoss
+    _rate: float | None = None
+    """The learning rate of the last step, once it is known."""
 
     @property
     def trains_whole_steps(self) -> bool:
@@ -169,11 +170,12 @@ class Trainer(StockTrainer):
         self._max_steps, self._feed = max_steps, None
         self.accelerator.build = self._build
         _, loader = super()._prepare_for_training(max_steps, *args, **kwargs)
-        engine, loss = self.deepspeed, TrainerLoss(self, self.model)
+        loss = self._loss = TrainerLoss(self, self.model)
+        engine = self.deepspeed
         if self.is_pipeline:
-            head = engine.module.loss_fn
+            own = StageLoss(loss, engine)
             engine.module._modules.pop("loss_fn", None)
-            engine.module.loss_fn = StageLoss(loss, head)
+            engine.module.loss_fn = own
         else:
             engine.loss_fn = loss
         return _LoopModel(engine), loader
@@ -194,11 +196,11 @@ class Trainer(StockTrainer):
         key = f"wavemare.{self.accelerator.whole_step_key}"
         args, given = self.args, self.accelerator.section
         reason = ""
-        for name in ("compute_loss", "training_step")[not self.is_pipeline :]:
-            if getattr(type(self), name) is not getattr(Trainer, name):
-                reason = f"{type(self).__name__}.{name} would not be called"
-        if (self.label_smoother or self.compute_loss_func) and self.accelerator.weighs_losses:
-            reason = "label smoothing and compute_loss_func do not go with wavemare.balance"
+        if type(self).training_step is not Trainer.training_step:
+            reason = f"{type(self).__name__}.training_step would not be called"
+        own = self.label_smoother or self.compute_loss_func or self._has_own_loss
+        if own and self.accelerator.weighs_losses:
+            reason = "label smoothing and losses of one's own do not go with wavemare.balance"
         if args.auto_find_batch_size:
             reason = "auto_find_batch_size cannot interrupt processes that wait for each other"
         if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
@@ -235,11 +237,64 @@ class Trainer(StockTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train a step at its last micro-batch and return its mean loss; return 0 before."""
+        self._rate = self._rate_of_next_step()
         if not self.trains_whole_steps:
             return super().training_step(model, inputs, num_items_in_batch)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        return self.deepspeed.train_batch(self._feed).detach().to(self.args.device)
+        self._loss.recent.clear()
+        loss = self.deepspeed.train_batch(self._feed).detach().to(self.args.device)
+        if self.args.logging_nan_inf_filter and not loss.isfinite():
+            return self._filtered(loss)
+        return loss
+
+    def _filtered(self, loss: Tensor) -> Tensor:
+        """Return what transformers adds to its sum of losses for a step that is not finite.
+
+        In place of each loss of a micro-batch that is no number it adds the mean of the steps
+        before. All ranks call this.
+        """
+        accelerator, losses = self.accelerator, self._loss.recent
+        own = torch.stack(losses).float() if losses else loss.reshape(1)
+        parts = accelerator.gather(own).reshape(-1, len(own)).T.flatten()  # in the order of data
+        steps = 1 + self.state.global_step - self._globalstep_last_logged
+        total = before = self._tr_loss
+        for part in parts / self.args.gradient_accumulation_steps / accelerator.data_ranks:
+            total = total + (part if part.isfinite() else total / steps)
+        added: Tensor = total - before
+        return self._from_last_stage(added) if self.is_pipeline else added
+
+    def _rate_of_next_step(self) -> float | None:
+        """Return the next step's learning rate; without our section None, so that logs are stock's.
+
+        An engine that steps the scheduler has done so when transformers asks for the rate.
+        """
+        ours = self.is_deepspeed_enabled and self.accelerator.section is not None
+        return super()._get_learning_rate() if ours else None
+
+    def _get_learning_rate(self) -> float:
+        """Return the learning rate of the last step."""
+        return super()._get_learning_rate() if self._rate is None else self._rate
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return transformers' loss of a batch; in pipelines the last stage calls this.
+
+        transformers multiplies it by the number of data ranks, because it divides by the items of
+        all of them. Some models ignore these, and a pipeline takes the mean over the ranks.
+        """
+        if not self.is_pipeline:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        multiplied = num_items_in_batch is not None and self.args.average_tokens_across_devices
+        if multiplied and not self._divides_by_items:
+            loss = loss / self.accelerator.data_ranks
+        return (loss, outputs) if return_outputs else loss
 
     def _make_step(self, read: list[Any]) -> list[Any]:
         """Make the engine's micro-batches of a step from the batches that were read for it."""
@@ -252,10 +307,6 @@ class Trainer(StockTrainer):
             counts = self.model_accepts_loss_kwargs and items is not None
             scaled = counts or self.compute_loss_func is not None
         weight = float(count) if scaled else count / len(read)
-        if self.is_pipeline:
-            weight *= self._share(items)
-            if not self.deepspeed.dynamic_shape:
-                read = [fill_rows(self._masked(one), self._train_batch_size) for one in read]
         weights = [weight] * len(read) + [0.0] * (count - len(read))
         step = [
             MicroBatch(read[number % len(read)], items, one) for number, one in enumerate(weights)
@@ -276,13 +327,17 @@ class Trainer(StockTrainer):
             return {**batch, "attention_mask": torch.ones_like(ids)}
         return batch
 
-    def _for_stages(self, batch: MicroBatch, *, labels_required: bool = True) -> tuple[Any, Any]:
+    def _for_stages(self, batch: MicroBatch, *, trains: bool = True) -> tuple[Any, Any]:
         """Return what the first stage of a pipeline gets, and the last one."""
-        module = self.deepspeed.module
-        inputs, labels = module.split_batch(batch.inputs, labels_required=labels_required)
-        if isinstance(labels, Tensor) and self.deepspeed.is_last_stage():
-            return inputs, batch._replace(inputs={"labels": labels})
-        return inputs, labels
+        engine, travels = self.deepspeed, batch.inputs
+        if self._has_own_loss:  # which may want more than the model does
+            known = inspect.signature(type(_inner(self.model)).forward).parameters
+            travels = {name: value for name, value in travels.items() if name in known}
+        if trains and not engine.dynamic_shape:
+            travels = fill_rows(self._masked(travels), self._train_batch_size)
+        required = trains and not self._has_own_loss
+        inputs, labels = engine.module.split_batch(travels, labels_required=required)
+        return inputs, batch if engine.is_last_stage() else labels
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         items = super()._get_num_items_in_batch(batch_samples, device)
@@ -344,7 +399,8 @@ class Trainer(StockTrainer):
         elif self._counts_items:
             inputs = without_labels(inputs, 0)
         predict = self._predict_in_stages if self.is_pipeline else super().prediction_step
-        loss, logits, labels = predict(model, inputs, prediction_loss_only, ignore_keys)
+        with loss_alone() if prediction_loss_only else nullcontext():
+            loss, logits, labels = predict(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None and self._counts_items:
             # Each data rank has the part of its own labels in the mean over all of them.
             loss = self.accelerator.reduce(loss if rows else torch.zeros_like(loss), "mean")
@@ -357,46 +413,39 @@ class Trainer(StockTrainer):
         """Evaluate a batch in a pipeline; the last stage sends the results to the others."""
         inputs = self._prepare_inputs(inputs)
         engine, labels = self.deepspeed, inputs.get("labels")
-        items = self._get_num_items_in_batch([inputs], self.args.device)
-        batch = MicroBatch(inputs, items, self._share(items))
-        micro_batch = self._for_stages(batch, labels_required=False)
-        if labels is None:
-            engine.total_loss = None  # DeepSpeed would add outputs to the sum of losses
-        _, logits = engine.eval_batch(
-            iter([micro_batch]),
-            return_logits=True,
-            compute_loss=labels is not None,
-            reduce_output="avg" if labels is not None else None,
-            num_micro_batches=1,
-        )
-        loss = None
-        if labels is None:
-            engine.total_loss = None
-        else:
-            loss = self._from_last_stage(engine.module.loss_fn.latest).reshape(())
-        if loss_only:
-            return loss, None, None
-        if engine.is_last_stage():
-            logits = whole_logits(engine.module.loss_fn, logits)
-            if self._preprocess is not None:
+        own, predict = engine.module.loss_fn, super().prediction_step
+
+        def on_the_last_stage(stage_model: Any, given: dict[str, Any]) -> Any:
+            loss, logits, labels = predict(stage_model, given, loss_only, ignore_keys)
+            if logits is not None and self._preprocess is not None:
                 logits = self._preprocess(logits, labels)
-        return loss, self._from_last_stage(logits), labels
+            return loss, logits
+
+        own.predict = on_the_last_stage
+        try:
+            batch = self._for_stages(MicroBatch(inputs, None, 1.0), trains=False)
+            engine.eval_batch(iter([batch]), bcast_loss=False, num_micro_batches=1)
+            loss, logits = self._from_last_stage(own.predicted)
+        finally:
+            own.predict = own.predicted = None
+        return loss, logits, None if loss_only else labels
 
     @property
     def _counts_items(self) -> bool:
-        """Whether the loss of a batch is divided by the items of all data ranks."""
+        """Whether a rank's loss is the part of its own labels in the mean over all data ranks'."""
+        return self._divides_by_items and not self._has_own_loss
+
+    @property
+    def _divides_by_items(self) -> bool:
+        """Whether transformers' loss of a batch is divided by the items of all data ranks."""
         own = self.label_smoother is not None or self.compute_loss_func is not None
-        model: Any = self.model
-        inner = model.get_base_model() if is_adapted(model) else model
+        inner = _inner(self.model)
         return bool(own or (self.model_accepts_loss_kwargs and counts_items(inner)))
 
-    def _share(self, items: Any) -> float:
-        """Return the weight of a stage's loss that transformers multiplies by the data ranks.
-
-        It does so because it divides by the items of all of them, which some models ignore.
-        """
-        multiplied = items is not None and self.args.average_tokens_across_devices
-        return 1 / self.accelerator.data_ranks if multiplied and not self._counts_items else 1.0
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether the script has a ``compute_loss`` of its own."""
+        return type(self).compute_loss is not Trainer.compute_loss
 
     def _rows_that_count(self, inputs: Any) -> int:
         """Return how many rows of a batch are no repetitions that fill up the last ones."""
@@ -407,21 +456,23 @@ class Trainer(StockTrainer):
         return min(max(state.remainder - self.accelerator.data_rank * rows, 0), rows)
 
     def _from_last_stage(self, values: Any) -> Any:
-        """Broadcast a tensor, or a tuple of tensors, from the last stage to all stages."""
-        group = self.deepspeed.grid.get_pipe_parallel_group()
-        source = self.deepspeed.loss_rank
-        own = values if self.deepspeed.is_last_stage() else None
-        tensors = [own] if isinstance(own, Tensor) else list(own or ())
-        form: list[Any] = [(isinstance(own, Tensor), [(t.shape, t.dtype) for t in tensors])]
-        dist.broadcast_object_list(form, src=source, group=group)
-        single, shapes = form[0]
-        if own is None:
+        """Broadcast nested tensors from the last stage to all stages."""
+        engine = self.deepspeed
+        group, source = engine.grid.get_pipe_parallel_group(), engine.loss_rank
+        forms = [tree_map_only(Tensor, lambda own: _Form(own.shape, own.dtype), values)]
+        dist.broadcast_object_list(forms, src=source, group=group)
+        if not engine.is_last_stage():
             device = self.args.device
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-        tensors = [tensor.detach().contiguous() for tensor in tensors]
-        for tensor in tensors:
+            values = tree_map_only(
+                _Form, lambda f: torch.empty(f.shape, dtype=f.dtype, device=device), forms[0]
+            )
+
+        def sent(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach().contiguous()
             dist.broadcast(tensor, src=source, group=group)
-        return tensors[0] if single else tuple(tensors)
+            return tensor
+
+        return tree_map_only(Tensor, sent, values)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a folder for ``from_pretrained``; all processes must call this."""
@@ -453,6 +504,19 @@ class Trainer(StockTrainer):
             reason = f"rank 0 cannot make the repository ({told})"
             remedy = "Save with save_model, and upload the folder"
             raise ConfigError("hub_model_id", self.args.hub_model_id, reason, remedy)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Stands for a tensor of this shape and type."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _inner(model: Any) -> Any:
+    """Return the model inside adapters."""
+    return model.get_base_model() if is_adapted(model) else model
 
 
 def _first_rows(batch: Any, rows: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wavemare.engine.parts import own_part
 from wavemare.errors import ModelError
@@ -33,6 +33,18 @@ def is_lora(layer: Any) -> bool:
     """Whether a module is a linear layer with LoRA."""
     peft = sys.modules.get("peft")
     return peft is not None and type(layer) is peft.tuners.lora.Linear
+
+
+def tuned_layers(model: nn.Module) -> list[Any]:
+    """Return the layers of a model that have adapters."""
+    peft = sys.modules.get("peft")
+    kind = () if peft is None else peft.tuners.tuners_utils.BaseTunerLayer
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def are_merged(model: nn.Module) -> bool:
+    """Whether adapters of this rank's layers have been added to the weights."""
+    return any(layer.merged for layer in tuned_layers(model))
 
 
 def base_of(model: Any) -> Any:

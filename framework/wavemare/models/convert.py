@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from wavemare.errors import ConfigError, LaunchError, ModelError
+from wavemare.models.adapted import AdaptedPipeline
 from wavemare.models.adapters import PREFIX, base_of, is_adapted, whole_without_weights
 from wavemare.models.families import SUPPORTED, family_of, split_chain, split_loss
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights, with_auxiliary_loss
@@ -91,7 +93,8 @@ def to_pipeline(
         warn_of_untying(tied_weights(model))
     places = homes or range(num_stages)
     cuts = cut_chain(model, conversion.chain, conversion.inputs, partition, places)
-    return TransformerPipeline(
+    kind = partial(AdaptedPipeline, adapters=model.peft_config) if is_adapted(model) else None
+    return (kind or TransformerPipeline)(
         conversion,
         cuts,
         homes=homes,

@@ -17,7 +17,13 @@ from wavemare.engine.launch.group import gather
 from wavemare.engine.parts import own_part
 from wavemare.errors import ModelError
 from wavemare.files import replace_path
-from wavemare.models.adapters import adapter_names, is_adapted, merged, whole_without_weights
+from wavemare.models.adapters import (
+    adapter_names,
+    are_merged,
+    is_adapted,
+    merged,
+    whole_without_weights,
+)
 from wavemare.models.module import TransformerPipeline
 from wavemare.models.whole import complete, gathered
 from wavemare.parallel.tensor.partition import is_split
@@ -46,9 +52,12 @@ def save_pretrained(
         merge: Whether to merge a LoRA adapter into the weights.
 
     Raises:
-        ModelError: There is no transformers model in the engine, or rank 0 cannot write.
+        ModelError: There is no transformers model in the engine, its adapter is to be merged twice,
+            or rank 0 cannot write.
     """
     model = complete(engine_or_module)
+    if merge:
+        _check_not_merged(model)
     saver = model.skeleton if isinstance(model, TransformerPipeline) else model
     state = gathered(model, _wanted(saver, merge))
     if isinstance(model, TransformerPipeline):
@@ -67,6 +76,14 @@ def save_pretrained(
         except Exception as error:  # also safetensors' own; the others wait for this rank
             failure = error
     _agree(failure, folder)
+
+
+def _check_not_merged(model: Any) -> None:
+    """Refuse to merge adapters that the weights already hold; all ranks raise."""
+    own = are_merged(model)
+    if any(gather(own)) if dist.is_initialized() else own:
+        reason = "the adapter has been merged into the weights, and would be added again"
+        raise ModelError("merge", True, reason, "Call unmerge_adapter() on all ranks first")
 
 
 def _wanted(model: Any, merge: bool) -> set[str] | None:

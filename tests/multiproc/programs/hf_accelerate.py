@@ -134,6 +134,9 @@ def shared():
             "part": part,
             "reduced": [accelerator.reduce(one, kind).item() for kind in ("sum", "mean", "max")],
             "gathered": accelerator.gather_for_metrics(["name"]),
+            "objects": accelerate.utils.gather_object(["name"]),
+            "tensors": accelerate.utils.gather({"one": one})["one"].tolist(),
+            "padded": accelerator.pad_across_processes(one).tolist(),
             "ranks": [list(accelerator.ranks.model), accelerator.ranks.data_world_size],
             "unseeded": refusal(train),
         }

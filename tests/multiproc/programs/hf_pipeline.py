@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``wavemare.hf.Trainer`` with pipelines and waves: what a plain loop over the same data gives."""
 
+import math
 import sys
 from typing import Any
 from unittest import mock
 
 import torch
 import transformers
-from common import leave, refusal, warnings_told
+from common import VOCABULARY, leave, refusal, warnings_told
 from deepspeed.accelerator import get_accelerator
 from hf_common import MODELS, Rows, arguments, file_digest, json_file, losses, pad, plain_model
 from torch.nn.functional import cross_entropy
@@ -38,8 +39,11 @@ def trainer_of(kind, name, section, **options):
 ARGUMENTS = set(transformers.TrainingArguments.__dataclass_fields__)
 
 
-def reference(kind, trainer, smoothing=0.0):
-    """A loop in one process over the very batches: transformers' losses, AdamW, clipping."""
+def reference(kind, trainer, smoothing=0.0, own=None):
+    """A loop in one process over the very batches: transformers' losses, AdamW, clipping.
+
+    A loss of one's own is that of a model and a batch; its mean over the batches of a step counts.
+    """
     args = trainer.args
     model = plain_model(kind).to(args.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
@@ -58,7 +62,10 @@ def reference(kind, trainer, smoothing=0.0):
             optimizer.zero_grad()
             part = batches[start : start + per_step]
             items = sum(int((batch["labels"] != -100).sum()) for batch in part)
-            loss = sum(_loss(kind, model, batch, smoothing, items) for batch in part)
+            if own is None:
+                loss = sum(_loss(kind, model, batch, smoothing, items) for batch in part)
+            else:
+                loss = sum(own(model, dict(batch)) for batch in part) / len(part)
             loss.backward()
             if args.max_grad_norm:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -187,6 +194,54 @@ def varied(kind):
     return compared(kind, "1f1b", train_sampling_strategy="group_by_length", **options)
 
 
+class Weighed(Rows):
+    """Rows with weights, which no model knows."""
+
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "weights": 1.0 + index % 3}
+
+
+def weighed(model, inputs):
+    """A mean over all rows, those of a batch's filling would count."""
+    weights, labels = inputs.pop("weights"), inputs.pop("labels")[:, 1:]
+    logits = model(**inputs).logits[:, :-1]
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses.view(labels.shape).mean(1) * weights).mean()
+
+
+class Weighing(wavemare.hf.Trainer):
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        seen = model.training, model.config.vocab_size, hasattr(model, "lm_head")
+        assert seen == (not return_outputs, VOCABULARY, False), seen
+        loss = weighed(model, inputs)
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+
+def own_loss(schedule):
+    """A loss of the script's own, of rows of which the last step has one: two fill it up."""
+    section = {"pipeline": {"stages": 2, "schedule": schedule, "dynamic_shape": False}}
+    rows = {"train_dataset": Weighed("gpt2", 21), "eval_dataset": Weighed("gpt2", 7, seed=1)}
+    name, changes = f"own-{schedule}", {"max_steps": 8, "remove_unused_columns": False}
+    given = json_file(0, section)
+    trainer = Weighing(model=plain_model("gpt2"), args=arguments(name, given, **changes), **rows)
+    trainer.train()
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.save_model()
+    torch.distributed.barrier()
+    loaded = type(trainer.model).from_pretrained(trainer.args.output_dir).eval()
+    batches = [trainer.data_collator([row]) for row in Weighed("gpt2", 7, seed=1)]
+    with torch.no_grad():
+        means = [float(weighed(loaded, batch)) for batch in batches]
+    return {
+        "losses": losses(trainer),
+        "expected": reference("gpt2", trainer, own=weighed)["losses"],
+        "eval": evaluated,
+        "eval_expected": sum(means) / len(means),
+    }
+
+
 def refusals():
     def message(section, trainer_class=wavemare.hf.Trainer, **changes):
         def train():
@@ -202,10 +257,15 @@ def refusals():
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
 
+    class OwnStep(wavemare.hf.Trainer):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
+
     # Some CPUs do train in fp16.
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=False):
         half = message(SECTIONS["1f1b"], fp16=True)
     return {
+        "own step": message(SECTIONS["1f1b"], OwnStep),
         "own loss": message(SECTIONS["1f1b"], Own),
         "own waves": message(SECTIONS["wavelet"], Own),
         "batch size": message(SECTIONS["1f1b"], auto_find_batch_size=True),
@@ -213,7 +273,51 @@ def refusals():
     }
 
 
+def ignored(schedule):
+    """The first step's loss, of whose micro-batches the second has no labels at all."""
+    rows = Rows("bert", 8)
+    for row in rows.rows[2:4]:
+        row["labels"] = torch.tensor(-100)
+    trainer = trainer_of(
+        "bert",
+        f"ignored-{schedule}",
+        SECTIONS[schedule],
+        train_dataset=rows,
+        max_steps=1,
+        train_sampling_strategy="sequential",
+    )
+    trainer.train()
+    model, collate = plain_model("bert"), trainer.data_collator
+    count = trainer.args.gradient_accumulation_steps * trainer.accelerator.data_ranks
+    expected = 0.0
+    for start in range(0, 2 * count, 2):
+        loss = model(**collate(rows.rows[start : start + 2])).loss.item()
+        expected += expected if math.isnan(loss) else loss  # as transformers' filter has it
+    return {"losses": losses(trainer), "expected": [expected]}
+
+
+def impossible(evaluates):
+    """What is said of a loss that a last stage cannot compute; it leaves a broken engine."""
+
+    class Own(wavemare.hf.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **_):
+            outputs = model(**inputs, output_hidden_states=evaluates)
+            loss = outputs.loss + model(**inputs).loss
+            return (loss, outputs) if return_outputs else loss
+
+    trainer = Own(
+        model=plain_model("gpt2"),
+        args=arguments("impossible", json_file(0, SECTIONS["1f1b"])),
+        train_dataset=Rows("gpt2", 8),
+        eval_dataset=Rows("gpt2", 4),
+    )
+    return refusal(trainer.evaluate if evaluates else trainer.train)
+
+
 CASES = {
+    "own_interleaved": lambda: own_loss("interleaved"),
+    "ignored_1f1b": lambda: ignored("1f1b"),
+    "ignored_wavelet": lambda: ignored("wavelet"),
     "gpt2_1f1b": lambda: compared("gpt2", "1f1b", max_steps=8),
     "bert_1f1b": lambda: compared("bert", "1f1b", 0.1, max_steps=8),
     "gpt2_smoothed": lambda: compared("gpt2", "1f1b", 0.1),
@@ -228,6 +332,8 @@ CASES = {
     "stale_auto": stale,
     "stale_absent": lambda: stale(gradient_accumulation_steps=None, train_batch_size=None),
     "refusals": refusals,
+    "impossible_train": lambda: impossible(evaluates=False),
+    "impossible_evaluate": lambda: impossible(evaluates=True),
 }
 
 if __name__ == "__main__":

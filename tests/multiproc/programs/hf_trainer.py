@@ -6,8 +6,9 @@ from functools import partial
 
 import torch
 import transformers
-from common import leave, refusal
+from common import VOCABULARY, leave, refusal
 from hf_common import MODELS, Rows, arguments, file_digest, json_file, losses, plain_model
+from tensor_models import Widths
 
 import wavemare
 import wavemare.hf
@@ -22,7 +23,8 @@ def run(kind, name, trainer_class, config, **changes):
         eval_dataset=Rows(kind, 7, seed=1),
     )
     trainer.train()
-    evaluated = trainer.evaluate()["eval_loss"]
+    with Widths() as widths:
+        evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     torch.distributed.barrier()
     engine = trainer.model_wrapped
@@ -30,6 +32,7 @@ def run(kind, name, trainer_class, config, **changes):
         "class": f"{type(engine).__module__}.{type(engine).__name__}",
         "losses": losses(trainer),
         "eval": evaluated,
+        "whole logits": VOCABULARY in widths.seen,
         "lr": [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e],
         "weights": file_digest(trainer.args.output_dir),
         "section": getattr(trainer.accelerator, "section", None),

@@ -195,6 +195,46 @@ def trainer():
     return {"losses": losses, "engine": type(ours.deepspeed).__name__}
 
 
+def calls(schedule):
+    """What calls of peft on a pipeline give, and on the same model in one process."""
+    model = lora_model()
+    engine, batch = start(schedule, model=model), next(batches())
+
+    def loss():
+        return float(engine.eval_batch(iter([batch]), num_micro_batches=1))
+
+    def on(part, evaluate):
+        found = {"before": evaluate()}
+        with part.disable_adapter():
+            found["disabled"] = evaluate()
+        found["enabled"] = evaluate()
+        part.merge_adapter()
+        found["merged"] = evaluate()
+        part.unmerge_adapter()
+        part.set_adapter("default")
+        found["again"] = evaluate()
+        found["active"] = [part.active_adapter, list(part.active_adapters), list(part.peft_config)]
+        return found
+
+    alone = lora_model().to(DEVICE).eval()
+    with torch.no_grad():
+        expected = on(alone, lambda: float(alone(**batch).loss))
+    found = on(engine.module, loss)
+    with model.disable_adapter():
+        found["by the model"] = loss()
+    with engine.disable_adapter():
+        found["by the engine"] = loss()
+    found["trained"] = [float(engine.train_batch(iter([batch] * 2))) for _ in range(2)]
+    engine.module.merge_adapter()
+    refused = {"merge": refusal(lambda: save_pretrained(engine, "merged-twice", merge=True))}
+    engine.module.unmerge_adapter()
+    save_pretrained(engine, "merged-once", merge=True)
+    refused["other"] = refusal(lambda: engine.module.set_adapter("other"))
+    for name in ("merge_and_unload", "add_adapter", "load_adapter", "print_trainable_parameters"):
+        refused[name] = refusal(getattr(engine.module, name))
+    return {"found": found, "expected": expected, "refused": refused}
+
+
 def refused():
     some = {"layers_to_transform": [3], "layers_pattern": "layers"}
     model = lora_model(target_modules=["q_proj"], **some)
@@ -215,6 +255,7 @@ if __name__ == "__main__":
         "memory": memory,
         "trainer": trainer,
         "refused": refused,
+        **{f"calls {name}": partial(calls, name) for name in ("1f1b", "zbv")},
     }
     results = {}
     for name in sys.argv[2:]:

@@ -273,6 +273,30 @@ def epochs(num_stages, micro_batches, config):
     return found
 
 
+def thawed(num_stages, micro_batches, mode):
+    """Freeze a layer of each stage after 2 steps, and thaw it after 4."""
+    section = {"slack": 1, "discrepancy_correction": {"mode": mode}}
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    found = {}
+    for name in ("told", "plain"):
+        engine, data = build(num_stages, micro_batches, "pipemare", section, **config), batches()
+        weight = next(p for p in engine.module.parameters() if p.ndim > 1)
+        moved, before = [], weight.detach().clone()
+        for step in range(6):
+            weight.requires_grad_(step not in (2, 3))
+            if name == "told" or step == 2:
+                engine.drain()
+            if step == 4 and name == "plain":
+                found["refused"] = refusal(lambda: engine.train_batch(data))  # noqa: B023
+                break
+            engine.train_batch(data)
+            moved.append(not torch.equal(before, weight))
+            before = weight.detach().clone()
+        found[name] = moved
+        engine.destroy()
+    return found
+
+
 def wrapped(num_stages, micro_batches):
     """A stream that the caller wraps anew for each call, with a drain in the middle."""
     found, held, wrappers = [], [], []

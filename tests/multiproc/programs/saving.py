@@ -33,6 +33,7 @@ from common import (
     refusal,
     token_batches,
 )
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from hf_common import arguments, json_file
 from safetensors.torch import load_file
 from torch import distributed as dist
@@ -113,6 +114,11 @@ def adapted(base, *names, init=False):
     return model
 
 
+UNREADABLE = {
+    *("their experts", "tensor zero1"),
+    *(f"{name} zero1" for name in ("1f1b", "zb-h1", "zbv", "pipemare")),
+}
+"""Layouts of whose files DeepSpeed's function has an error of its own."""
 KINDS = {
     "whole": lambda base: base,
     "lora": adapted,
@@ -274,6 +280,12 @@ class Ways:
         script = runpy.run_path(str(self.folder / "zero_to_fp32.py"))
         return script["get_fp32_state_dict_from_zero_checkpoint"](str(self.folder))
 
+    def zero_to_fp32_of_deepspeed(self):
+        self.engine.save_checkpoint(str(self.folder))
+        if not self._first:
+            return None
+        return get_fp32_state_dict_from_zero_checkpoint(str(self.folder))
+
     def deepcopy(self):
         return copy.deepcopy(self.model).state_dict()
 
@@ -313,7 +325,8 @@ class Ways:
 
 
 WAYS = [name for name in vars(Ways) if not name.startswith("_")]
-_FILES = ("save_16bit_model", "save_model_of_accelerator", "zero_to_fp32")
+_FP32 = ("zero_to_fp32", "zero_to_fp32_of_deepspeed")
+_FILES = ("save_16bit_model", "save_model_of_accelerator", *_FP32)
 _OF_ADAPTERS = ("merged", "base_save_pretrained")
 
 
@@ -397,7 +410,10 @@ def results_of(cell, chosen):
     for way in chosen:
         if way in _OF_ADAPTERS and kind == "whole":
             continue
-        if way == "zero_to_fp32" and LAYOUTS[layout].get("zero", 0) == 0:
+        zero = LAYOUTS[layout].get("zero", 0)
+        if way in _FP32 and not zero:
+            continue
+        if way == _FP32[1] and (layout in UNREADABLE or (kind != "whole" and zero < 3)):
             continue
         folder = Path(sys.argv[1], "saved", cell.replace("/", "-"), way)
         folder.mkdir(parents=True, exist_ok=True)

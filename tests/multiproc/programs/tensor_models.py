@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wavemare.parallel.tensor.partition import partition_of
 
@@ -70,6 +71,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-cls": ("bert-cls", {"vocab_size": 101}),
     "bert-regression": ("bert-cls", {"vocab_size": 96, "num_labels": 1}),
 }
+
+
+class Widths(TorchDispatchMode):
+    """Notes the last dimensions of all tensors that are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(t)]
+        self.seen |= {tensor.shape[-1] for tensor in tensors if tensor.ndim > 1}
+        return result
 
 
 def build(name, residual=0.0, attention=0.0):

@@ -11,6 +11,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from common import build_gpt2, configuration, furthest, leave, token_batches
+from deepspeed.utils import safe_get_full_fp32_param
 
 import wavemare
 from wavemare.engine.parts import own_part
@@ -79,6 +80,31 @@ def tried(case, wanted, load, *, steps=1, **options):
     return found
 
 
+def masters(engine):
+    found = [(safe_get_full_fp32_param(p), p) for p in engine.module.parameters()]
+    return [(p if full is None else full).detach().float().clone() for full, p in found]
+
+
+def loads_a_part(case, held):
+    """Return how far a weight that is loaded alone moves, and others' masters, and is left then."""
+    engine = start(case, seed=2)
+    step(engine)
+    before, own = masters(engine), list(engine.module.parameters())
+    with own_part():
+        state = engine.module.state_dict(keep_vars=True)
+    name, number = next(
+        (name, n) for name, value in state.items() for n, p in enumerate(own) if p is value
+    )
+    engine.module.load_state_dict({name: held[name]}, strict=False)
+    after, wanted = masters(engine), held[name].float()
+    others = [[m for n, m in enumerate(each) if n != number] for each in (after, before)]
+    found = [furthest([before[number]], [wanted]), furthest(*others)]
+    step(engine)
+    found.append(furthest([masters(engine)[number]], [wanted]))
+    engine.destroy()
+    return found
+
+
 def ways(case, folder):
     """Return the differences by each way of loading; another checkpoint is the latest."""
     results = {}
@@ -101,6 +127,11 @@ def ways(case, folder):
         results["dictionary"] = tried(
             case, wanted, lambda own: own.load_module_state_dict({"module": held}), steps=3
         )
+        if "local_steps" not in case:
+            results["module's own"] = tried(
+                case, wanted, lambda own: own.module.load_state_dict(held), steps=3
+            )
+            results["a part"] = loads_a_part(case, held)
     engine.destroy()
     other.destroy()
     return results

@@ -23,8 +23,10 @@ import xxhash
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupLR
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.zero_to_fp32 import parse_model_states
 
 from wavemare.engine.checkpoint.files import (
+    CheckpointFiles,
     RankFiles,
     check_client_state,
     check_optimizer_state,
@@ -125,6 +127,22 @@ class Evil:
 
 def write_pickle(value, path):
     Path(path).write_bytes(pickle.dumps(value))
+
+
+def test_deepspeeds_scripts_are_told_that_a_file_holds_a_part(tmp_path):
+    files = CheckpointFiles()
+    for part in (None, "its experts are divided over the ranks"):
+        files.part = part
+        path = tmp_path / f"mp_rank_0{int(part is None)}_model_states.pt"
+        module, shapes = {"a": torch.ones(2)}, [{"a": torch.Size([2])}]
+        kept = {"module": module, "buffer_names": [], "shared_params": {}, "param_shapes": shapes}
+        files.save(kept, str(path))
+        if part is None:
+            assert parse_model_states([path])[0].param_shapes == shapes
+        else:
+            assert torch.equal(files.load(str(path))["module"]["a"], module["a"])
+            with pytest.raises(CheckpointError, match="experts are divided"):
+                parse_model_states([path])
 
 
 @pytest.mark.parametrize(

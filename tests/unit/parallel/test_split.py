@@ -14,6 +14,7 @@ from tensor_models import (
     BERT,
     GPT2,
     KINDS,
+    Widths,
     batch,
     build,
     distance,
@@ -31,6 +32,7 @@ from wavemare.parallel.tensor.layers import (
     reduce_from_group,
 )
 from wavemare.parallel.tensor.load import load_split
+from wavemare.parallel.tensor.output import loss_alone
 from wavemare.parallel.tensor.partition import gather_parts
 from wavemare.parallel.tensor.split import split_model
 
@@ -104,6 +106,12 @@ def test_a_language_model_returns_its_loss_and_its_logits(alone):
     torch.testing.assert_close(output.logits, whole(**given).logits)
     with torch.no_grad():
         assert [*model(**given)][:2] == ["loss", "logits"]
+        assert {**model(**given)}.keys() == {**whole(**given)}.keys()
+        torch.testing.assert_close(model(**given).to_tuple()[1], whole(**given).logits)
+        torch.testing.assert_close([*model(**given).values()][1], whole(**given).logits)
+        torch.testing.assert_close(dict(model(**given).items())["logits"], whole(**given).logits)
+        with loss_alone():
+            assert "logits" not in [*model(**given)]
     output.logits.square().mean().backward()  # a loss of one's own, beside labels
     whole(**given).logits.square().mean().backward()
     assert distance(gradients(model), own_part(gradients(whole), model, 0, 1)) < 1e-5
@@ -126,6 +134,31 @@ def test_a_language_model_returns_its_loss_and_its_logits(alone):
     model(**given).logits.square().mean().backward()
     whole(**given).logits.square().mean().backward()
     assert distance(gradients(model), own_part(gradients(whole), model, 0, 1)) < 1e-5
+
+
+READS = {
+    "by name": lambda output: output.loss,
+    "as an entry": lambda output: output["loss"],
+    "by place": lambda output: output[0],
+    "in a range": lambda output: output[:1],
+    "if there": lambda output: output.get("loss"),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("read", READS)
+def test_no_logits_of_the_whole_vocabulary_are_made_for_the_loss(read, grad, as_rank):
+    model = build("gpt2-101")
+    given = batch(model)
+    with as_rank(0, 2) as group:
+        model = split_model(model, group, verify=False)
+        with Widths() as widths, torch.set_grad_enabled(grad):
+            output = model(**given)
+            READS[read](output)
+        assert 101 / 2 < max(widths.seen) < 101  # a rank's own
+        with widths:
+            assert output.logits.shape[-1] == 101
+        assert max(widths.seen) >= 101
 
 
 def test_generation_and_positions_of_a_batch_work(alone):

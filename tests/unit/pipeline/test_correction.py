@@ -240,6 +240,19 @@ def test_a_saved_state_goes_on_alike(mode):
             loaded.restore()
 
 
+@pytest.mark.parametrize("mode", ["ema", "predict"])
+def test_a_correction_of_other_parameters_goes_on_with_what_both_have(mode):
+    params = [Parameter(torch.randn(3)) for _ in range(3)]
+    former = make_correction(mode, params[:2], 2)
+    step(former, params[:2])
+    following = make_correction(mode, params[1:], 2)
+    following.go_on_from(former)
+    (_, kept), (same, new) = (list(c.state_dict().values())[1] for c in (former, following))
+    assert torch.equal(same, kept)
+    assert kept.any()
+    assert not new.any()
+
+
 def test_a_state_of_another_stage_is_refused():
     params = parameters()
     estimate, other = VelocityCorrection(params, 0.5), VelocityCorrection(params[:2], 0.5)

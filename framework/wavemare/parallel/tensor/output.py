@@ -4,20 +4,43 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields
 from typing import Any, cast
 
+import torch
 from torch import Tensor
+
+_loss_alone: ContextVar[bool] = ContextVar("loss_alone", default=False)
+
+
+@contextmanager
+def loss_alone() -> Iterator[None]:
+    """Let late logits be no entries of outputs, so that who iterates over these gathers nothing."""
+    token = _loss_alone.set(True)
+    try:
+        yield
+    finally:
+        _loss_alone.reset(token)
 
 
 def with_late_logits(output: Any, gather: Callable[[], Tensor]) -> Any:
-    """Return an output that gathers its logits when ``logits`` is read by name.
+    """Return an output that gathers its logits when they are read, by name or by place.
+
+    Iteration over the output reads them, too, unless gradients are recorded or only the loss is
+    wanted (`loss_alone`): then they are no entry.
 
     Args:
-        output: A ``ModelOutput`` of transformers without logits.
-        gather: Returns them, (batch, sequence, vocabulary); called at most once.
+        output: A ``ModelOutput`` of transformers with logits, whatever these are.
+        gather: Returns the logits, (batch, sequence, vocabulary); called at most once.
     """
-    late = _late(cast(Any, type(output)))(**output)
+    entries = dict(output)
+    if torch.is_grad_enabled() or _loss_alone.get():
+        del entries["logits"]
+    late = _late(cast(Any, type(output)))(**entries)
     late.__dict__["_gather"] = gather
     return late
 
@@ -43,10 +66,25 @@ def _late(kind: Hashable) -> Any:
             return name == "logits" or super().__contains__(name)
 
         def __getitem__(self, name: Any) -> Any:
-            return self.logits if name == "logits" else super().__getitem__(name)
+            if name == "logits":
+                return self.logits
+            if not isinstance(name, str):  # the loss must not cost the logits after it
+                found = [f.name for f in fields(self) if f.name == "logits" or f.name in {*self}]
+                chosen = found[name]
+                single = isinstance(chosen, str)
+                return self[chosen] if single else tuple(self[each] for each in chosen)
+            if OrderedDict.__contains__(self, name):
+                return OrderedDict.__getitem__(self, name)
+            return super().__getitem__(name)
 
         def get(self, name: str, default: Any = None) -> Any:
             return self.logits if name == "logits" else super().get(name, default)
+
+        def items(self) -> Any:
+            return {name: self[name] for name in self}.items()
+
+        def values(self) -> Any:
+            return {name: self[name] for name in self}.values()
 
     Late.__name__ = Late.__qualname__ = base.__name__
     return Late

@@ -62,9 +62,9 @@ def split_model(
 
     The model computes the same loss on all ranks as before. What transformers' plan of its class
     does not name, such as norms, stays whole on all ranks. A language model returns the logits of
-    the whole vocabulary. Called with labels and gradients it gathers them when ``logits`` is read,
-    by name; then all ranks of the group have to read it. Attention probabilities, if asked for, are
-    those of the rank's heads.
+    the whole vocabulary. Called with labels it gathers them when they are read, see
+    `with_late_logits`; then all ranks of the group have to read them. Attention probabilities, if
+    asked for, are those of the rank's heads.
 
     The ranks' default generators are put into the first rank's state, so that they drop the same
     elements outside attention; seed all ranks of a group alike from then on.
@@ -337,8 +337,8 @@ _LINEAR = {style for style in _STYLES if "colwise" in style or style.startswith(
 def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
     """Let a model compute its loss from logits that are spread over the ranks.
 
-    With labels and gradients the logits of the whole vocabulary are gathered when they are read;
-    otherwise at once.
+    With labels the logits of the whole vocabulary are gathered when they are read; otherwise at
+    once.
 
     Args:
         model: A transformers language model, whose ``forward`` is replaced by one with the same
@@ -376,8 +376,9 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
             entries["loss"] = head.loss(logits, shifted, items if counts else None)
             if entries.get("aux_loss") is not None:
                 entries["loss"] = entries["loss"] + model.router_aux_loss_coef * output.aux_loss
-        if has_loss and by_name and torch.is_grad_enabled():
-            return with_late_logits(type(output)(**entries), functools.partial(head.gather, logits))
+        if has_loss and by_name:
+            output = type(output)(**entries, logits=logits)
+            return with_late_logits(output, functools.partial(head.gather, logits))
         output = type(output)(**entries, logits=head.gather(logits))
         return output if by_name else output.to_tuple()
 
