@@ -157,7 +157,7 @@ class GpuRequest(_Turns):
         return f"{row['part']} {row['case']}"
 
     def remarks(self, result: Row) -> Iterator[str]:
-        """Yield what is left out, and how long each part took."""
+        """Yield what is left out, and how long the launches took."""
         for row in result["skipped"]:
             names = dict.fromkeys(filter(None, (row["part"], row["case"], row["system"])))
             yield f"{' '.join(names)} is left out: {row['reason']}"
