@@ -161,5 +161,5 @@ class GpuRequest(_Turns):
         for row in result["skipped"]:
             names = dict.fromkeys(filter(None, (row["part"], row["case"], row["system"])))
             yield f"{' '.join(names)} is left out: {row['reason']}"
-        spent = (f"{name} {seconds:.0f} s" for name, seconds in result["seconds"].items())
-        yield ", ".join(spent)
+        for launch in result["launches"]:
+            yield f"{', '.join(launch['parts'])}: {launch['seconds']:.0f} s"

@@ -27,7 +27,7 @@ def run_jobs(request: GpuRequest) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
-    seconds = dict.fromkeys(request.parts, 0.0)
+    launches: list[dict[str, Any]] = []
     if not on_gpu:
         print("There is no GPU here: all parts run on the CPU, at tiny sizes.", flush=True)
         request = request.model_copy(update={"tiny": True})
@@ -51,17 +51,15 @@ def run_jobs(request: GpuRequest) -> dict[str, Any]:
             rows += answer["rows"]
             skipped += answer["skipped"]
             machine = answer["machine"]
-        # A launch of several parts: each has its share.
-        spent = (time.monotonic() - started) / len(job.parts)
-        for name in job.parts:
-            seconds[name] += spent
+        spent = time.monotonic() - started
+        launches.append({"parts": job.parts, "backend": job.backend, "seconds": spent})
     add_ratios(rows)
     return {
         "machine": machine or describe_machine(),
         "baseline": "each part's baseline",
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "tiny": request.tiny,
-        "seconds": seconds,
+        "launches": launches,
         "rows": rows,
         "skipped": skipped,
     }
