@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import pkgutil
-import time
 from typing import Any
 
 import torch
@@ -33,9 +32,7 @@ def measure(job: GpuJob) -> dict[str, Any]:
     scene = Scene(job, device, Screen(rank=dist.get_rank()).note)
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
-    seconds = {}
     for name in job.parts:
-        started = time.monotonic()
         found: list[dict[str, Any]] = []
         try:
             for row in pkgutil.resolve_name(f"benchmarks.gpu.{name}:measure")(scene):
@@ -46,5 +43,4 @@ def measure(job: GpuJob) -> dict[str, Any]:
             found.append(skip(name, describe_error(error)))
         rows += [row for row in found if "reason" not in row]
         skipped += [row for row in found if "reason" in row]
-        seconds[name] = time.monotonic() - started
-    return {"rows": rows, "skipped": skipped, "seconds": seconds}
+    return {"rows": rows, "skipped": skipped}

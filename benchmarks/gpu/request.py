@@ -157,9 +157,9 @@ class GpuRequest(_Turns):
         return f"{row['part']} {row['case']}"
 
     def remarks(self, result: Row) -> Iterator[str]:
-        """Yield what is left out, and how long each part took."""
+        """Yield what is left out, and how long the launches took."""
         for row in result["skipped"]:
             names = dict.fromkeys(filter(None, (row["part"], row["case"], row["system"])))
             yield f"{' '.join(names)} is left out: {row['reason']}"
-        spent = (f"{name} {seconds:.0f} s" for name, seconds in result["seconds"].items())
-        yield ", ".join(spent)
+        for launch in result["launches"]:
+            yield f"{', '.join(launch['parts'])}: {launch['seconds']:.0f} s"

@@ -27,7 +27,7 @@ def run_jobs(request: GpuRequest) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
-    seconds = dict.fromkeys(request.parts, 0.0)
+    launches: list[dict[str, Any]] = []
     if not on_gpu:
         print("There is no GPU here: all parts run on the CPU, at tiny sizes.", flush=True)
         request = request.model_copy(update={"tiny": True})
@@ -36,7 +36,7 @@ def run_jobs(request: GpuRequest) -> dict[str, Any]:
             for name in request.parts
             if NCCL in PARTS[name].backends and GLOO in PARTS[name].backends
         ]
-    found: dict[str, Any] = {}
+    machine: dict[str, Any] = {}
     began = time.monotonic()
     for job in request.jobs(on_gpu=on_gpu):
         print(f"{', '.join(job.parts)} over {job.backend}", flush=True)
@@ -47,21 +47,19 @@ def run_jobs(request: GpuRequest) -> dict[str, Any]:
             answer = _run(job, limit)
         except LaunchError as error:
             skipped += [skip(name, error.reason, case=job.backend) for name in job.parts]
-            answer = {"rows": [], "skipped": [], "seconds": {}}
         else:
-            found = answer
-        rows += answer["rows"]
-        skipped += answer["skipped"]
-        for name in job.parts:
-            whole = time.monotonic() - started
-            seconds[name] += answer["seconds"].get(name, whole) if len(job.parts) > 1 else whole
+            rows += answer["rows"]
+            skipped += answer["skipped"]
+            machine = answer["machine"]
+        spent = time.monotonic() - started
+        launches.append({"parts": job.parts, "backend": job.backend, "seconds": spent})
     add_ratios(rows)
     return {
-        "machine": found.get("machine") or describe_machine(),
+        "machine": machine or describe_machine(),
         "baseline": "each part's baseline",
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "tiny": request.tiny,
-        "seconds": seconds,
+        "launches": launches,
         "rows": rows,
         "skipped": skipped,
     }
@@ -95,13 +93,9 @@ def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
     named = {(row["part"], row["case"], row["system"]): row for row in rows}
     for row in rows:
         part = PARTS[row["part"]]
-        found = (named.get((row["part"], row["case"], name)) for name in part.baselines)
-        baseline = next((each for each in found if each is not None), None)
-        seconds = [
-            each[part.figure] / each.get("bytes", 1)
-            for each in (baseline, row)
-            if each is not None and each[part.figure]
-        ]
-        row["ratio"] = (
-            seconds[0] / seconds[1] if baseline is not None and len(seconds) > 1 else None
-        )
+        keys = ((row["part"], row["case"], name) for name in part.baselines)
+        baseline = next((named[key] for key in keys if key in named), None)
+        row["ratio"] = None
+        if baseline is not None:
+            own, other = (each[part.figure] / each.get("bytes", 1) for each in (row, baseline))
+            row["ratio"] = other / own

@@ -33,13 +33,12 @@ class _Wave:
     """A replica of the model, with gradients and a stream of its own.
 
     Args:
-        scene: Of the part.
         model: Replicas have its weights.
         stream: None for the current one.
         batches: Its micro-batches, each (batch, tokens, width).
     """
 
-    def __init__(self, scene: Scene, model: nn.Module, stream: Any, batches: list[Tensor]) -> None:
+    def __init__(self, model: nn.Module, stream: Any, batches: list[Tensor]) -> None:
         self.model = copy.deepcopy(model)
         for own, shared in zip(self.model.parameters(), model.parameters(), strict=True):
             own.data = shared.data
@@ -47,7 +46,6 @@ class _Wave:
         self.stream = stream
         self.batches = batches
         self.graphs: list[Any] = []
-        self._scene = scene
 
     def on_stream(self) -> Any:
         """Return a context in which work is queued on the wave's stream."""
@@ -87,12 +85,10 @@ class _System:
     """A step of some waves.
 
     Args:
-        scene: Of the part.
         waves: One or two.
     """
 
-    def __init__(self, scene: Scene, waves: list[_Wave]) -> None:
-        self._scene = scene
+    def __init__(self, waves: list[_Wave]) -> None:
         self._waves = waves
 
     def __call__(self) -> None:
@@ -174,8 +170,8 @@ def _system(
     waves = []
     for number in range(count):
         stream = torch.cuda.Stream() if scene.on_gpu and count > 1 else None
-        wave = _Wave(scene, model, stream, batches[number::count])
+        wave = _Wave(model, stream, batches[number::count])
         if recorded:
             wave.record()
         waves.append(wave)
-    return _System(scene, waves)
+    return _System(waves)

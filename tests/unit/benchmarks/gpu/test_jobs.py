@@ -35,7 +35,7 @@ def launches(monkeypatch):
 
     def answer_by(function):
         def run_ranks(job, *, environment, timeout_s):
-            return {"machine": {}, "seconds": {}, "skipped": [], "rows": function(job, timeout_s)}
+            return {"machine": {}, "skipped": [], "rows": function(job, timeout_s)}
 
         monkeypatch.setattr(run, "run_ranks", run_ranks)
         monkeypatch.setattr(run.torch.cuda, "is_available", lambda: False)
