@@ -213,7 +213,7 @@ def show(results):
                 message = found.get(name, ["", "it was not run"])[1]
                 reason = reason_of(name, mode, message)
                 (listed if reason else unexplained).append((mode, name, reason or message))
-        rows.append(f"| `{file}` | " + " | ".join(cells) + " |")
+        rows.append(f"| `{file}` | " + " | ".join([*cells, modes["dates"].get("ours", "")]) + " |")
     lines = [
         "# DeepSpeed's own unit tests",
         "",
@@ -232,8 +232,8 @@ def show(results):
         "`sparse_collective` in its mode `auto`, PipeMare kept synchronous by `warmup_steps`, "
         "and 1F1B.",
         "",
-        "| file of tests/unit | stock | ours | sparse | PipeMare | 1F1B |",
-        "|---|---|---|---|---|---|",
+        "| file of tests/unit | stock | ours | sparse | PipeMare | 1F1B | ours of |",
+        "|---|---|---|---|---|---|---|",
         *rows,
         "",
         f"Of the tests that pass with stock DeepSpeed, {len(listed)} cannot pass and "
@@ -277,6 +277,8 @@ def main():
         found = json.loads(RESULTS.read_text())
         if all(found[key] == results[key] for key in ("deepspeed", "tests")):
             results["files"] = found["files"]
+            for modes in results["files"].values():
+                modes.setdefault("dates", {mode: found["date"] for mode in modes})
     for file, sections in FILES.items():
         found = results["files"].pop(file, {})
         for mode in ("stock", "ours", *sections):
@@ -285,6 +287,8 @@ def main():
                 run(options.tests, file, mode, log)
             if outcomes := read_log(log):
                 found[mode] = outcomes
+                day = datetime.fromtimestamp(log.stat().st_mtime, UTC).date()
+                found.setdefault("dates", {})[mode] = day.isoformat()
         if "stock" in found:
             results["files"][file] = found
             RESULTS.write_text(json.dumps(results, indent=0) + "\n")
