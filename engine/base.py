@@ -90,7 +90,7 @@ class EngineMixin(CheckpointMixin):
         if settings.pipeline.is_asynchronous:
             refresh_by_stage(getattr(self, "basic_optimizer", None), self.stage_id, self.num_stages)
         parts = self.zero_optimization_partition_weights() or self._replicas is not None
-        self._loaded_weights = LoadedWeights(None if parts else self)
+        self.loaded_weights = LoadedWeights(None if parts else self)
         balance = attach_balance(self, settings.balance)
         self.norm = GradientNorm(self)
         self.guard = attach_guard(self, settings.guard)
@@ -361,8 +361,7 @@ class EngineMixin(CheckpointMixin):
             stack.callback(forget_grid, getattr(self, "mpu", None), self)
             if watchdog is not None:
                 stack.callback(watchdog.release)
-            if hasattr(self, "_loaded_weights"):
-                stack.callback(self._loaded_weights.close)
+            stack.callback(self.loaded_weights.close)
             if hasattr(self, "norm"):
                 stack.callback(self.norm.close)
             for feature in self.features:

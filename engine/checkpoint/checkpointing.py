@@ -71,7 +71,7 @@ from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_gro
 from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
-from wavemare.engine.optim.adapter import adapt
+from wavemare.engine.optim.adapter import LoadedWeights, adapt
 from wavemare.engine.parts import own_part, part_of
 from wavemare.engine.seams import destroy_groups, replaced
 from wavemare.errors import CheckpointError, ModelError
@@ -98,6 +98,8 @@ class CheckpointMixin(DeepSpeedEngine):
     gather_weights: Callable[[Any, bool], dict[str, Tensor] | None] | None = None
     """Gathers an engine's transformers model, of which each rank holds a part, on rank 0, without
     frozen weights if so asked. `wavemare.initialize` sets it."""
+    loaded_weights = LoadedWeights()
+    """Lets ``module.load_state_dict`` change what the optimizer steps."""
     is_collected = False
     """Whether the garbage collector destroys the engine, at a time of its own on each rank."""
 
@@ -345,14 +347,15 @@ class CheckpointMixin(DeepSpeedEngine):
         if isinstance(checkpoint.get("module"), Mapping):
             # DeepSpeed's pipeline would look for the key "module" a second time.
             load = partial(DeepSpeedEngine.load_module_state_dict, self)
-        load(
-            checkpoint,
-            strict,
-            custom_load_fn,
-            fetch_z3_params,
-            z3_params_to_fetch,
-            allowed_missing_keys,
-        )
+        with replaced(self.loaded_weights, {"paused": True}):
+            load(
+                checkpoint,
+                strict,
+                custom_load_fn,
+                fetch_z3_params,
+                z3_params_to_fetch,
+                allowed_missing_keys,
+            )
         adapt(self).refresh_masters()  # a load of the optimizer's states comes later
         self.reset_state()
 

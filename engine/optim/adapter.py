@@ -235,7 +235,12 @@ class LoadedWeights:
 
     Args:
         engine: Complete; None does nothing, as in a copy of the module.
+
+    Attributes:
+        paused: Whether the engine itself loads, and takes the masters from elsewhere.
     """
+
+    paused = False
 
     def __init__(self, engine: EngineMixin | None = None) -> None:
         self._engine: Callable[[], EngineMixin | None]
@@ -247,7 +252,7 @@ class LoadedWeights:
     def __call__(self, module: Any, incompatible_keys: Any) -> None:
         """Take the weights that have been loaded into a module."""
         engine = self._engine()
-        if engine is not None:
+        if engine is not None and not self.paused:
             adapt(engine).take_changed()
 
     def __reduce__(self) -> Any:

@@ -45,7 +45,8 @@ from wavemare.models import whole_state_dict
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
 _USE_CPU, _USE_DEEPSPEED = "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"
 _ACCELERATOR = "wavemare_accelerator"
-"""Where accelerate's state, which all share, holds the accelerator."""
+"""Where accelerate's state, which all share and the Trainer pickles, holds the number of one."""
+_accelerators: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
 _swap_lock = threading.RLock()
 
 
@@ -99,7 +100,8 @@ class Accelerator(accelerate.Accelerator):
             remedy = "Use wavemare.hf.Trainer, or wavemare.initialize and engine.train_batch"
             raise ConfigError(f"{SECTION}.{key}", section, reason, remedy)
         self.section = section
-        PartialState._shared_state[_ACCELERATOR] = weakref.ref(self)
+        PartialState._shared_state[_ACCELERATOR] = id(self)
+        _accelerators[id(self)] = self
         self._planned = None
         if ours.model_ranks > 1 and self.num_processes % ours.model_ranks == 0:
             own, count = int(self.process_index), int(self.num_processes)
@@ -298,9 +300,10 @@ def _counting_models(name: str, ours: Callable[[Any, Ranks], Any]) -> None:
 
     @functools.wraps(stock)
     def counting(given: Any) -> Any:
-        accelerator = PartialState._shared_state.get(_ACCELERATOR, lambda: None)()
-        shared = accelerator is not None and accelerator.model_ranks > 1
-        return ours(given, accelerator.ranks) if shared else stock(given)
+        accelerator = _accelerators.get(PartialState._shared_state.get(_ACCELERATOR, 0))
+        if accelerator is None or accelerator.model_ranks == 1:
+            return stock(given)
+        return ours(given, accelerator.ranks)
 
     setattr(operations, name, counting)
 

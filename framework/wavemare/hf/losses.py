@@ -100,9 +100,8 @@ class StageLoss:
             of items).
 
     Attributes:
-        predict: Evaluates instead: from what stands for the model, and the inputs, to a tuple with
-            the loss or None first. None in training.
-        predicted: What that returned last.
+        predict: Evaluates instead, from what stands for the model, and the inputs; None to train.
+        predicted: What that returned last, or its error: the other stages must learn of it.
     """
 
     def __init__(self, loss: TrainerLoss, engine: Any) -> None:
@@ -122,13 +121,16 @@ class StageLoss:
         model = StageModel(self._loss.model, self._engine, self._head, outputs, batch.inputs)
         if self.predict is None:
             loss = self._loss.of(model, batch)
-        else:
+            model.check_called()
+            return loss
+        found = None
+        try:
             self.predicted = self.predict(model, batch.inputs)
-            first = self.predicted[0]
-            loss = torch.zeros((), device=self._engine.device) if first is None else first
-        if not model.was_called:
-            raise _refusal("compute_loss", "no call", "it has not called the model")
-        return loss
+            model.check_called()
+            found = self.predicted[0]
+        except Exception as error:  # raised where all stages hear of it
+            self.predicted = error
+        return torch.zeros((), device=self._engine.device) if found is None else found
 
 
 class StageModel:
@@ -143,7 +145,6 @@ class StageModel:
         inputs: The batch.
 
     Attributes:
-        was_called: Whether it was.
         config: The model's.
         training: Whether the engine trains.
         device: Of this stage's weights.
@@ -153,7 +154,7 @@ class StageModel:
     def __init__(
         self, model: Any, engine: Any, head: Any, outputs: Any, inputs: Mapping[str, Any]
     ) -> None:
-        self.was_called = False
+        self._was_called = False
         self.config = model.config
         self.training = engine.module.training
         one = next(engine.module.parameters(), torch.empty(0, device=engine.device))
@@ -164,6 +165,15 @@ class StageModel:
 
     def _get_name(self) -> str:
         return type(self._whole).__name__
+
+    def check_called(self) -> None:
+        """Check that a loss came of the batch.
+
+        Raises:
+            ModelError: The model was not called.
+        """
+        if not self._was_called:
+            raise _refusal("compute_loss", "no call", "it has not called the model")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -176,10 +186,10 @@ class StageModel:
         Raises:
             ModelError: The stages have not computed what is asked for.
         """
-        if self.was_called:
+        if self._was_called:
             reason = "the stages make one forward pass of each micro-batch"
             raise _refusal("compute_loss", "a second call of the model", reason)
-        self.was_called = True
+        self._was_called = True
         named = _by_name(type(self._whole).forward, self._whole, *args, **kwargs)
         self._check(named)
         return self._output(named.get("labels"), named.get("num_items_in_batch"))

@@ -27,7 +27,7 @@ from wavemare.api import initialize
 from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.labels import counts_items
 from wavemare.engine.launch.group import gather, leave_out_shared_memory
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, ModelError, WavemareError
 from wavemare.failure import watch_failures
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.losses import StageLoss, TrainerLoss
@@ -425,7 +425,7 @@ class Trainer(StockTrainer):
         try:
             batch = self._for_stages(MicroBatch(inputs, None, 1.0), trains=False)
             engine.eval_batch(iter([batch]), bcast_loss=False, num_micro_batches=1)
-            loss, logits = self._from_last_stage(own.predicted)
+            loss, logits = self._of_last_stage(own.predicted)
         finally:
             own.predict = own.predicted = None
         return loss, logits, None if loss_only else labels
@@ -454,6 +454,19 @@ class Trainer(StockTrainer):
         if not state.end_of_dataloader or state.remainder <= 0:
             return rows
         return min(max(state.remainder - self.accelerator.data_rank * rows, 0), rows)
+
+    def _of_last_stage(self, predicted: Any) -> Any:
+        """Broadcast what the last stage has predicted; its error is raised by all stages."""
+        failure = None
+        if isinstance(predicted, WavemareError):
+            failure = [predicted.key, str(predicted.value), predicted.reason, predicted.remedy]
+        elif isinstance(predicted, Exception):
+            reason = f"it failed on the last stage ({predicted!r})"
+            failure = ["compute_loss", "an evaluation", reason, "Mend what that stage has raised"]
+        failure, found = self._from_last_stage((failure, None if failure else predicted))
+        if failure:
+            raise predicted if isinstance(predicted, Exception) else ModelError(*failure)
+        return found
 
     def _from_last_stage(self, values: Any) -> Any:
         """Broadcast nested tensors from the last stage to all stages."""
