@@ -24,7 +24,13 @@ from wavemare.failure import run_main
 from wavemare.observe.recording import Recording
 from wavemare.recipes.bert.pretrain import finish
 from wavemare.recipes.gpt.pretrain import train
-from wavemare.training.arguments import ModelArguments, TrainArguments, option, parse_arguments
+from wavemare.training.arguments import (
+    SIZES,
+    ModelArguments,
+    TrainArguments,
+    option,
+    parse_arguments,
+)
 from wavemare.training.models import (
     check_model_folder,
     max_positions,
@@ -110,12 +116,11 @@ def check_options(args: FinetuneArguments) -> None:
             "labelled texts are no Megatron data, and their validation part is chosen by its hash"
         )
         raise ConfigError("--split", args.split, reason, "Leave it out")
-    sized = {**args.sizes(), "vocabulary": args.make_vocab_size_divisible_by}
-    for name, size in sized.items():
+    for name in (*SIZES, "make_vocab_size_divisible_by"):
+        size = getattr(args, name)
         if args.model is not None and size is not None:
-            option = "--" + name.replace("num_hidden_layers", "num_layers").replace("_", "-")
             reason = "the model comes from a folder, with its own size"
-            raise ConfigError(option, size, reason, "Leave it out")
+            raise ConfigError(f"--{name}", size, reason, "Leave it out")
 
 
 def measure(evaluation: Any, num_samples: int | None, *, num_classes: int) -> Mapping[str, float]:

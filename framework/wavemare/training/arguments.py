@@ -25,7 +25,7 @@ _SPELLINGS = {"--train_iters": "--max_steps"} | dict.fromkeys(
 _AT_LEAST_0 = {"trace_steps", "lr_warmup_iters", "eval_iters"}  # of whole numbers
 _TOKENIZERS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase")
 _MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
-_SIZES = {"num_layers": "num_hidden_layers"} | {
+SIZES = {"num_layers": "num_hidden_layers"} | {
     name: name for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")
 }
 """transformers' names of a model's sizes, by Megatron's."""
@@ -119,7 +119,7 @@ class ModelArguments:
 
     model_config: str = option("", "transformers configuration of a new model")
     vocab_size: int = option(4096, "tokens of the trained BPE")
-    num_layers: int | None = option(None, "layers, in place of the configuration's; drops cuts")
+    num_layers: int | None = option(None, "layers, in place of the configuration's")
     hidden_size: int | None = option(None, "width, in place of the configuration's")
     num_attention_heads: int | None = option(None, "heads, in place of the configuration's")
     max_position_embeddings: int | None = option(None, "positions, in place of the configuration's")
@@ -129,7 +129,7 @@ class ModelArguments:
 
     def sizes(self) -> dict[str, int]:
         """Return the given sizes of the model by transformers' names."""
-        sizes = {name: getattr(self, own) for own, name in _SIZES.items()}
+        sizes = {name: getattr(self, own) for own, name in SIZES.items()}
         return {name: size for name, size in sizes.items() if size is not None}
 
     def padded(self, vocabulary: int, tensor_parallel: int) -> int:
