@@ -190,17 +190,15 @@ def finish(
     recording: Recording, pipeline: Any, text: TrainingText, sequence_length: int, loss: float
 ) -> None:
     """Write the results and the curve."""
-    entropies = text.cross_entropies(sequence_length)
     figures = {
         "eval_loss": loss,
-        **{f"{name} cross-entropy": value for name, value in entropies.items()},
         "stages": len(pipeline.stages),
         "micro-batches": pipeline.micro_batches,
         "largest staleness": max(map(max, pipeline.replay.records[-1].staleness)),
         "seconds": round(recording.training_seconds),
         "memory": pipeline.memory(),
     }
-    recording.finish(figures, entropies)
+    recording.finish(figures, partial(text.baselines, sequence_length))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Run it with ``wavemare train bert``, or as any DeepSpeed script::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from wavemare.training.models import (
     start_up_panel,
 )
 from wavemare.training.setup import Setup, connect, leave, prepare
-from wavemare.training.text import TrainingText, find_text, read_text
+from wavemare.training.text import Baselines, TrainingText, find_text, read_text
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,14 @@ def main() -> None:
         exported = finish(setup, recording, model, text.tokenizer, evaluation, eval_loss)
         if setup.rank == 0:
             recording.screen.note(f"\n{fill(exported, args.prompt)}\n")
-        baselines = text.cross_entropies(args.sequence_length)
-        unigram = {name: value for name, value in baselines.items() if name == "unigram"}
-        recording.finish({f"{name} cross-entropy": x for name, x in unigram.items()}, unigram)
+        recording.finish({}, partial(unigrams, text, args.sequence_length))
     leave()
+
+
+def unigrams(text: TrainingText, sequence_length: int) -> Baselines:
+    """Return the baselines of a model that reads both sides of a gap: not the bigrams."""
+    results, losses = text.baselines(sequence_length)
+    return tuple({k: v for k, v in each.items() if "bigram" not in k} for each in (results, losses))
 
 
 def finish(
@@ -88,8 +93,9 @@ def finish(
     evaluation.engine.synchronize()  # what is evaluated is what is exported
     found = evaluate(evaluation, setup.final_samples)
     recording.run.log(setup.arguments.max_steps, **found)
+    counts = evaluation.counts(setup.final_samples)
     parameters = count_parameters(setup, model)
-    recording.results = {**found, "parameters": parameters, **recording.results}
+    recording.results = {**found, **counts, "parameters": parameters, **recording.results}
     exported = setup.folder / "model"
     wavemare.save_pretrained(evaluation.engine, exported, tokenizer=tokenizer)
     return exported

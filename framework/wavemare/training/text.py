@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,8 @@ from wavemare.training.arguments import TrainArguments
 if TYPE_CHECKING:
     from wavemare.data.tokens import TokenStore
 
+Baselines = tuple[Mapping[str, Any], Mapping[str, float]]
+"""Results by name, and losses to compare with by name."""
 _SPLIT = "969,30,1"  # Megatron's own default
 
 
@@ -149,20 +152,30 @@ class TrainingText:
             "vocabulary": len(self.tokenizer),
         }
 
-    def cross_entropies(self, sequence_length: int) -> dict[str, float]:
-        """Return the n-gram cross-entropies of text, in nats per token that the model is scored on.
+    def baselines(self, sequence_length: int, windows: int | None = None) -> Baselines:
+        """Count n-grams, as results of a run and as losses to compare with.
 
-        Counts of Megatron data could take more memory than there is, on every rank.
+        At most `MOST_COUNTED` tokens are counted, the first ones. Megatron data has another order,
+        and no baselines.
+
+        Args:
+            sequence_length: Tokens of a validation sample.
+            windows: Validation samples that are evaluated; None for all.
+
+        Raises:
+            DataError: There is no token to predict.
         """
         if self.source.kind is Kind.MEGATRON:
-            return {}
-        from wavemare.data.tokens import bigram_cross_entropy, unigram_cross_entropy
+            return {}, {}
+        from wavemare.data.tokens import MOST_COUNTED, ngram_cross_entropies
 
-        stores = self.single()
-        return {
-            "unigram": unigram_cross_entropy(*stores, sequence_length=sequence_length),
-            "bigram": bigram_cross_entropy(*stores, sequence_length=sequence_length),
-        }
+        train, validation = self.single()
+        options = {"sequence_length": sequence_length, "windows": windows}
+        losses = ngram_cross_entropies(train, validation, **options)
+        results: dict[str, Any] = {f"{n} cross-entropy": loss for n, loss in losses.items()}
+        if train.num_tokens > MOST_COUNTED:
+            results["counted for it"] = f"first {MOST_COUNTED:,} of {train.num_tokens:,} tokens"
+        return results, losses
 
 
 def read_text(

@@ -8,10 +8,12 @@ import torch
 
 from wavemare.data.indexed import IndexedWriter
 from wavemare.data.tokenizer import train_tokenizer
-from wavemare.errors import DataError
+from wavemare.errors import ConfigError, DataError
 from wavemare.recipes.bert.finetune import scores
 from wavemare.recipes.gpt.pretrain import PretrainArguments
+from wavemare.training.arguments import parse_arguments
 from wavemare.training.models import Evaluation
+from wavemare.training.setup import Setup
 from wavemare.training.text import find_text, read_text
 
 
@@ -47,8 +49,36 @@ def test_validation_samples_are_read_one_batch_after_the_other():
         train_micro_batch_size_per_gpu=lambda: 2,
         eval_batch=eval_batch,
     )
-    assert Evaluation(engine, Samples()).loss() == 4  # of 6 before the last batch is asked for
+    evaluation = Evaluation(engine, Samples())
+    assert evaluation.loss() == 4  # of 6 before the last batch is asked for
     assert read == [0, 1, 2, 3, 4, 5]
+    for samples in (None, 3, 4, 99):
+        read.clear()
+        evaluation.loss(samples)
+        assert evaluation.counts(samples) == {"eval samples": len(read), "held-out samples": 6}
+
+
+@pytest.mark.parametrize(
+    ("words", "samples"),
+    [
+        ("", 8192),
+        ("--final_eval_samples 40", 40),
+        ("--final-eval-samples all", None),
+        ("--eval-iters 3", 48),
+    ],
+)
+def test_the_last_evaluation_is_bounded_unless_all_is_asked_for(words, samples):
+    arguments = parse_arguments(PretrainArguments, ["--deepspeed_config=x", *words.split()])
+    batch = {"train_batch_size": 16}
+    setup = Setup(arguments, None, None, batch, resume=False, foreign=None, rank=0, world_size=1)
+    assert setup.final_samples == samples
+
+
+@pytest.mark.parametrize("word", ["0", "-3", "every", "1e3", "½"])
+def test_no_number_of_samples_is_refused(word):
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(PretrainArguments, ["--deepspeed_config=x", f"--final_eval_samples={word}"])
+    assert caught.value.key == "--final_eval_samples"
 
 
 def test_data_without_validation_documents_is_refused(tmp_path):
@@ -65,7 +95,7 @@ def test_data_without_validation_documents_is_refused(tmp_path):
     arguments = PretrainArguments(data=str(tmp_path / "few"), data_path=[str(tmp_path / "few")])
     again = read_text(find_text(arguments), arguments, "gpt", tokenizer=str(tmp_path / "tokenizer"))
     assert again.split == "969,30,1"  # Megatron's default
-    assert text.cross_entropies(sequence_length=2) == {}  # may be too large to be counted
+    assert text.baselines(sequence_length=2) == ({}, {})
 
 
 def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
