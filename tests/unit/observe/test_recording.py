@@ -166,16 +166,16 @@ def test_a_loop_that_ends_early_leaves_the_steps_it_had(tmp_path):
     assert facts.summary["results"]["stopped_after"] == 1
 
 
-@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_results_are_written_before_the_baselines_are_counted(tmp_path, error):
     """Neither a failure of them nor Ctrl-C in them takes the results of the training away."""
     recording = train(tmp_path, pipeline_engine(), steps=2)
 
     def baselines():
         assert read_run(tmp_path).summary["results"]["eval_loss"] == 0.5
-        raise error
+        raise error("no room")
 
-    if isinstance(error, Exception):
+    if error is MemoryError:
         recording.finish({"eval_loss": 0.5}, baselines)
         assert (tmp_path / "loss.png").exists()
     else:
