@@ -77,7 +77,7 @@ def load_classification(
     if other is not None:
         return _corpus(source.name, rows, _labelled(source, other, label_column))
     first, second = split_indices((text for text, _ in rows), _VALIDATION, name=source.name)
-    if not second:
+    if not len(second):
         reason = "a single text cannot be split for evaluation"
         raise DataError("--data", source.name, reason, "Give more rows")
     return _corpus(source.name, [rows[i] for i in first], [rows[i] for i in second])

@@ -56,7 +56,7 @@ def tokenize(
             written, or its entry is damaged.
     """
     end_token = _end_token_of(tokenizer)
-    settings = ("tokens", str(_FORMAT_VERSION), _definition_of(tokenizer), str(end_token))
+    settings = ("tokens", str(_FORMAT_VERSION), definition_of(tokenizer), str(end_token))
     key = content_key((*settings, content_key(iterate_texts(documents))))
     folder = Path(cache_dir) / f"tokens-{key[:32]}"
     build_once(folder, lambda target: build_indexed(documents, tokenizer, target / "tokens"))
@@ -94,7 +94,7 @@ def build_indexed(
     """
     from tokenizers import Tokenizer
 
-    encoder = Tokenizer.from_str(_definition_of(tokenizer))
+    encoder = Tokenizer.from_str(definition_of(tokenizer))
     encoder.encode_special_tokens = True  # a text cannot forge the end of a document
     end = [_end_token_of(tokenizer)] if append_eod else []
     dtype = token_dtype(len(tokenizer))
@@ -173,7 +173,7 @@ def _end_token_of(tokenizer: PreTrainedTokenizerFast) -> int:
     raise DataError("--tokenizer", tokenizer.name_or_path, reason, "Add an eos_token to it")
 
 
-def _definition_of(tokenizer: PreTrainedTokenizerFast) -> str:
+def definition_of(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return the tokenizer as JSON, without traces of earlier calls."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
     del definition["truncation"], definition["padding"]

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +16,7 @@ from filelock import FileLock
 
 from wavemare.data.text import iterate_texts
 from wavemare.errors import ConfigError, DataError, did_you_mean, os_errors
-from wavemare.files import remove_leftovers, temporary_sibling
+from wavemare.files import discard_folder, remove_leftovers, temporary_sibling
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -151,27 +153,49 @@ def content_key(parts: Iterable[str | None]) -> str:
     return digest.hexdigest()
 
 
-def build_once(folder: Path, build: Callable[[Path], object]) -> None:
+def build_once(
+    folder: Path,
+    build: Callable[[Path], object],
+    is_whole: Callable[[Path], bool] = lambda folder: True,
+) -> None:
     """Fill a cache folder unless it exists.
 
     Of several processes that ask for the same folder, one builds it and the others wait. The folder
-    gets its name when it is complete.
+    gets its name when it is complete. If the building fails, those that wait raise the same error;
+    if the process is killed, another one builds.
 
     Args:
         folder: The cache entry.
         build: Fills the empty folder that it is given.
+        is_whole: Whether an entry can be used; one that cannot is built again. By default each can.
 
     Raises:
-        DataError: The cache cannot be written.
+        DataError: The cache cannot be written, or what ``build`` has raised elsewhere.
     """
-    if folder.is_dir():
+    if folder.is_dir() and is_whole(folder):
         return
     what, remedy = "the cache cannot be written", "Free some space, or choose another cache folder"
     with os_errors(DataError, "cache_dir", str(folder.parent), what, remedy):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        asked, failed = time.time_ns(), folder.with_name(f"{folder.name}.failed")
         with FileLock(folder.with_name(f"{folder.name}.lock")):
-            if not folder.is_dir():
+            if folder.is_dir() and is_whole(folder):
+                return
+            if failed.exists() and failed.stat().st_mtime_ns > asked:  # while this process waited
+                raise _read_failure(failed)
+            failed.unlink(missing_ok=True)
+            try:
+                if folder.is_dir():
+                    discard_folder(folder)
                 _build(folder, build)
+            except DataError as error:
+                told = [error.key, str(error.value), error.reason, error.remedy]
+                failed.write_text(json.dumps(told), encoding="utf-8")
+                raise
+
+
+def _read_failure(file: Path) -> DataError:
+    return DataError(*json.loads(file.read_text(encoding="utf-8")))
 
 
 def _build(folder: Path, build: Callable[[Path], object]) -> None:
