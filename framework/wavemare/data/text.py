@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _HUB_TIMEOUT_SECONDS = 10.0
+_TEXT_BYTES, _TEXT_ROWS = 1 << 23, 1000
+"""Of texts that are read at once."""
 _VALIDATION = 0.05  # share of the documents
 _TEXT_TYPES = ("string", "large_string", "null")
 
@@ -103,8 +105,11 @@ def _load_columns(source: Source, option: str, column: str) -> tuple[Dataset, Da
 
 
 def iterate_texts(documents: Dataset) -> Iterator[str | None]:
-    """Yield the column ``text`` in order; a missing value is None."""
-    for batch in documents.select_columns(["text"]).iter(batch_size=1000):
+    """Yield the column ``text`` in order, some megabytes at a time; a missing value is None."""
+    texts = documents.select_columns(["text"])
+    average = texts.data.nbytes // max(texts.data.num_rows, 1)
+    rows = min(max(_TEXT_BYTES // (average + 1), 1), _TEXT_ROWS)
+    for batch in texts.iter(batch_size=rows):
         yield from batch["text"]
 
 

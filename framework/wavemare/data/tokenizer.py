@@ -6,9 +6,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 TokenizerKind = Literal["gpt", "bert"]
 
 _FORMAT_VERSION = "1"  # part of every cache key: raise it when training changes
+MOST_TRAINED = 1 << 30
+"""Bytes of text that a tokenizer is trained on, about."""
+PIECE_CHARACTERS = 1 << 18
+_LINE_END = re.compile(r"(?<=[^\W_])\n")
 _NUM_BYTES = 256
 _END_OF_TEXT = "<|endoftext|>"
 _GPT_ROLES = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), _END_OF_TEXT)
@@ -119,7 +124,16 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 def cached_tokenizer(
     documents: Dataset, vocab_size: int, kind: TokenizerKind, cache_dir: Path
 ) -> PreTrainedTokenizerFast:
-    """Return the tokenizer trained on these documents; it is trained once and cached.
+    """Return the tokenizer of `tokenizer_folder`."""
+    return load_tokenizer(tokenizer_folder(documents, vocab_size, kind, cache_dir))
+
+
+def tokenizer_folder(
+    documents: Dataset, vocab_size: int, kind: TokenizerKind, cache_dir: Path
+) -> Path:
+    """Return the folder of the tokenizer trained on these documents; it is trained once.
+
+    Of more than about `MOST_TRAINED` bytes it learns from documents in equal distances.
 
     Args:
         documents: Texts to learn from, in the column ``text``.
@@ -132,15 +146,40 @@ def cached_tokenizer(
         DataError: The cache cannot be written, or its entry is damaged.
     """
     settings = ("tokenizer", _FORMAT_VERSION, kind, str(vocab_size))
-    key = content_key((*settings, content_key(iterate_texts(documents))))
+    sample = _sample(documents)
+    key = content_key((*settings, content_key(iterate_texts(sample))))
     folder = Path(cache_dir) / f"tokenizer-{key[:32]}"
 
     def build(target: Path) -> None:
-        texts = (text or "" for text in iterate_texts(documents))
+        texts = (piece for text in iterate_texts(sample) for piece in cut_at_lines(text or ""))
         train_tokenizer(texts, vocab_size, kind=kind).save_pretrained(target)
 
     build_once(folder, build)
-    return load_tokenizer(folder)
+    return folder
+
+
+def _sample(documents: Dataset) -> Dataset:
+    """Return documents in equal distances, of about `MOST_TRAINED` bytes in all."""
+    stored = documents.data
+    total = stored.nbytes * len(documents) // max(stored.num_rows, 1)
+    every = -(-total // MOST_TRAINED)
+    return documents.select(range(0, len(documents), every)) if every > 1 else documents
+
+
+def cut_at_lines(text: str, characters: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """Cut a long text before line ends that follow a letter or a digit.
+
+    There tokenizers split words that do not treat the beginning of a text in their own way: the
+    words are those of the whole text.
+    """
+    start = 0
+    while len(text) - start > characters:
+        found = _LINE_END.search(text, start + characters)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
 
 
 def content_key(parts: Iterable[str | None]) -> str:

@@ -95,7 +95,7 @@ def test_pieces_have_the_tokens_of_the_whole(kind):
 
     cuts = 0
     for text in texts:
-        pieces = cut_text(text, encode, characters=20)
+        pieces = [*cut_text(text, encode, characters=20)]
         assert "".join(pieces) == text
         assert [token for piece in pieces for token in encode(piece)] == encode(text)
         cuts += len(pieces) - 1
