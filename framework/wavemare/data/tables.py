@@ -32,6 +32,7 @@ _ROWS = 1000
 """Rows of a JSON or CSV file in a part."""
 _FIRST_ROWS = 1000
 """Rows of a JSON file that say which columns there are."""
+_ROW = json.JSONDecoder(object_pairs_hook=without_duplicates)
 _UNLIKE = (pyarrow.null(), pyarrow.large_string())
 
 
@@ -94,7 +95,13 @@ def read_json_rows(file: Path) -> Iterator[dict[str, Any]]:
             yield from _read_json_list(file, first + lines.read())
             return
         for number, line in enumerate(chain([first], lines)):
-            if line.strip():
+            try:
+                row, end = _ROW.raw_decode(line)
+            except (ValueError, RecursionError):
+                end = 0
+            if end and line[end:] in {"\n", ""}:
+                yield _row(file, number, row)
+            elif line.strip():
                 yield _row(file, number, _parse(file, number, line))
 
 

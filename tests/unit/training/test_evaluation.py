@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy and F1 against counting, and which validation samples recipes evaluate on."""
 
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +109,48 @@ def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
     beginnings = [text.beginning(positions) for positions in (64, 3)]
     assert all(whole.startswith(one) for one in beginnings)
     assert [len(text.tokenizer(one)["input_ids"]) for one in beginnings] == [8, 2]
+
+
+def read_lines(tmp_path):
+    options = {"data": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache")}
+    arguments = PretrainArguments(**options)
+    return read_text(find_text(arguments), arguments, "gpt", vocab_size=300)
+
+
+def tokens_of(text):
+    return [store.tokens.tolist() for store in (*text.train, *text.validation)]
+
+
+def test_text_is_read_once_for_the_same_files(tmp_path):
+    """Whoever comes later looks at name, size and time alone, unless the cache lacks something."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"text": "sea {i} wave"}}\n' for i in range(60)))
+    first, status = tokens_of(read_lines(tmp_path)), file.stat()
+    content = file.read_text()
+    file.write_text("x" * len(content))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert tokens_of(read_lines(tmp_path)) == first
+    file.write_text(content.replace("wave", "mare"))
+    again = tokens_of(read_lines(tmp_path))
+    assert again != first
+    for kind in ("tokenizer", "tokens"):
+        for folder in (tmp_path / "cache").glob(f"{kind}-*"):
+            if folder.is_dir():
+                shutil.rmtree(folder)
+        assert tokens_of(read_lines(tmp_path)) == again
+
+
+def test_tokens_are_within_the_model_or_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "sea"}\n{"text": "wave"}\n' * 20)
+    text = read_lines(tmp_path)
+    size = len(text.tokenizer)
+    text.check_fits(8, SimpleNamespace(vocab_size=size, max_position_embeddings=8))
+    with pytest.raises(ConfigError):
+        text.check_fits(9, SimpleNamespace(vocab_size=size, max_position_embeddings=8))
+    largest = max(max(part) for part in tokens_of(text))
+    text.check_fits(8, SimpleNamespace(vocab_size=largest + 1, max_position_embeddings=8))
+    with pytest.raises(DataError, match="beyond the model"):
+        text.check_fits(8, SimpleNamespace(vocab_size=largest, max_position_embeddings=8))
 
 
 def test_random_answers_are_counted_alike():
