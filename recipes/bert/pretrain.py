@@ -78,7 +78,8 @@ def main() -> None:
 def unigrams(text: TrainingText, sequence_length: int) -> Baselines:
     """Return the baselines of a model that reads both sides of a gap: not the bigrams."""
     results, losses = text.baselines(sequence_length)
-    return tuple({k: v for k, v in each.items() if "bigram" not in k} for each in (results, losses))
+    kept = {name: value for name, value in results.items() if "bigram" not in name}
+    return kept, {"unigram": losses["unigram"]} if losses else {}
 
 
 def finish(

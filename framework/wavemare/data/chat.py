@@ -235,6 +235,7 @@ def read_chats(source: Source, cache_dir: Path) -> tuple[Any, Any]:
 
 def _row_texts(source: Source, part: int) -> Iterator[dict[str, str]]:
     """Yield the rows of a split: 0 to train on, 1 to validate on."""
+    rows: Iterator[dict[str, Any]]
     if source.kind is Kind.DEFAULT:
         found = (pair for text in read_stdlib()["text"] for pair in _DOCUMENTED.findall(text))
         rows = ({"prompt": f'{head}\n    """', "completion": f'{line}"""'} for head, line in found)

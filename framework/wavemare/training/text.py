@@ -178,8 +178,9 @@ class TrainingText:
         from wavemare.data.tokens import MOST_COUNTED, ngram_cross_entropies
 
         train, validation = self.single()
-        options = {"sequence_length": sequence_length, "windows": windows}
-        losses = ngram_cross_entropies(train, validation, **options)
+        losses = ngram_cross_entropies(
+            train, validation, sequence_length=sequence_length, windows=windows
+        )
         results: dict[str, Any] = {f"{n} cross-entropy": loss for n, loss in losses.items()}
         if train.num_tokens > MOST_COUNTED:
             results["counted for it"] = f"first {MOST_COUNTED:,} of {train.num_tokens:,} tokens"
