@@ -160,7 +160,7 @@ def make_model(
     names = dict(enumerate(corpus.label_names))
     labels = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
     if args.model is not None:
-        tokenizer = load_tokenizer(args.model)
+        tokenizer = load_tokenizer(args.model, "--model")
         with reraise_model_errors("--model", args.model):
             model = AutoModelForSequenceClassification.from_pretrained(
                 args.model, dtype="float32", num_labels=len(names), **labels

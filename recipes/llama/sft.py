@@ -157,7 +157,7 @@ def make_model(args: SftArguments) -> tuple[Any, Any]:
 
     from wavemare.data.tokenizer import load_tokenizer
 
-    tokenizer: Any = load_tokenizer(args.model)
+    tokenizer: Any = load_tokenizer(args.model, "--model")
     if args.chat_template is not None:
         try:
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8-sig")

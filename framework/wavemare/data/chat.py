@@ -137,8 +137,8 @@ def prepare_chats(
             written.
     """
     if tokenizer.eos_token_id is None:
-        reason = "it has no eos_token, with which a turn ends"
-        raise DataError("tokenizer", tokenizer.name_or_path, reason, "Add one to it")
+        reason = "its tokenizer has no eos_token, with which a turn ends"
+        raise DataError("--model", tokenizer.name_or_path, reason, "Add one to it")
     own = (definition_of(tokenizer), str(tokenizer.chat_template), str(tokenizer.eos_token_id))
     settings = ("rows", str(_FORMAT_VERSION), *own, str(max_length), long_rows)
     folder = Path(cache_dir) / f"rows-{content_key((*settings, source_key(source)))[:32]}"

@@ -110,8 +110,8 @@ def encode_labelled(
         DataError: The tokenizer has no padding token.
     """
     if tokenizer.pad_token_id is None:
-        reason = "it has no padding token"
-        raise DataError("--tokenizer", tokenizer.name_or_path, reason, "Add a pad_token to it")
+        reason = "its tokenizer has no padding token"
+        raise DataError("--model", tokenizer.name_or_path, reason, "Add a pad_token to it")
 
     def encode(batch: Mapping[str, Any]) -> dict[str, Any]:
         options = {"padding": "max_length", "truncation": True, "max_length": sequence_length}

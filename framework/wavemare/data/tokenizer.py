@@ -97,8 +97,12 @@ def train_tokenizer(
     )
 
 
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(folder: str | Path, option: str = "--tokenizer") -> PreTrainedTokenizerFast:
     """Load a tokenizer that was saved with ``save_pretrained``.
+
+    Args:
+        folder: Where.
+        option: That names the folder, for messages.
 
     Raises:
         DataError: The folder is missing, holds no tokenizer, or its tokenizer is not a fast one.
@@ -106,7 +110,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     path = Path(os.path.expanduser(folder))
     remedy = "Name a folder written by save_pretrained, with its tokenizer.json"
     if not path.is_dir():
-        raise DataError("--tokenizer", str(folder), "no such folder exists", remedy)
+        raise DataError(option, str(folder), "no such folder exists", remedy)
 
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -115,9 +119,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     except Exception as error:  # transformers and tokenizers raise a bare Exception for bad files
         detail = str(error).splitlines()[0].rstrip(".: ") if str(error) else type(error).__name__
         reason = f"the folder holds no tokenizer that can be loaded: {detail}"
-        raise DataError("--tokenizer", str(folder), reason, remedy) from error
+        raise DataError(option, str(folder), reason, remedy) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise DataError("--tokenizer", str(folder), "its tokenizer has no fast version", remedy)
+        raise DataError(option, str(folder), "its tokenizer has no fast version", remedy)
     return tokenizer
 
 

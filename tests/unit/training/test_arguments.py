@@ -5,15 +5,19 @@ import json
 import sys
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from wavemare.engine.config.resolve import check_batch_sizes, check_config
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, DataError
+from wavemare.recipes.bert import finetune
 from wavemare.recipes.bert.finetune import FinetuneArguments as Classification
 from wavemare.recipes.bert.finetune import check_options
 from wavemare.recipes.gpt.finetune import FinetuneArguments
 from wavemare.recipes.gpt.pretrain import PretrainArguments
+from wavemare.recipes.llama import sft
+from wavemare.recipes.llama.sft import SftArguments
 from wavemare.training.arguments import parse_arguments
 from wavemare.training.config import resolve_config
 from wavemare.training.models import read_model_config
@@ -204,6 +208,15 @@ def test_a_size_beside_a_folder_is_refused_by_the_name_of_its_option(name):
     check_options(parsed(f"{caught.value.key} 2", Classification))  # there is such an option
     assert caught.value.key.replace("_", "-") == f"--{name}"
     check_options(parsed("--model folder", Classification))  # without it, as the remedy says
+
+
+@pytest.mark.parametrize("recipe", [finetune, sft], ids=["bert/finetune", "llama/sft"])
+def test_a_tokenizer_is_refused_by_the_option_that_names_it(recipe, tmp_path):
+    kind = {finetune: Classification, sft: SftArguments}[recipe]
+    made = {finetune: (SimpleNamespace(label_names=("a", "b")), {}, 1), sft: ()}[recipe]
+    with pytest.raises(DataError) as caught:
+        recipe.make_model(parsed(f"--model {tmp_path}", kind), *made)
+    assert parsed(f"{caught.value.key} other", kind).model == "other"
 
 
 def test_load_resumes_where_there_is_a_checkpoint(tmp_path):
