@@ -38,7 +38,7 @@ from wavemare.training.models import (
     reraise_model_errors,
     start_up_panel,
 )
-from wavemare.training.setup import connect, leave, prepare
+from wavemare.training.setup import connect, leave, prepare, wait_for_data
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ def main() -> None:
         encode_labelled(rows, tokenizer, args.sequence_length)
         for rows in (corpus.train, corpus.validation)
     )
+    wait_for_data(setup)
     rows = {
         "name": corpus.name,
         "texts": f"{len(samples)} to train, {len(validation)} for validation",

@@ -33,7 +33,7 @@ from wavemare.training.models import (
     reraise_model_errors,
     start_up_panel,
 )
-from wavemare.training.setup import Setup, connect, leave, prepare
+from wavemare.training.setup import Setup, connect, leave, prepare, wait_for_data
 from wavemare.training.text import Baselines, TrainingText, find_text, read_text
 
 
@@ -60,6 +60,7 @@ def main() -> None:
 
     connect(setup)
     text = read_text(source, args, "bert", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
+    wait_for_data(setup)
     model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
     check_gap(text.tokenizer, args.prompt, max_positions(model.config))
     samples, validation = masked_samples(args, text, model.config)

@@ -39,7 +39,15 @@ from wavemare.training.models import (
     reraise_model_errors,
     start_up_panel,
 )
-from wavemare.training.setup import Setup, connect, leave, load_run, prepare, seed_dropout
+from wavemare.training.setup import (
+    Setup,
+    connect,
+    leave,
+    load_run,
+    prepare,
+    seed_dropout,
+    wait_for_data,
+)
 from wavemare.training.text import TrainingText, find_text, read_text
 
 
@@ -78,6 +86,7 @@ def main(
     connect(setup)
     lr_scheduler = adjust(setup)
     text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
+    wait_for_data(setup)
     model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
     learn(setup, recording, model, text, args.prompt, title, lr_scheduler)
 

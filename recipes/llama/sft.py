@@ -44,6 +44,7 @@ from wavemare.training.setup import (
     prefer_bf16,
     prepare,
     seed_dropout,
+    wait_for_data,
 )
 
 
@@ -86,6 +87,7 @@ def main() -> None:
     train_rows, rows = prepare_chats(
         source, tokenizer, args.sequence_length, cache, long_rows=args.long_rows
     )
+    wait_for_data(setup)
     packs = not args.no_packing
     if packs:
         check_packing(model)

@@ -98,8 +98,10 @@ def run(kind: str, file: Path, cache: Path) -> dict[str, int]:
     return {"tokens": tokens, "bytes": memory("VmHWM") - before}
 
 
-def measure(kind: str, tokens: int, folder: Path) -> dict[str, dict[str, int]]:
-    """Measure a first and a second reading, each in a process of its own."""
+def measure(
+    kind: str, tokens: int, folder: Path, names: tuple[str, ...] = ("build", "open")
+) -> dict[str, dict[str, int]]:
+    """Measure a first and later readings, each in a process of its own."""
     file = make(kind, tokens, folder)
     if kind == "chats" and not (folder / "tokenizer").exists():
         from wavemare.data.tokenizer import train_tokenizer
@@ -108,7 +110,7 @@ def measure(kind: str, tokens: int, folder: Path) -> dict[str, dict[str, int]]:
             texts = ["".join(json.loads(line).values()) for line in islice(lines, 2000)]
         train_tokenizer(texts, VOCABULARY, kind="gpt").save_pretrained(folder / "tokenizer")
     found = {}
-    for name in ("build", "open"):
+    for name in names:
         words = [sys.executable, __file__, kind, "--folder", str(folder), "--inner", str(file)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -15,7 +15,7 @@ from wavemare.errors import ConfigError, DataError
 MOST_COUNTED = 10_000_000
 """Tokens of a corpus that its n-gram baselines count."""
 _SCAN_TOKENS = 1 << 24
-_PART_TOKENS = 1 << 20
+_PART_TOKENS = 1 << 19
 _VALIDATION = 0.05  # share of the last documents
 
 

@@ -136,6 +136,14 @@ def connect(setup: Setup) -> None:
         setup.balance.config.setdefault("checkpoint", {})["load_universal"] = True
 
 
+def wait_for_data(setup: Setup) -> None:
+    """Wait until every process has its data, which one host may read for hours."""
+    from torch import distributed
+
+    store = distributed.distributed_c10d._get_default_store()
+    meet(store, "wavemare/data", setup.world_size)  # no time limit of a collective ends this
+
+
 def prefer_bf16(setup: Setup) -> None:
     """Compute in bf16 on GPUs, unless the configuration says otherwise."""
     import torch
