@@ -10,11 +10,12 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pandas
 import pyarrow
@@ -33,6 +34,8 @@ _ROWS = 1000
 _FIRST_ROWS = 1000
 """Rows of a JSON file that say which columns there are."""
 _ROW = json.JSONDecoder(object_pairs_hook=without_duplicates)
+_LIST_CHARACTERS = 1 << 20
+_LIST_MARK = re.compile(r"\s*(,)?\s*")
 _UNLIKE = (pyarrow.null(), pyarrow.large_string())
 
 
@@ -92,7 +95,7 @@ def read_json_rows(file: Path) -> Iterator[dict[str, Any]]:
     with file.open(encoding="utf-8-sig") as lines:
         first = next((line for line in lines if line.strip()), "")
         if first.lstrip().startswith("["):
-            yield from _read_json_list(file, first + lines.read())
+            yield from _read_json_list(file, first, lines)
             return
         for number, line in enumerate(chain([first], lines)):
             try:
@@ -118,9 +121,30 @@ def _parse(file: Path, number: int, text: str) -> Any:
         raise DataError("--data", str(file), f"in row {number}: {error}", remedy) from None
 
 
-def _read_json_list(file: Path, text: str) -> Iterator[dict[str, Any]]:
-    for number, row in enumerate(_parse(file, 0, text)):
+def _read_json_list(file: Path, first: str, rest: TextIO) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a list, of which a part is in memory at a time."""
+    text, at, number, size = first, first.index("[") + 1, 0, _LIST_CHARACTERS
+    while True:
+        mark = _LIST_MARK.match(text, at)
+        try:
+            if mark is None or (mark[1] is None) != (number == 0):
+                raise ValueError
+            row, end = _ROW.raw_decode(text, mark.end())
+            if end == len(text):  # what ends it, or more of it, may follow
+                raise ValueError
+        except (ValueError, RecursionError):
+            more = rest.read(size)
+            if not more:
+                break
+            text, at, size = text[at:] + more, 0, 2 * size
+            continue
         yield _row(file, number, {"text": row} if isinstance(row, str) else row)
+        at, number, size = end, number + 1, _LIST_CHARACTERS
+    if number and not re.fullmatch(r"\s*\]\s*", text[at:]):
+        number = 0
+    if not number:  # it is empty or wrong
+        rows = _parse(file, 0, file.read_text(encoding="utf-8-sig"))
+        assert not rows
 
 
 def _row(file: Path, number: int, row: Any) -> dict[str, Any]:
