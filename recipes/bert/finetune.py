@@ -72,19 +72,16 @@ def main() -> None:
     connect(setup)
 
     from wavemare.data.classification import (
-        encode_labelled,
-        load_classification,
         majority_baseline,
+        prepare_classification,
+        prepare_encoded,
     )
 
-    corpus = load_classification(
-        source, text_column=args.text_column, label_column=args.label_column
-    )
+    cache = Path(args.cache).expanduser()
+    columns = {"text_column": args.text_column, "label_column": args.label_column}
+    corpus = prepare_classification(source, cache, **columns)
     tokenizer, model = make_model(args, corpus, shape, setup.section.tensor_parallel.size)
-    samples, validation = (
-        encode_labelled(rows, tokenizer, args.sequence_length)
-        for rows in (corpus.train, corpus.validation)
-    )
+    samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
     wait_for_data(setup)
     rows = {
         "name": corpus.name,

@@ -112,7 +112,7 @@ def build_indexed(
     end = [_end_token_of(tokenizer)] if append_eod else []
     dtype = token_dtype(len(tokenizer))
     with IndexedWriter(output, dtype, overwrite=overwrite) as writer:
-        with _threads():
+        with library_threads():
             for pieces in _batches(documents, encoder):
                 texts = [text for text, _ in pieces]
                 encoded = encoder.encode_batch_fast(texts, add_special_tokens=False)
@@ -133,7 +133,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 @contextmanager
-def _threads() -> Iterator[None]:
+def library_threads() -> Iterator[None]:
     """Let the tokenizers library use its threads, which other parts of a job switch off."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
