@@ -210,10 +210,9 @@ class Evaluation:
 
     def counts(self, num_samples: int | None) -> dict[str, int]:
         """Return how many validation samples are evaluated of how many there are, as results."""
-        size = len(self._samples)
-        stride = self.engine.train_micro_batch_size_per_gpu() * self.engine.data_world_size
-        used = size if num_samples is None else min(num_samples, size)
-        return {"eval samples": used // stride * stride or used, "held-out samples": size}
+        own: Any = self.batches(num_samples).dataset
+        used = len(own) * self.engine.data_world_size
+        return {"eval samples": used, "held-out samples": len(self._samples)}
 
     def loss(self, num_samples: int | None = None) -> float:
         """Return the mean loss of samples, spread over the whole set; None for all of them."""

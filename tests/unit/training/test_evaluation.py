@@ -54,7 +54,7 @@ def test_validation_samples_are_read_one_batch_after_the_other():
     evaluation = Evaluation(engine, Samples())
     assert evaluation.loss() == 4  # of 6 before the last batch is asked for
     assert read == [0, 1, 2, 3, 4, 5]
-    for samples in (None, 3, 4, 99):
+    for samples in (None, 0, 3, 4, 99):
         read.clear()
         evaluation.loss(samples)
         assert evaluation.counts(samples) == {"eval samples": len(read), "held-out samples": 6}
