@@ -157,9 +157,11 @@ def test_megatrons_sizes_count_too(gpus):
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8, 16])
 def test_a_data_parallel_recipe_takes_any_number_of_gpus(processes):
-    for recipe in RECIPES.values():
-        name = recipe.module.rpartition(".")[2]
-        config = json.loads(recipe.config.with_name(f"{name}_zero.json").read_text())
+    files = {file for recipe in RECIPES.values() for file in recipe.config.parent.glob("*_*.json")}
+    configs = [json.loads(file.read_text()) for file in files if not file.stem.startswith("model")]
+    for config in configs:
+        if config.get("wavemare", {}).keys() & {"pipeline", "tensor_parallel", "wavelet"}:
+            continue
         sizes = check_batch_sizes(config, data_world_size=processes)
         train, micro, steps = sizes.values()
         assert (train, train) == (config["train_batch_size"], micro * steps * processes)
