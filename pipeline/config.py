@@ -91,9 +91,9 @@ class PipelineConfig(Section):
     stages."""
 
     partition: str | list[int] = "parameters"
-    """Where the stages are cut: ``parameters`` or ``time`` (balanced by parameter count or by
-    measured time), ``uniform`` (equal layer counts), or the first layer of each stage as a
-    list."""
+    """Where the stages are cut: balanced by parameter count (``parameters``), by that without the
+    word embedding, whose rows are looked up (``compute``), or by measured time (``time``);
+    ``uniform`` (equal layer counts); or the first layer of each stage as a list."""
 
     chunks: int | None = Field(default=None, ge=1)
     """Stages per rank of ``interleaved``; 2 if omitted."""

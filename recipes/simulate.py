@@ -21,7 +21,7 @@ from wavemare.observe.recording import Recording
 from wavemare.recipes.bert import pretrain as bert
 from wavemare.recipes.gpt import pretrain as gpt
 from wavemare.training.arguments import option, parse_arguments
-from wavemare.training.config import drop_partition, fill_schedules, resolve_config
+from wavemare.training.config import fill_schedules, resolve_config
 from wavemare.training.models import read_model_config
 from wavemare.training.text import TrainingText, find_text, read_text
 
@@ -157,7 +157,6 @@ def configure(arguments: Any) -> dict[str, Any]:
     section = config.setdefault(SECTION, {}).setdefault("pipeline", {})
     if arguments.stages is not None:
         section["stages"] = arguments.stages
-        drop_partition(config)
     if arguments.micro_batches is not None:
         config["gradient_accumulation_steps"] = arguments.micro_batches
         config.pop("train_micro_batch_size_per_gpu", None)
@@ -191,17 +190,15 @@ def finish(
     recording: Recording, pipeline: Any, text: TrainingText, sequence_length: int, loss: float
 ) -> None:
     """Write the results and the curve."""
-    entropies = text.cross_entropies(sequence_length)
     figures = {
         "eval_loss": loss,
-        **{f"{name} cross-entropy": value for name, value in entropies.items()},
         "stages": len(pipeline.stages),
         "micro-batches": pipeline.micro_batches,
         "largest staleness": max(map(max, pipeline.replay.records[-1].staleness)),
         "seconds": round(recording.training_seconds),
         "memory": pipeline.memory(),
     }
-    recording.finish(figures, entropies)
+    recording.finish(figures, partial(text.baselines, sequence_length))
 
 
 if __name__ == "__main__":

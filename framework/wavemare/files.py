@@ -317,7 +317,10 @@ def refuse_duplicates(
     pairs: list[tuple[str, Any]], refuse: Callable[[str, Any], NoReturn]
 ) -> dict[str, Any]:
     """Return the pairs of an object as a dictionary; ``refuse`` is called for a second value."""
-    values: dict[str, Any] = {}
+    values = dict(pairs)
+    if len(values) == len(pairs):
+        return values
+    values.clear()
     for key, value in pairs:
         if key in values:
             refuse(key, value)

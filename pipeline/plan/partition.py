@@ -13,7 +13,7 @@ from wavemare.errors import ConfigError, did_you_mean
 
 STAGES_KEY = "wavemare.pipeline.stages"
 PARTITION_KEY = "wavemare.pipeline.partition"
-_NAMES = ("parameters", "time", "uniform")
+_NAMES = ("parameters", "compute", "time", "uniform")
 _TOLERANCE = 1.01
 """Of the heaviest rank's weight, where a heavier one makes stages more even."""
 _Cost = Callable[[tuple[int, ...]], tuple[float, float]]

@@ -24,7 +24,13 @@ from wavemare.failure import run_main
 from wavemare.observe.recording import Recording
 from wavemare.recipes.bert.pretrain import finish
 from wavemare.recipes.gpt.pretrain import train
-from wavemare.training.arguments import ModelArguments, TrainArguments, option, parse_arguments
+from wavemare.training.arguments import (
+    SIZES,
+    ModelArguments,
+    TrainArguments,
+    option,
+    parse_arguments,
+)
 from wavemare.training.models import (
     check_model_folder,
     max_positions,
@@ -32,7 +38,7 @@ from wavemare.training.models import (
     reraise_model_errors,
     start_up_panel,
 )
-from wavemare.training.setup import connect, leave, prepare
+from wavemare.training.setup import connect, leave, prepare, wait_for_data
 
 
 @dataclass(frozen=True)
@@ -66,19 +72,17 @@ def main() -> None:
     connect(setup)
 
     from wavemare.data.classification import (
-        encode_labelled,
-        load_classification,
         majority_baseline,
+        prepare_classification,
+        prepare_encoded,
     )
 
-    corpus = load_classification(
-        source, text_column=args.text_column, label_column=args.label_column
-    )
+    cache = Path(args.cache).expanduser()
+    columns = {"text_column": args.text_column, "label_column": args.label_column}
+    corpus = prepare_classification(source, cache, **columns)
     tokenizer, model = make_model(args, corpus, shape, setup.section.tensor_parallel.size)
-    samples, validation = (
-        encode_labelled(rows, tokenizer, args.sequence_length)
-        for rows in (corpus.train, corpus.validation)
-    )
+    samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
+    wait_for_data(setup)
     rows = {
         "name": corpus.name,
         "texts": f"{len(samples)} to train, {len(validation)} for validation",
@@ -110,12 +114,11 @@ def check_options(args: FinetuneArguments) -> None:
             "labelled texts are no Megatron data, and their validation part is chosen by its hash"
         )
         raise ConfigError("--split", args.split, reason, "Leave it out")
-    sized = {**args.sizes(), "vocabulary": args.make_vocab_size_divisible_by}
-    for name, size in sized.items():
+    for name in (*SIZES, "make_vocab_size_divisible_by"):
+        size = getattr(args, name)
         if args.model is not None and size is not None:
-            option = "--" + name.replace("num_hidden_layers", "num_layers").replace("_", "-")
             reason = "the model comes from a folder, with its own size"
-            raise ConfigError(option, size, reason, "Leave it out")
+            raise ConfigError(f"--{name}", size, reason, "Leave it out")
 
 
 def measure(evaluation: Any, num_samples: int | None, *, num_classes: int) -> Mapping[str, float]:
@@ -155,7 +158,7 @@ def make_model(
     names = dict(enumerate(corpus.label_names))
     labels = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
     if args.model is not None:
-        tokenizer = load_tokenizer(args.model)
+        tokenizer = load_tokenizer(args.model, "--model")
         with reraise_model_errors("--model", args.model):
             model = AutoModelForSequenceClassification.from_pretrained(
                 args.model, dtype="float32", num_labels=len(names), **labels

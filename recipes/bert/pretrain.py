@@ -10,6 +10,7 @@ Run it with ``wavemare train bert``, or as any DeepSpeed script::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from wavemare.training.models import (
     reraise_model_errors,
     start_up_panel,
 )
-from wavemare.training.setup import Setup, connect, leave, prepare
-from wavemare.training.text import TrainingText, find_text, read_text
+from wavemare.training.setup import Setup, connect, leave, prepare, wait_for_data
+from wavemare.training.text import Baselines, TrainingText, find_text, read_text
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def main() -> None:
 
     connect(setup)
     text = read_text(source, args, "bert", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
+    wait_for_data(setup)
     model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
     check_gap(text.tokenizer, args.prompt, max_positions(model.config))
     samples, validation = masked_samples(args, text, model.config)
@@ -70,10 +72,15 @@ def main() -> None:
         exported = finish(setup, recording, model, text.tokenizer, evaluation, eval_loss)
         if setup.rank == 0:
             recording.screen.note(f"\n{fill(exported, args.prompt)}\n")
-        baselines = text.cross_entropies(args.sequence_length)
-        unigram = {name: value for name, value in baselines.items() if name == "unigram"}
-        recording.finish({f"{name} cross-entropy": x for name, x in unigram.items()}, unigram)
+        recording.finish({}, partial(unigrams, text, args.sequence_length))
     leave()
+
+
+def unigrams(text: TrainingText, sequence_length: int) -> Baselines:
+    """Return the baselines of a model that reads both sides of a gap: not the bigrams."""
+    results, losses = text.baselines(sequence_length)
+    kept = {name: value for name, value in results.items() if "bigram" not in name}
+    return kept, {"unigram": losses["unigram"]} if losses else {}
 
 
 def finish(
@@ -88,8 +95,9 @@ def finish(
     evaluation.engine.synchronize()  # what is evaluated is what is exported
     found = evaluate(evaluation, setup.final_samples)
     recording.run.log(setup.arguments.max_steps, **found)
+    counts = evaluation.counts(setup.final_samples)
     parameters = count_parameters(setup, model)
-    recording.results = {**found, "parameters": parameters, **recording.results}
+    recording.results = {**found, **counts, "parameters": parameters, **recording.results}
     exported = setup.folder / "model"
     wavemare.save_pretrained(evaluation.engine, exported, tokenizer=tokenizer)
     return exported

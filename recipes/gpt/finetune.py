@@ -20,7 +20,7 @@ from wavemare.training.arguments import (
     parse_arguments,
 )
 from wavemare.training.models import check_model_folder, reraise_model_errors
-from wavemare.training.setup import connect, prepare
+from wavemare.training.setup import connect, prepare, wait_for_data
 from wavemare.training.text import find_text, read_text
 
 
@@ -46,6 +46,7 @@ def main() -> None:
 
     connect(setup)
     text = read_text(source, args, "gpt", tokenizer=args.tokenizer or args.model)
+    wait_for_data(setup)
 
     from transformers import AutoModelForCausalLM
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,15 @@ from wavemare.training.models import (
     reraise_model_errors,
     start_up_panel,
 )
-from wavemare.training.setup import Setup, connect, leave, load_run, prepare, seed_dropout
+from wavemare.training.setup import (
+    Setup,
+    connect,
+    leave,
+    load_run,
+    prepare,
+    seed_dropout,
+    wait_for_data,
+)
 from wavemare.training.text import TrainingText, find_text, read_text
 
 
@@ -77,6 +86,7 @@ def main(
     connect(setup)
     lr_scheduler = adjust(setup)
     text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
+    wait_for_data(setup)
     model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
     learn(setup, recording, model, text, args.prompt, title, lr_scheduler)
 
@@ -100,15 +110,15 @@ def learn(
     evaluation = train(setup, recording, model, *data, eval_loss, **options)
     if evaluation is not None:
         evaluation.engine.synchronize()  # what is evaluated is what is exported
-        loss, exported = evaluation.loss(setup.final_samples), setup.folder / "model"
+        samples, exported = setup.final_samples, setup.folder / "model"
+        loss = evaluation.loss(samples)
         recording.run.log(setup.arguments.max_steps, eval_loss=loss)
         wavemare.save_pretrained(evaluation.engine, exported, tokenizer=text.tokenizer)
         if setup.rank == 0:
             recording.screen.note(f"\n{continue_text(exported, prompt, setup.arguments.seed)}\n")
-        baselines = text.cross_entropies(length)
-        entropies = {f"{name} cross-entropy": value for name, value in baselines.items()}
-        parameters = count_parameters(setup, model)
-        recording.finish({"eval_loss": loss, **entropies, "parameters": parameters}, baselines)
+        figures = {"eval_loss": loss, **evaluation.counts(samples)}
+        figures["parameters"] = count_parameters(setup, model)
+        recording.finish(figures, partial(text.baselines, length, samples))
     leave()
 
 

@@ -44,6 +44,7 @@ from wavemare.training.setup import (
     prefer_bf16,
     prepare,
     seed_dropout,
+    wait_for_data,
 )
 
 
@@ -57,6 +58,9 @@ class SftArguments(TrainArguments):
     eval_interval: int = option(50, "steps between evaluations; the best one's model is exported")
     sequence_length: int = option(256, "tokens per sample (--max-length)")
     no_packing: bool = option(False, "one row per sample")
+    long_rows: str = option(
+        "cut", "rows of more tokens: cut, or left out where the answer is cut away; skip: left out"
+    )
     chat_template: str | None = option(None, "file in place of the tokenizer's chat template")
     lora_r: int | None = option(None, "rank of LoRA; all weights are trained if omitted")
     lora_alpha: int = option(32, "LoRA's scale, times the rank")
@@ -76,13 +80,14 @@ def main() -> None:
     connect(setup)
     prefer_bf16(setup)
 
-    from wavemare.data.chat import ChatSamples, encode_rows, load_chats, mark_trained
+    from wavemare.data.chat import ChatSamples, describe_fates, mark_trained, prepare_chats
 
     tokenizer, model = make_model(args)
-    learned, held = load_chats(source)
-    train_rows, rows = (
-        encode_rows(part, tokenizer, args.sequence_length) for part in (learned, held)
+    cache = Path(args.cache).expanduser()
+    train_rows, rows = prepare_chats(
+        source, tokenizer, args.sequence_length, cache, long_rows=args.long_rows
     )
+    wait_for_data(setup)
     packs = not args.no_packing
     if packs:
         check_packing(model)
@@ -97,6 +102,7 @@ def main() -> None:
     }
     panel = start_up_panel(setup, model, corpus)
     recording.screen.panel("wavemare: supervised fine-tuning", panel)
+    recording.screen.note(describe_fates((train_rows, rows), args.sequence_length))
     marked = mark_trained(train_rows[0], tokenizer)
     recording.screen.note(f"\nThe first row, with what is trained in »«:\n{marked}\n")
 
@@ -107,7 +113,7 @@ def main() -> None:
     best = train(setup, recording, model, samples, validation, export)
     if best is not None:
         if setup.rank == 0:
-            asked = question(held[0], tokenizer)
+            asked = question(rows.first, tokenizer)
             recording.screen.note(f"\n{continue_text(exported, asked, args.seed)}\n")
         figures = {"eval_loss": best["eval_loss"], "best step": best["step"]}
         recording.finish({**figures, "parameters": count_parameters(setup, model)})
@@ -118,12 +124,16 @@ def check_options(args: SftArguments) -> None:
     """Refuse options that cannot work here.
 
     Raises:
-        ConfigError: ``--balance`` or ``--split`` is given, or peft is missing.
+        ConfigError: ``--balance`` or ``--split`` is given, ``--long_rows`` is another word, or peft
+            is missing.
     """
     for name, default in (("balance", "none"), ("split", None)):
         if getattr(args, name) != default:
             reason = "rows of fine-tuning are shared equally, and split by their hash"
             raise ConfigError(f"--{name}", getattr(args, name), reason, "Leave it out")
+    if args.long_rows not in ("cut", "skip"):
+        reason = "there is no such way to treat them"
+        raise ConfigError("--long_rows", args.long_rows, reason, "Give cut or skip")
     if args.lora_r is not None and find_spec("peft") is None:
         reason, remedy = "peft is not installed", "Install it: pip install 'wavemare[peft]'"
         raise ConfigError("--lora-r", args.lora_r, reason, remedy)
@@ -149,7 +159,7 @@ def make_model(args: SftArguments) -> tuple[Any, Any]:
 
     from wavemare.data.tokenizer import load_tokenizer
 
-    tokenizer: Any = load_tokenizer(args.model)
+    tokenizer: Any = load_tokenizer(args.model, "--model")
     if args.chat_template is not None:
         try:
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8-sig")

@@ -137,13 +137,17 @@ def test_replicas_with_local_steps_are_pretrained(command, small_options, recipe
 
 
 def write_chats(folder):
-    """Forty chats, and a template without markers for the assistant's turns."""
+    """Forty chats, four that are too long, and a template without markers for the assistant."""
     names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     with (folder / "chats.jsonl").open("w") as file:
         for number in range(40):
             asked = {"role": "user", "content": f"number {number}"}
             said = " ".join(names[int(digit)] for digit in str(number))
             row = {"messages": [asked, {"role": "assistant", "content": said}]}
+            file.write(json.dumps(row) + "\n")
+        for number in range(4):
+            asked = {"role": "user", "content": f"number {number} " * 100}
+            row = {"messages": [asked, {"role": "assistant", "content": names[number]}]}
             file.write(json.dumps(row) + "\n")
     (folder / "template.txt").write_text(
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -184,6 +188,7 @@ def test_llama_pretraining_and_fine_tuning(
     }
     options = small_options("llama", tuned, **values)
     ended = recipe("llama/sft", "--deepspeed_config", config, *options).check()
+    assert "4 of 44 rows are longer than 128 tokens" in ended.output
     assert re.search(r"u:number \d+<\|endoftext\|>a:»[a-z ]+<\|endoftext\|>«", ended.output)
     losses, results = check_run_folder(tuned, batch=16)
     assert results["eval_loss"] < losses[0] - 0.1

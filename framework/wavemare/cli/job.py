@@ -24,11 +24,12 @@ from wavemare.errors import ConfigError, LaunchError, os_errors
 # Prefixes of the variables that are passed on to other hosts.
 _PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TORCH_", "TP_", "UCX_", "WAVEMARE_")
 _ENVIRONMENT_FILE = "DS_ENV_FILE"
-_DEFAULT_PROCESSES = 2
+_WITHOUT_DEVICES = 2
 _AGENT = "wavemare.cli.agent"
 _PORT_OPTION = "--master_port"
 _PORTS = 1 << 16
 _CHOOSE_DEVICES = {"-i", "--include", "-e", "--exclude", "--num_gpus", "--num_accelerators"}
+_NAME_HOSTS = {"-H", "--hostfile"}
 _ANY_BYTES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}
 _LINE = re.compile(r"^(\S+)\s+slots=(\d{1,9})(?!\d)(?P<rest>.*)$")
 _REMEDY = "Write 'HOST slots=N', N being the number of ranks on that host"
@@ -101,7 +102,8 @@ class Job:
     """A program that is to run as several ranks.
 
     Attributes:
-        num_processes: On this host, or each of several; None for a hostfile's slots, or 2.
+        num_processes: On this host, or each of several; None for a hostfile's slots, or on this
+            host one for each GPU, or 2 without GPUs.
         hosts: Hosts of a hostfile; empty for this host alone.
         launcher_options: More options of ``deepspeed``; they take precedence.
     """
@@ -114,6 +116,19 @@ class Job:
     hostfile: Path | None = None
     launcher_options: Sequence[str] = field(default=())
     max_restarts: int = 0
+
+    @property
+    def chooses_devices(self) -> bool:
+        """Whether options of the launcher say which devices are used, and so how many ranks."""
+        return bool(self._given_options() & _CHOOSE_DEVICES)
+
+    def processes(self) -> int | None:
+        """Return the number of ranks on all hosts; None where options of the launcher decide it."""
+        if self.chooses_devices or self._given_options() & _NAME_HOSTS:
+            return None
+        if self.hosts:
+            return sum(self.num_processes or host.slots for host in self.hosts)
+        return self.num_processes or launch.device_count() or _WITHOUT_DEVICES
 
     def command(self) -> list[str]:
         """Return the words of DeepSpeed's launcher that start the job.
@@ -136,11 +151,11 @@ class Job:
         # The launcher would report the end of its children as an error, below their own message.
         # Launchers of torch and MPI give the rank in the environment alone.
         options = ["--log_level", "critical", "--no_local_rank", *options]
-        given, default = self._given_options(), None if self.hosts else _DEFAULT_PROCESSES
-        count = self.num_processes or default
-        if _PORT_OPTION not in given:  # a second run on this host would fail with the default port
+        count = self.num_processes or (None if self.hosts else self.processes())
+        # A second run on this host would fail with the default port.
+        if _PORT_OPTION not in self._given_options():
             options = [_PORT_OPTION, str(_port_of_environment() or free_port()), *options]
-        if count is not None and not given & _CHOOSE_DEVICES:
+        if count is not None and not self.chooses_devices:
             options = ["--num_accelerators", str(count), *options]
         return [launch.find_deepspeed(), *options, *(["--module"] * module), program, *words]
 
@@ -243,7 +258,9 @@ def _environment_file(variables: Mapping[str, str], *, pdsh: bool = True) -> Ite
 
 Nproc = Annotated[
     int | None,
-    typer.Option("--nproc", min=1, help="Processes on each host. (Default: slots, or 2.)"),
+    typer.Option(
+        "--nproc", min=1, help="Processes on each host. (Default: slots, or one per GPU, or 2.)"
+    ),
 ]
 Hostfile = Annotated[Path | None, typer.Option(help="DeepSpeed hostfile: run on its hosts.")]
 LauncherArguments = Annotated[

@@ -76,6 +76,16 @@ def accelerator_visible() -> bool:
     return sys.platform == "darwin" or any(glob.glob(pattern) for pattern in _DEVICE_FILES)
 
 
+def device_count() -> int:
+    """Return how many accelerators the ranks of this host will see, by torch; 0 without any."""
+    if not accelerator_visible() or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return 0  # torch takes seconds to import
+
+    import torch
+
+    return torch.accelerator.device_count()
+
+
 def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
     """Run the launcher to its end, and pass on signals to its processes.
 

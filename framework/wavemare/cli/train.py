@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -27,6 +27,9 @@ from wavemare.cli.job import (
 )
 from wavemare.engine.launch.environment import launcher_rank
 from wavemare.errors import ConfigError, LaunchError, did_you_mean
+
+if TYPE_CHECKING:
+    from wavemare.engine.config.resolve import WavemareConfig
 
 
 class Recipe(NamedTuple):
@@ -64,15 +67,55 @@ def find_recipe(name: str) -> Recipe:
     return RECIPES[full_name]
 
 
-def default_config(recipe: Recipe, options: Sequence[str]) -> Path:
-    """Return a recipe's JSON, a synchronous one where Megatron's sizes are given."""
+def _given_sizes(options: Sequence[str]) -> dict[str, int]:
+    """Return Megatron's sizes of a layout that are among the options of a recipe."""
     given = " ".join(options).replace("_", "-")
     found = re.findall(r"--(\S+-(?:parallel-size|pipeline-rank|pipeline-stage))[ =](\d+)", given)
-    if not found:
+    return {name: int(size) for name, size in found}
+
+
+def default_config(recipe: Recipe, options: Sequence[str]) -> Path:
+    """Return a recipe's JSON, a synchronous one where Megatron's sizes are given."""
+    sizes = _given_sizes(options)
+    if not sizes:
         return recipe.config
-    stages = int(dict(found).get("pipeline-model-parallel-size", 1))
+    stages = sizes.get("pipeline-model-parallel-size", 1)
+    return _beside(recipe, "pipeline" if stages > 1 else "zero")
+
+
+def _beside(recipe: Recipe, layout: str) -> Path:
     name = recipe.module.rpartition(".")[2]
-    return recipe.config.with_name(f"{name}_{'pipeline' if stages > 1 else 'zero'}.json")
+    return recipe.config.with_name(f"{name}_{layout}.json")
+
+
+def check_processes(
+    recipe: Recipe, section: WavemareConfig, options: Sequence[str], processes: int
+) -> None:
+    """Check that the ranks of a job make whole models, before any is started.
+
+    Args:
+        recipe: The recipe, whose configuration without stages the remedy names.
+        section: Our section of the configuration, from `check_early`.
+        options: Of the recipe; Megatron's sizes replace those of the configuration.
+        processes: Ranks of the job.
+
+    Raises:
+        ConfigError: The stages, times the ranks that share a layer, do not divide the ranks.
+    """
+    sizes = _given_sizes(options)
+    stages = sizes.get("pipeline-model-parallel-size", section.pipeline.stages)
+    shared = sizes.get("tensor-model-parallel-size", section.tensor_parallel.size)
+    needed = stages * shared
+    if not needed or processes % needed == 0:
+        return
+    key, value = "wavemare.pipeline.stages", stages
+    if stages == 1:
+        key, value = "wavemare.tensor_parallel.size", shared
+    reason = f"a model takes {needed} processes, one on each GPU, and this job would have"
+    remedy = f"Train whole models: --config {_beside(recipe, 'zero')}"
+    if processes > needed:
+        remedy += f"; or give --nproc {processes // needed * needed}"
+    raise ConfigError(key, value, f"{reason} {processes}", remedy)
 
 
 def train(
@@ -107,8 +150,8 @@ def train(
     options = list(context.args)
     refuse_options(options)
     file = config if config is not None else default_config(chosen, options)
-    check_early(load_config(file, key="--config"))  # refused here, before any rank is started
-    options = ["--deepspeed_config", str(file), *options]
+    section = check_early(load_config(file, key="--config"))  # before any rank is started
+    own, options = options, ["--deepspeed_config", str(file), *options]
     given = launcher_rank(os.environ)
     if given is not None and given.by_mpi and not print_command:
         for name, value in {
@@ -131,11 +174,13 @@ def train(
         launcher_options=split_options(launcher_args),
         max_restarts=max_restarts,
     )
+    if (processes := job.processes()) is not None:
+        check_processes(chosen, section, own, processes)
     start(job, print_command=print_command)
 
 
-def check_early(config: Mapping[str, Any]) -> None:
-    """Refuse invalid keys and values before ranks are started.
+def check_early(config: Mapping[str, Any]) -> WavemareConfig:
+    """Refuse invalid keys and values before ranks are started, and return our section.
 
     Raises:
         ConfigError: Naming the key.
@@ -147,7 +192,7 @@ def check_early(config: Mapping[str, Any]) -> None:
     config = copy.deepcopy(config)
     # The recipe derives it from its steps.
     fill_auto(config, {f"{SECTION}.pipeline.pipemare.warmup_steps": 0})
-    WavemareConfig.of(config)
+    return WavemareConfig.of(config)
 
 
 def _become_rank(module: str, options: Sequence[str]) -> NoReturn:
@@ -160,7 +205,7 @@ def _become_rank(module: str, options: Sequence[str]) -> NoReturn:
 
     if find_spec("mpi4py") is None:
         reason = "mpirun has started this process, and mpi4py is not installed"
-        raise LaunchError("mpi4py", None, reason, "Install MPI: pip install 'wavemare[mpi]'")
+        raise LaunchError("mpi4py", None, reason, "Install it: pip install mpi4py")
     # mpi4py's runner ends the other ranks when one fails.
     words = [sys.executable, "-u", "-m", "mpi4py", "-m", module, *options]
     os.execve(sys.executable, words, {**os.environ, **extra_environment()})

@@ -4,24 +4,45 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from wavemare.data.encode import definition_of
+from wavemare.data.indexed import IndexedData, IndexedWriter, open_indexed
 from wavemare.data.sources import Kind, Source, read_stdlib
-from wavemare.data.text import load_records, split_indices
+from wavemare.data.text import (
+    has_validation,
+    iterate_records,
+    one_error,
+    source_key,
+    split_indices,
+)
+from wavemare.data.tokenizer import build_once, content_key
 from wavemare.errors import DataError
+from wavemare.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
 _COLUMNS = ({"messages": False}, {"prompt": True, "completion": True}, {"text": True})
+FATES = ("whole", "cut", "skipped", "empty")
+"""What becomes of a row: kept, cut, left out as too long, left out as nothing in it is trained."""
+_FORMAT_VERSION = 1  # part of every cache key: raise it when the files or the formatting change
+_BATCH_ROWS = 100
+_ROWS_PER_WORKER = 1000  # fewer are formatted sooner than a process starts
 _IGNORED = -100
 _VALIDATION = 0.05
 _DOCUMENTED = re.compile(r'^ *(def \w+\([^\n]*\):)\n +"""(\w[^\n"\\]{8,70}\.)', re.MULTILINE)
@@ -35,53 +56,226 @@ class Row(NamedTuple):
     labels: list[int]
 
 
-def load_chats(source: Source) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the rows to train on and to validate on, each with one of the known sets of columns.
+class EncodedRows(Sequence[Row]):
+    """Formatted rows in a file, which all processes of a host map into their memory.
+
+    The file is indexed data with a sequence for each row. A token that is not trained stands there
+    as its complement, below 0.
+
+    Args:
+        data: The opened file.
+        counts: How many rows there were by what became of them, a word of `FATES`.
+        first: The first row that was kept, as it stands in the data.
+
+    Attributes:
+        lengths: Tokens of each row, int32 [number of rows].
+    """
+
+    def __init__(
+        self, data: IndexedData, counts: Mapping[str, int], first: Mapping[str, Any]
+    ) -> None:
+        self._data = data
+        self.lengths = data.lengths
+        self.counts = counts
+        self.first = first
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        tokens = self._data.tokens[self._data.starts[index] : self._data.starts[index + 1]]
+        labels = np.where(tokens < 0, _IGNORED, tokens)
+        return Row(np.where(tokens < 0, ~tokens, tokens).tolist(), labels.tolist())
+
+
+def describe_fates(parts: Sequence[EncodedRows], max_length: int) -> str | None:
+    """Say how many rows were too long or had nothing to train; None if all are whole."""
+    total, *others = (sum(part.counts.get(fate, 0) for part in parts) for fate in ("rows", *FATES))
+    whole, cut, skipped, empty = others
+    if whole == total:
+        return None
+    return (
+        f"{cut + skipped:,} of {total:,} rows are longer than {max_length} tokens: "
+        f"{cut:,} are cut, {skipped:,} left out. "
+        f"{empty:,} more are left out, as nothing in them is trained."
+    )
+
+
+def prepare_chats(
+    source: Source,
+    tokenizer: PreTrainedTokenizerFast,
+    max_length: int,
+    cache_dir: Path,
+    *,
+    long_rows: str = "cut",
+    workers: int | None = None,
+) -> tuple[EncodedRows, EncodedRows]:
+    """Return the rows to train on and to validate on, formatted and tokenized once for each host.
 
     A validation or test split of the data is used; else 5 % of the rows, chosen by their hash. The
     default data are functions of the standard library, to be completed by their description.
 
+    Trained are the assistant's turns of a chat, the completion of a prompt, or all of a text, each
+    with the token that ends it. Of several processes that call this at once, one formats the rows,
+    by several workers, and the others wait. The entry of the cache is named by the data (files are
+    known by path, size and time), the tokenizer with its template, and the options.
+
+    Args:
+        source: The data.
+        tokenizer: With an end token, and a chat template where the rows are chats.
+        max_length: Tokens of a row at most.
+        cache_dir: Folder of the cache.
+        long_rows: ``cut``: of a longer row only the first tokens are read, and it is left out where
+            none of these is trained; ``skip``: it is left out.
+        workers: Processes that format; by default as many as there are cores.
+
+    Raises:
+        DataError: The data cannot be read, its columns are unknown, a row has another form, no row
+            is left, the tokenizer lacks a chat template or an end token, or the cache cannot be
+            written.
+    """
+    if tokenizer.eos_token_id is None:
+        reason = "its tokenizer has no eos_token, with which a turn ends"
+        raise DataError("--model", tokenizer.name_or_path, reason, "Add one to it")
+    own = (definition_of(tokenizer), str(tokenizer.chat_template), str(tokenizer.eos_token_id))
+    settings = ("rows", str(_FORMAT_VERSION), *own, str(max_length), long_rows)
+    folder = Path(cache_dir) / f"rows-{content_key((*settings, source_key(source)))[:32]}"
+    encode = partial(_encode_batch, tokenizer=tokenizer, max_length=max_length, mode=long_rows)
+    workers = workers or len(os.sched_getaffinity(0))
+    build_once(folder, lambda target: _build_rows(source, target, encode, workers))
+    return _open_rows(folder / "train"), _open_rows(folder / "validation")
+
+
+def _open_rows(prefix: Path) -> EncodedRows:
+    facts = read_json(prefix.with_suffix(".json"), DataError, "--cache", "Remove this folder")
+    return EncodedRows(open_indexed(prefix), facts["counts"], facts["first"])
+
+
+def _build_rows(source: Source, target: Path, encode: Callable[..., Any], workers: int) -> None:
+    scratch = target / "scratch"
+    parts = zip(("train", "validation"), read_chats(source, scratch), strict=True)
+    for name, rows in parts:
+        encoded = rows.map(
+            encode,
+            batched=True,
+            batch_size=_BATCH_ROWS,
+            remove_columns=["row"],
+            features=_encoded_features(),
+            num_proc=min(workers, len(rows) // _ROWS_PER_WORKER) or None,
+            cache_file_name=str(scratch / f"{name}.arrow"),
+            new_fingerprint=name,  # hashing the tokenizer would take long
+        )
+        _write_rows(source, target / name, rows, encoded)
+    shutil.rmtree(scratch)
+
+
+def _encoded_features() -> Any:
+    from datasets import Features, Sequence, Value
+
+    return Features({"tokens": Sequence(Value("int32")), "fate": Value("int8")})
+
+
+def _write_rows(source: Source, prefix: Path, rows: Any, encoded: Any) -> None:
+    """Write the rows that are left out of none, and what became of all of them."""
+    counts, first, place = Counter[str](), None, 0
+    with IndexedWriter(prefix, np.int32) as writer:
+        for batch in encoded.with_format("arrow").iter(batch_size=_BATCH_ROWS):
+            for tokens, fate in zip(batch["tokens"], batch["fate"].to_pylist(), strict=True):
+                counts.update([FATES[fate], "rows"])
+                if len(tokens.values):
+                    writer.add_sequence(tokens.values.to_numpy())
+                    writer.end_document()
+                    first = place if first is None else first
+                place += 1
+        if first is None:
+            reason = f"none of the {place} rows for the {prefix.name} part has a trained token"
+            remedy = "Give rows with answers, or --max-length more"
+            raise DataError("--data", source.name, reason, remedy)
+    facts = {"counts": counts, "first": json.loads(rows[first]["row"])}
+    prefix.with_suffix(".json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def read_chats(source: Source, cache_dir: Path) -> tuple[Any, Any]:
+    """Return the rows to train on and to validate on, each with one of the known sets of columns.
+
+    Returns:
+        Two ``datasets.Dataset``, which lie in a folder, with the column ``row``: its JSON.
+
     Raises:
         DataError: The data cannot be read, or its columns are unknown.
     """
+    from datasets import Dataset, Features, Value
+
     if source.kind is Kind.MEGATRON:
         reason = "Megatron data holds tokens, not rows"
         raise DataError("--data", source.name, reason, "Give a .jsonl file")
-    if source.kind is Kind.DEFAULT:
-        found = (pair for text in read_stdlib()["text"] for pair in _DOCUMENTED.findall(text))
-        rows = [{"prompt": f'{head}\n    """', "completion": f'{line}"""'} for head, line in found]
-        other = None
-    else:
-        rows, other = load_records(source, *_COLUMNS)
-    if other is not None:
-        return rows, other
-    keys = (json.dumps(row, sort_keys=True, default=str) for row in rows)
+
+    def write(part: int) -> Any:
+        with one_error(source):
+            return Dataset.from_generator(
+                _row_texts,
+                gen_kwargs={"source": source, "part": part},
+                features=Features({"row": Value("large_string")}),
+                cache_dir=str(cache_dir),
+                fingerprint=f"part-{part}",
+            )
+
+    if has_validation(source):
+        return write(0), write(1)
+    rows = write(0)
+    keys = (text for batch in rows.iter(batch_size=_BATCH_ROWS) for text in batch["row"])
     first, second = split_indices(keys, _VALIDATION, name=source.name)
-    if not second:
+    if not len(second):
         reason = "a single row cannot be split for validation"
         raise DataError("--data", source.name, reason, "Give more rows")
-    return [rows[i] for i in first], [rows[i] for i in second]
+    return rows.select(first), rows.select(second)
 
 
-def encode_rows(
-    rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerFast, max_length: int
-) -> list[Row]:
-    """Format and tokenize rows, and cut them to a length.
+def _row_texts(source: Source, part: int) -> Iterator[dict[str, str]]:
+    """Yield the rows of a split: 0 to train on, 1 to validate on."""
+    rows: Iterator[dict[str, Any]]
+    if source.kind is Kind.DEFAULT:
+        found = (pair for text in read_stdlib()["text"] for pair in _DOCUMENTED.findall(text))
+        rows = ({"prompt": f'{head}\n    """', "completion": f'{line}"""'} for head, line in found)
+    else:
+        rows = iterate_records(source, part, *_COLUMNS)
+    for row in rows:
+        yield {"row": json.dumps(row, sort_keys=True, default=str)}
 
-    Trained are the assistant's turns of a chat, the completion of a prompt, or all of a text, each
-    with the token that ends it.
+
+def _encode_batch(
+    batch: Mapping[str, Sequence[str]],
+    tokenizer: PreTrainedTokenizerFast,
+    max_length: int,
+    mode: str,
+) -> dict[str, list[Any]]:
+    fitted = [fit_row(encode_row(json.loads(t), tokenizer), max_length, mode) for t in batch["row"]]
+    tokens = [
+        [i if label != _IGNORED else ~i for i, label in zip(*row, strict=True)] for row, _ in fitted
+    ]
+    return {"tokens": tokens, "fate": [FATES.index(fate) for _, fate in fitted]}
+
+
+def fit_row(row: Row, max_length: int, mode: str = "cut") -> tuple[Row, str]:
+    """Return what is left of a row, nothing if it is left out, and its fate."""
+    if all(label == _IGNORED for label in row.labels):
+        return Row([], []), "empty"
+    if len(row.ids) <= max_length:
+        return row, "whole"
+    cut = Row(row.ids[:max_length], row.labels[:max_length])
+    if mode == "skip" or all(label == _IGNORED for label in cut.labels):
+        return Row([], []), "skipped"
+    return cut, "cut"
+
+
+def encode_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Row:
+    """Format and tokenize a row.
 
     Raises:
-        DataError: A row has another form or no trained token, or the tokenizer lacks a chat
-            template or an end token.
+        DataError: It has another form, or it is a chat and the tokenizer lacks a template.
     """
-    if tokenizer.eos_token_id is None:
-        reason = "it has no eos_token, with which a turn ends"
-        raise DataError("tokenizer", tokenizer.name_or_path, reason, "Add one to it")
-    return [_encode(row, tokenizer, max_length) for row in rows]
-
-
-def _encode(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, max_length: int) -> Row:
     end = tokenizer.eos_token_id
     if "messages" in row:
         ids, trained = _encode_chat(row, tokenizer)
@@ -97,13 +291,8 @@ def _encode(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, max_leng
         after: list[int] = tokenizer(answer, add_special_tokens="text" in row)["input_ids"]
         after += [end] if after[-1:] != [end] else []
         ids, trained = before + after, [False] * len(before) + [True] * len(after)
-    ids = ids[:max_length]
     # Nothing predicts the first token.
-    labels = [ids[i] if i and trained[i] else _IGNORED for i in range(len(ids))]
-    if all(label == _IGNORED for label in labels):
-        reason = f"none of the first {max_length} tokens of this row is trained"
-        raise DataError("--data", row, reason, "Give --max-length more, or remove the row")
-    return Row(ids, labels)
+    return Row(ids, [ids[i] if i and trained[i] else _IGNORED for i in range(len(ids))])
 
 
 def _encode_chat(
@@ -192,7 +381,8 @@ class ChatSamples(Dataset[dict[str, torch.Tensor]]):
     def __init__(
         self, rows: Sequence[Row], max_length: int, fill: int, *, packs: bool, positions: bool
     ) -> None:
-        lengths = [len(row.ids) for row in rows]
+        known = rows.lengths.tolist() if isinstance(rows, EncodedRows) else None
+        lengths = [len(row.ids) for row in rows] if known is None else known
         self._rows, self._length, self._fill = rows, max_length, fill
         self._packed = pack(lengths, max_length) if packs else [[i] for i in range(len(rows))]
         self._positions = positions

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wavemare.data.encode import definition_of, library_threads
 from wavemare.data.sources import STDLIB, Kind, Source, read_stdlib
-from wavemare.data.text import hash_fraction, load_records, split_indices
+from wavemare.data.text import hash_fraction, load_records, source_key, split_indices
+from wavemare.data.tokenizer import build_once, content_key
 from wavemare.errors import DataError
 
 if TYPE_CHECKING:
@@ -17,6 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+_FORMAT_VERSION = 1  # part of every cache key: raise it when texts are read in another way
+_PARTS = ("train", "validation")
+_NAMES = "names.json"
 _VALIDATION = 0.1  # share of the texts
 _SENTENCE_COLUMN = "sentence"
 _NUM_PACKAGES = 8
@@ -38,12 +45,14 @@ class LabelledCorpus:
         train: Texts to train on.
         validation: Texts to validate on.
         label_names: Name of each label, at least two.
+        folder: Entry of the cache that holds it; None if it is in memory alone.
     """
 
     name: str
     train: Dataset
     validation: Dataset
     label_names: tuple[str, ...]
+    folder: Path | None = None
 
 
 def load_classification(
@@ -77,10 +86,33 @@ def load_classification(
     if other is not None:
         return _corpus(source.name, rows, _labelled(source, other, label_column))
     first, second = split_indices((text for text, _ in rows), _VALIDATION, name=source.name)
-    if not second:
+    if not len(second):
         reason = "a single text cannot be split for evaluation"
         raise DataError("--data", source.name, reason, "Give more rows")
     return _corpus(source.name, [rows[i] for i in first], [rows[i] for i in second])
+
+
+def prepare_classification(
+    source: Source, cache_dir: Path, *, text_column: str = "text", label_column: str = "label"
+) -> LabelledCorpus:
+    """Load labelled texts once for each host, from the cache; see `load_classification`."""
+    settings = ("labels", str(_FORMAT_VERSION), text_column, label_column, source_key(source))
+    folder = Path(cache_dir) / f"labels-{content_key(settings)[:32]}"
+
+    def build(target: Path) -> None:
+        corpus = load_classification(source, text_column=text_column, label_column=label_column)
+        for part in _PARTS:
+            getattr(corpus, part).save_to_disk(target / part)
+        names = [corpus.name, corpus.label_names]
+        (target / _NAMES).write_text(json.dumps(names), encoding="utf-8")
+
+    build_once(folder, build)
+
+    from datasets import Dataset
+
+    name, labels = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
+    train, validation = (Dataset.load_from_disk(folder / part) for part in _PARTS)
+    return LabelledCorpus(name, train, validation, tuple(labels), folder)
 
 
 def majority_baseline(corpus: LabelledCorpus) -> dict[str, float]:
@@ -98,9 +130,18 @@ def majority_baseline(corpus: LabelledCorpus) -> dict[str, float]:
 
 
 def encode_labelled(
-    rows: Dataset, tokenizer: PreTrainedTokenizerFast, sequence_length: int
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerFast,
+    sequence_length: int,
+    target: Path | None = None,
 ) -> Dataset:
     """Encode labelled texts with special tokens, cut or padded to one length.
+
+    Args:
+        rows: The texts, with their labels.
+        tokenizer: With a padding token.
+        sequence_length: Tokens of a sample.
+        target: The file in which the samples lie; they are in memory without one.
 
     Returns:
         Samples ``{"input_ids": int64 [sequence_length], "attention_mask": int64 [sequence_length],
@@ -110,8 +151,8 @@ def encode_labelled(
         DataError: The tokenizer has no padding token.
     """
     if tokenizer.pad_token_id is None:
-        reason = "it has no padding token"
-        raise DataError("--tokenizer", tokenizer.name_or_path, reason, "Add a pad_token to it")
+        reason = "its tokenizer has no padding token"
+        raise DataError("--model", tokenizer.name_or_path, reason, "Add a pad_token to it")
 
     def encode(batch: Mapping[str, Any]) -> dict[str, Any]:
         options = {"padding": "max_length", "truncation": True, "max_length": sequence_length}
@@ -119,11 +160,43 @@ def encode_labelled(
         kept = {name: encoded[name] for name in ("input_ids", "attention_mask")}
         return {**kept, "labels": batch["label"]}
 
-    # The rows are in memory, and so is the result: the fingerprint names no file.
+    # The fingerprint names no file: hashing the tokenizer would take long.
     encoded = rows.map(
-        encode, batched=True, remove_columns=rows.column_names, new_fingerprint="encoded"
+        encode,
+        batched=True,
+        remove_columns=rows.column_names,
+        new_fingerprint="encoded",
+        cache_file_name=None if target is None else str(target),
+        load_from_cache_file=False,
     )
     return encoded.with_format("torch")
+
+
+def prepare_encoded(
+    corpus: LabelledCorpus, tokenizer: PreTrainedTokenizerFast, sequence_length: int
+) -> tuple[Dataset, Dataset]:
+    """Encode the texts of `prepare_classification` once for each host; see `encode_labelled`.
+
+    Returns:
+        Samples to train on and to validate on.
+    """
+    from datasets import Dataset
+
+    assert corpus.folder is not None
+    settings = ("encoded", definition_of(tokenizer), str(tokenizer.pad_token_id), sequence_length)
+    folder = corpus.folder.with_name(f"{corpus.folder.name}-{content_key(map(str, settings))[:32]}")
+
+    def build(target: Path) -> None:
+        for part in _PARTS:
+            file = target / f"{part}.arrow"
+            with library_threads():
+                encode_labelled(getattr(corpus, part), tokenizer, sequence_length, file)
+
+    build_once(folder, build)
+    train, validation = (
+        Dataset.from_file(str(folder / f"{part}.arrow")).with_format("torch") for part in _PARTS
+    )
+    return train, validation
 
 
 def _labelled(source: Source, records: list[dict[str, Any]], label_column: str) -> list[_Row]:

@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
 from wavemare.data.indexed import IndexedWriter, read_indexed
 from wavemare.data.text import iterate_texts
-from wavemare.data.tokenizer import build_once, content_key
+from wavemare.data.tokenizer import PIECE_CHARACTERS, build_once, content_key, cut_at_lines
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import DataError
 
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 _FORMAT_VERSION = 3  # part of every cache key: raise it when the files or the encoding change
 _LARGEST_UINT16_VOCABULARY = 65500  # Megatron's bound, so that both choose the same type
 _BATCH_CHARACTERS = 1 << 20
-_PIECE_CHARACTERS = 1 << 18
-# Tokenizers split words before a line end that follows a letter; some join it to other signs.
-_LINE_END = re.compile(r"(?<=[^\W_])\n")
+_TOKENS = "tokens"  # name of the files of an entry
 _PROBE = ("sea wave 1", "\nmare", "\n\n tide")  # some begin each text with a space
 
 
@@ -55,12 +53,27 @@ def tokenize(
         DataError: No document holds text, the tokenizer has no end token, the cache cannot be
             written, or its entry is damaged.
     """
+    folder = cached_tokens(documents, tokenizer, cache_dir)
+    return open_tokens(folder, tokenizer, name=name)
+
+
+def cached_tokens(documents: Dataset, tokenizer: PreTrainedTokenizerFast, cache_dir: Path) -> Path:
+    """Return the entry of the cache that `tokenize` opens, and encode the documents if need be."""
     end_token = _end_token_of(tokenizer)
-    settings = ("tokens", str(_FORMAT_VERSION), _definition_of(tokenizer), str(end_token))
+    settings = ("tokens", str(_FORMAT_VERSION), definition_of(tokenizer), str(end_token))
     key = content_key((*settings, content_key(iterate_texts(documents))))
     folder = Path(cache_dir) / f"tokens-{key[:32]}"
-    build_once(folder, lambda target: build_indexed(documents, tokenizer, target / "tokens"))
-    store = read_indexed(folder / "tokens", vocab_size=len(tokenizer))
+    build_once(folder, lambda target: build_indexed(documents, tokenizer, target / _TOKENS))
+    return folder
+
+
+def open_tokens(folder: Path, tokenizer: PreTrainedTokenizerFast, *, name: str) -> TokenStore:
+    """Open an entry of `cached_tokens`.
+
+    Raises:
+        DataError: The entry is damaged.
+    """
+    store = read_indexed(folder / _TOKENS, vocab_size=len(tokenizer))
     store.name = name
     return store
 
@@ -76,8 +89,8 @@ def build_indexed(
     """Encode documents into ``OUTPUT.bin`` and ``OUTPUT.idx``, one sequence each.
 
     Blank documents are left out. Special tokens that are spelled out in a text are encoded as text.
-    Memory holds one batch of about a million characters, or one longer document. The tokenizer's
-    own threads encode a batch.
+    Memory holds the tokens of about a million characters, and one document. The tokenizer's own
+    threads encode them.
 
     Args:
         documents: Texts in the column ``text``.
@@ -94,15 +107,20 @@ def build_indexed(
     """
     from tokenizers import Tokenizer
 
-    encoder = Tokenizer.from_str(_definition_of(tokenizer))
+    encoder = Tokenizer.from_str(definition_of(tokenizer))
     encoder.encode_special_tokens = True  # a text cannot forge the end of a document
     end = [_end_token_of(tokenizer)] if append_eod else []
     dtype = token_dtype(len(tokenizer))
     with IndexedWriter(output, dtype, overwrite=overwrite) as writer:
-        for texts in _batches(documents):
-            for ids in _encode(encoder, texts):
-                writer.add_sequence(np.array([*ids, *end], dtype=dtype))
-                writer.end_document()
+        with library_threads():
+            for pieces in _batches(documents, encoder):
+                texts = [text for text, _ in pieces]
+                encoded = encoder.encode_batch_fast(texts, add_special_tokens=False)
+                for (_, is_last), each in zip(pieces, encoded, strict=True):
+                    writer.add_part(np.array(each.ids + (end if is_last else []), dtype=dtype))
+                    if is_last:
+                        writer.end_sequence()
+                        writer.end_document()
         if not writer.documents:
             reason = "the corpus is empty: it holds no text besides blanks"
             raise DataError("INPUT", str(output), reason, "Give files that hold text")
@@ -114,29 +132,44 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < _LARGEST_UINT16_VOCABULARY else np.int32)
 
 
+@contextmanager
+def library_threads() -> Iterator[None]:
+    """Let the tokenizers library use its threads, which other parts of a job switch off."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def cut_text(
-    text: str, encode: Callable[[str], Sequence[int]], characters: int = _PIECE_CHARACTERS
-) -> list[str]:
+    text: str, encode: Callable[[str], Sequence[int]], characters: int = PIECE_CHARACTERS
+) -> Iterator[str]:
     """Cut a long text at line ends into pieces whose tokens are those of the whole text.
 
     It is not cut if ``encode`` treats the beginning of a text in its own way.
     """
-    pieces, start = [], 0
     can_cut = len(text) > characters and [*encode("".join(_PROBE))] == [
         token for part in _PROBE for token in encode(part)
     ]
-    while can_cut and len(text) - start > characters:
-        line_end = _LINE_END.search(text, start + characters)
-        if line_end is None:
-            break
-        pieces.append(text[start : line_end.start()])
-        start = line_end.start()
-    return [*pieces, text[start:]]
+    return cut_at_lines(text, characters) if can_cut else iter([text])
 
 
-def _batches(documents: Dataset) -> Iterator[list[str]]:
-    """Yield the texts of a batch; a terminal shows the progress meanwhile."""
-    texts: list[str] = []
+def _batches(documents: Dataset, encoder: Any) -> Iterator[list[tuple[str, bool]]]:
+    """Yield pieces of documents, and whether each is its document's last.
+
+    A terminal shows the progress meanwhile.
+    """
+
+    def ids_of(text: str) -> list[int]:
+        return list(encoder.encode(text, add_special_tokens=False).ids)
+
+    pieces: list[tuple[str, bool]] = []
     size = 0
     for text in track(
         iterate_texts(documents),
@@ -145,24 +178,15 @@ def _batches(documents: Dataset) -> Iterator[list[str]]:
         console=Console(stderr=True),
         transient=True,
     ):
-        if text and text.strip():
-            texts.append(text)
-            size += len(text)
-        if size >= _BATCH_CHARACTERS:
-            yield texts
-            texts, size = [], 0
-    yield texts
-
-
-def _encode(encoder: Any, texts: list[str]) -> Iterator[NDArray[Any] | list[int]]:
-    def ids_of(text: str) -> list[int]:
-        return list(encoder.encode(text, add_special_tokens=False).ids)
-
-    cut = [cut_text(text, ids_of) for text in texts]
-    pieces = [piece for parts in cut for piece in parts]
-    encoded = iter(encoder.encode_batch_fast(pieces, add_special_tokens=False))
-    for parts in cut:
-        yield [token for _ in parts for token in next(encoded).ids]
+        left = len(text) if text and not text.isspace() else 0
+        for piece in cut_text(text or "", ids_of) if left else ():
+            left -= len(piece)
+            pieces.append((piece, left == 0))
+            size += len(piece)
+            if size >= _BATCH_CHARACTERS:
+                yield pieces
+                pieces, size = [], 0
+    yield pieces
 
 
 def _end_token_of(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -173,7 +197,7 @@ def _end_token_of(tokenizer: PreTrainedTokenizerFast) -> int:
     raise DataError("--tokenizer", tokenizer.name_or_path, reason, "Add an eos_token to it")
 
 
-def _definition_of(tokenizer: PreTrainedTokenizerFast) -> str:
+def definition_of(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return the tokenizer as JSON, without traces of earlier calls."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
     del definition["truncation"], definition["padding"]

@@ -235,7 +235,7 @@ class IndexedWriter:
             if file.exists() and not overwrite:
                 reason, remedy = f"the file {file} exists", "Give --overwrite to replace it"
                 raise DataError("--output", str(self.prefix), reason, remedy)
-        self.tokens = 0
+        self.tokens = self._open = 0
         self._lengths, self._bounds = array("i"), array("q", [0])
         self._partial = temporary_sibling(with_extension(self.prefix, ".bin"))
         self._partial_index = temporary_sibling(with_extension(self.prefix, ".idx"))
@@ -250,7 +250,12 @@ class IndexedWriter:
         return len(self._bounds) - 1
 
     def add_sequence(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """Append one sequence to the present document.
+        """Append one sequence to the present document; see `add_part`."""
+        self.add_part(tokens)
+        self.end_sequence()
+
+    def add_part(self, tokens: Sequence[int] | NDArray[Any]) -> None:
+        """Append tokens to the present sequence, which `end_sequence` ends.
 
         Raises:
             DataError: A token is no whole number or does not fit the type, the sequence is longer
@@ -265,13 +270,18 @@ class IndexedWriter:
             if values.min() < limits.min or values.max() > limits.max:
                 reason = f"tokens from {values.min()} to {values.max()} do not fit {self.dtype}"
                 raise DataError(str(self.prefix), "tokens", reason, "Choose a wider type")
-        if values.size > _LARGEST_LENGTH:
-            reason = f"a sequence of {values.size} tokens is longer than {_LARGEST_LENGTH}"
+        self._open += values.size
+        if self._open > _LARGEST_LENGTH:
+            reason = f"a sequence of {self._open} tokens is longer than {_LARGEST_LENGTH}"
             raise DataError(str(self.prefix), "tokens", reason, "Cut the document")
         with self._writing():
             self._file.write(values.astype(self.dtype, copy=False).tobytes())
-        self._lengths.append(values.size)
         self.tokens += values.size
+
+    def end_sequence(self) -> None:
+        """End the sequence; the next tokens begin another."""
+        self._lengths.append(self._open)
+        self._open = 0
 
     def end_document(self) -> None:
         """End the document; the next sequence begins another."""

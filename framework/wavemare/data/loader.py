@@ -164,6 +164,8 @@ def evaluation_batches(
     import torch
     from torch.utils.data import DataLoader, Subset
 
+    from wavemare.data.tokens import spread
+
     size = len(dataset)
     if size < data_world_size:
         reason = f"it gives {size} validation samples, fewer than the {data_world_size} data ranks"
@@ -172,8 +174,7 @@ def evaluation_batches(
     micro = min(micro_batch_size, count // data_world_size)
     stride = micro * data_world_size
 
-    starts = range(data_rank * micro, count // stride * stride, stride)
-    indices = [n * size // count for start in starts for n in range(start, start + micro)]
-    own: Subset[Any] = Subset(cast("Dataset[Any]", dataset), indices)
+    chosen = spread(size, count)[: count // stride * stride].reshape(-1, data_world_size, micro)
+    own: Subset[Any] = Subset(cast("Dataset[Any]", dataset), chosen[:, data_rank].ravel().tolist())
     # With a generator of its own it leaves torch's alone.
     return DataLoader(own, batch_size=micro, generator=torch.Generator())

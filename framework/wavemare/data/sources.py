@@ -258,13 +258,18 @@ def read_stdlib(root: Path | None = None) -> Dataset:
     from datasets import Dataset
 
     root = root or Path(sysconfig.get_path("stdlib"))
-    found = {path.relative_to(root).as_posix(): path for path in _walk(root)}
+    found = {path.relative_to(root).as_posix(): path for path in stdlib_files(root)}
     texts = {name: text for name in sorted(found) if (text := _read_module(found[name])).strip()}
     if len(texts) < 2:  # noqa: PLR2004
         reason = "this interpreter carries no .py sources of its library"
         remedy = "Give a corpus of your own with --data, or use a Python that has its sources"
         raise DataError("--data", str(root), reason, remedy)
     return Dataset.from_dict({"name": list(texts), "text": list(texts.values())})
+
+
+def stdlib_files(root: Path | None = None) -> list[Path]:
+    """Return the modules that `read_stdlib` may read, in the order of their paths."""
+    return sorted(_walk(root or Path(sysconfig.get_path("stdlib"))))
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -7,13 +7,15 @@ must then agree in all rows and files.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, dropwhile, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pandas
 import pyarrow
@@ -28,9 +30,14 @@ _SEPARATORS: dict[Kind, dict[str, Any]] = {
     Kind.TSV: {"sep": "\t", "quoting": csv.QUOTE_NONE},
 }
 _ROWS = 1000
-"""Rows of a JSON or CSV file in a part."""
+"""Rows of a table in a part."""
+_CHARACTERS = 1 << 23
+"""Characters of JSON in a part, about."""
 _FIRST_ROWS = 1000
 """Rows of a JSON file that say which columns there are."""
+_ROW = json.JSONDecoder(object_pairs_hook=without_duplicates)
+_LIST_CHARACTERS = 1 << 20
+_LIST_MARK = re.compile(r"\s*(,)?\s*")
 _UNLIKE = (pyarrow.null(), pyarrow.large_string())
 
 
@@ -88,12 +95,21 @@ def read_json_rows(file: Path) -> Iterator[dict[str, Any]]:
         DataError: A row is no object or no JSON.
     """
     with file.open(encoding="utf-8-sig") as lines:
-        first = next((line for line in lines if line.strip()), "")
-        if first.lstrip().startswith("["):
-            yield from _read_json_list(file, first + lines.read())
+        sign = " "
+        while sign.isspace():
+            sign = lines.read(1)
+        lines.seek(0)
+        if sign == "[":
+            yield from _read_json_list(file, lines)
             return
-        for number, line in enumerate(chain([first], lines)):
-            if line.strip():
+        for number, line in enumerate(dropwhile(str.isspace, lines)):
+            try:
+                row, end = _ROW.raw_decode(line)
+            except (ValueError, RecursionError):
+                end = 0
+            if end and line[end:] in {"\n", ""}:
+                yield _row(file, number, row)
+            elif line.strip():
                 yield _row(file, number, _parse(file, number, line))
 
 
@@ -110,9 +126,29 @@ def _parse(file: Path, number: int, text: str) -> Any:
         raise DataError("--data", str(file), f"in row {number}: {error}", remedy) from None
 
 
-def _read_json_list(file: Path, text: str) -> Iterator[dict[str, Any]]:
-    for number, row in enumerate(_parse(file, 0, text)):
+def _read_json_list(file: Path, rest: TextIO) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a list, of which a part is in memory at a time."""
+    text, number, size = rest.read(_LIST_CHARACTERS), 0, _LIST_CHARACTERS
+    at = text.find("[") + 1
+    while True:
+        mark = _LIST_MARK.match(text, at)
+        try:
+            if mark is None or (mark[1] is None) != (number == 0):
+                raise ValueError
+            row, end = _ROW.raw_decode(text, mark.end())
+            if end == len(text):  # what ends it, or more of it, may follow
+                raise ValueError
+        except (ValueError, RecursionError):
+            more = rest.read(size)
+            if not more:
+                break
+            text, at, size = text[at:] + more, 0, 2 * size
+            continue
         yield _row(file, number, {"text": row} if isinstance(row, str) else row)
+        at, number, size = end, number + 1, _LIST_CHARACTERS
+    if not re.fullmatch(r"\s*\]\s*", text[at:]):  # the parser says what is wrong
+        for row in _parse(file, 0, file.read_text(encoding="utf-8-sig"))[number:]:
+            yield _row(file, number, row)
 
 
 def _row(file: Path, number: int, row: Any) -> dict[str, Any]:
@@ -141,15 +177,36 @@ def _check_width(source: Source, path: Path) -> None:
 
 
 def _text_tables(_: Kind, file: Path, *__: Sequence[str]) -> Iterator[pyarrow.Table]:
-    yield pyarrow.table({"text": [file.read_text(encoding="utf-8-sig")]})
+    # Not as Python's text, which takes up to four times the bytes.
+    text = file.read_bytes().removeprefix(codecs.BOM_UTF8)
+    if b"\r" in text:
+        text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    try:
+        column = pyarrow.array([text], pyarrow.binary()).cast(pyarrow.string())
+    except pyarrow.ArrowInvalid:
+        text.decode()  # says where it is wrong
+        raise
+    yield pyarrow.table({"text": column})
 
 
 def _json_tables(
     _: Kind, file: Path, columns: Sequence[str], __: Sequence[str]
 ) -> Iterator[pyarrow.Table]:
-    rows = read_json_rows(file)
-    while part := list(islice(rows, _ROWS)):
-        yield pyarrow.table({name: [row.get(name) for row in part] for name in columns})
+    part: list[list[Any]] = []
+    size = 0
+    for row in read_json_rows(file):
+        values = [row.get(name) for name in columns]
+        part.append(values)
+        size += sum(len(value) for value in values if isinstance(value, str))
+        if len(part) == _ROWS or size > _CHARACTERS:
+            yield _columns_of(part, columns)
+            part, size = [], 0
+    if part:
+        yield _columns_of(part, columns)
+
+
+def _columns_of(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> pyarrow.Table:
+    return pyarrow.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
 
 
 def _csv_tables(
@@ -164,7 +221,7 @@ def _parquet_tables(
     _: Kind, file: Path, columns: Sequence[str], __: Sequence[str]
 ) -> Iterator[pyarrow.Table]:
     with parquet.ParquetFile(file) as opened:
-        for part in opened.iter_batches(columns=list(columns)):
+        for part in opened.iter_batches(_ROWS, columns=list(columns)):
             yield pyarrow.Table.from_batches([part]).select(list(columns))
 
 

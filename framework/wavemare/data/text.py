@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wavemare.data.sources import Kind, Source, read_stdlib, resolve
+import numpy as np
+from numpy.typing import NDArray
+
+from wavemare.data.sources import Kind, Source, read_stdlib, resolve, stdlib_files
 from wavemare.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _HUB_TIMEOUT_SECONDS = 10.0
+_TEXT_BYTES, _TEXT_ROWS = 1 << 23, 1000
+"""Of texts that are read at once."""
 _VALIDATION = 0.05  # share of the documents
 _TEXT_TYPES = ("string", "large_string", "null")
 
@@ -64,7 +69,7 @@ def load_text(spec: str | Source | None, *, text_column: str = "text") -> Corpus
     # Modules of the standard library stay on their side when a version of Python changes them.
     keys = train["name"] if source.kind is Kind.DEFAULT else iterate_texts(train)
     first, second = split_indices(keys, _VALIDATION, name=source.name)
-    if not second:
+    if not len(second):
         return _split_one(source.name, str(train[first[0]]["text"]))
     train = train.select_columns(["text"])
     return Corpus(source.name, train.select(first), train.select(second))
@@ -100,14 +105,17 @@ def _load_columns(source: Source, option: str, column: str) -> tuple[Dataset, Da
 
 
 def iterate_texts(documents: Dataset) -> Iterator[str | None]:
-    """Yield the column ``text`` in order; a missing value is None."""
-    for batch in documents.select_columns(["text"]).iter(batch_size=1000):
+    """Yield the column ``text`` in order, some megabytes at a time; a missing value is None."""
+    texts = documents.select_columns(["text"])
+    average = texts.data.nbytes // max(texts.data.num_rows, 1)
+    rows = min(max(_TEXT_BYTES // (average + 1), 1), _TEXT_ROWS)
+    for batch in texts.iter(batch_size=rows):
         yield from batch["text"]
 
 
 def _without_blanks(source: Source, rows: Dataset) -> Dataset:
-    filled = [i for i, text in enumerate(iterate_texts(rows)) if text and text.strip()]
-    if not filled:
+    filled = np.flatnonzero([bool(text and text.strip()) for text in iterate_texts(rows)])
+    if not len(filled):
         reason = "a split of the dataset is empty: it holds no text besides blanks"
         raise DataError("--data", source.name, reason, "Give a dataset that holds text")
     return rows.select(filled)
@@ -121,33 +129,37 @@ def hash_fraction(key: str) -> float:
 
 def split_indices(
     keys: Iterable[str | None], fraction: float, *, name: str
-) -> tuple[list[int], list[int]]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Split documents by the hash of a key, usually their text.
 
     Equal keys always fall on the same side, and a document keeps its side when others are added.
     Blank keys are on neither side.
 
     Returns:
-        Ascending indices of the training and of the validation documents. The second list is empty
-        only if there is a single document.
+        Ascending indices of the training and of the validation documents, int64. The second array
+        is empty only if there is a single document.
 
     Raises:
         DataError: There is no text at all.
     """
-    fractions = {i: hash_fraction(key) for i, key in enumerate(keys) if key and key.strip()}
-    if not fractions:
+    # 8 bytes for each document; 2 for a blank one.
+    found = (hash_fraction(key) if key and key.strip() else 2.0 for key in keys)
+    fractions = np.fromiter(found, dtype=np.float64)
+    filled = np.flatnonzero(fractions <= 1)
+    if not len(filled):
         reason = "the corpus is empty: it holds no text besides blanks"
         raise DataError("--data", name, reason, "Give files that hold text")
-    if len(fractions) == 1:
-        return list(fractions), []
-    chosen = {i for i, value in fractions.items() if value < fraction}
-    if not chosen:
-        chosen = {i for i, value in fractions.items() if value == min(fractions.values())}
-    if len(chosen) == len(fractions):
-        chosen -= {i for i, value in fractions.items() if value == max(fractions.values())}
-    if not chosen:  # all documents are equal
-        chosen = {max(fractions)}
-    return [i for i in fractions if i not in chosen], sorted(chosen)
+    if len(filled) == 1:
+        return filled, filled[:0]
+    fractions = fractions[filled]
+    chosen = fractions < fraction
+    if not chosen.any():
+        chosen = fractions == fractions.min()
+    if chosen.all():
+        chosen = fractions != fractions.max()
+    if not chosen.any():  # all documents are equal
+        chosen[-1] = True
+    return filled[~chosen], filled[chosen]
 
 
 def _split_one(name: str, text: str) -> Corpus:
@@ -184,7 +196,7 @@ def load_rows(source: Source, *choices: Columns) -> tuple[Dataset, Dataset | Non
     """
     if source.kind is Kind.HUB:
         _check_reachable(source)
-    with _one_error(source):
+    with one_error(source):
         parts = _choose_splits(source, _load(source, choices))
         train, validation = (
             None if part is None else _only_columns(source, part, choices) for part in parts
@@ -194,46 +206,92 @@ def load_rows(source: Source, *choices: Columns) -> tuple[Dataset, Dataset | Non
 
 
 def load_records(source: Source, *choices: Columns) -> tuple[list[_Record], list[_Record] | None]:
-    """Read the columns that are used of all rows into memory; see `load_rows`.
+    """Read all rows into memory; see `iterate_records`."""
+    parts = [list(iterate_records(source, part, *choices)) for part in (0, 1)[: _parts(source)]]
+    return parts[0], parts[1] if parts[1:] else None
+
+
+def has_validation(source: Source) -> bool:
+    """Whether a dataset has a validation or test split."""
+    return _parts(source) > 1
+
+
+def _parts(source: Source) -> int:
+    if source.kind not in (Kind.HUB, Kind.SAVED):
+        return 1
+    with one_error(source):
+        return 1 if _choose_splits(source, _load(source, ()))[1] is None else 2
+
+
+def iterate_records(source: Source, part: int, *choices: Columns) -> Iterator[_Record]:
+    """Yield the columns that are used, row by row; see `load_rows`.
 
     Values of JSON are what the file says, and may differ in form from row to row. A class label is
     its name.
+
+    Args:
+        source: The data.
+        part: 0 for the training rows, 1 for those of a validation or test split.
+        choices: Sets of columns, as of `load_rows`.
     """
     if source.kind is Kind.JSON:
-        return _json_records(source, choices), None
-    train, validation = load_rows(source, *choices)
-    return _records(train), None if validation is None else _records(validation)
+        yield from _json_records(source, choices)
+        return
+    table = load_rows(source, *choices)[part]
+    assert table is not None
+    names: dict[str, Any] = {  # of a datasets.ClassLabel
+        column: feature.names
+        for column, feature in table.features.items()
+        if getattr(feature, "names", None) is not None
+    }
+    for record in table:
+        for column, labels in names.items():
+            label = record[column]
+            known = label is not None and 0 <= label < len(labels)
+            record[column] = labels[label] if known else None
+        yield record
 
 
-def _json_records(source: Source, choices: Sequence[Columns]) -> list[_Record]:
+def _json_records(source: Source, choices: Sequence[Columns]) -> Iterator[_Record]:
     from wavemare.data.tables import column_names, read_json_rows
 
-    with _one_error(source):
+    with one_error(source):
         columns = _choose(source, column_names(source), choices)
         rows = (row for file in source.files for row in read_json_rows(file))
-        records = [{name: row.get(name) for name in columns} for row in rows]
-        for number, record in enumerate(records):
+        for number, row in enumerate(rows):
+            record = {name: row.get(name) for name in columns}
             json.dumps(record, ensure_ascii=False).encode()  # half a character has no bytes
             for name, value in record.items():
                 if columns[name] and not isinstance(value, str | None):
                     reason = f"the column {name!r} of row {number} holds {value!r}, not text"
                     raise DataError("--data", source.name, reason, "Put it in quotes")
-    return records
+            yield record
 
 
-def _records(table: Dataset) -> list[_Record]:
-    records = list(table)
-    for column, feature in table.features.items():
-        names: Any = getattr(feature, "names", None)  # of a datasets.ClassLabel
-        for record in records if names is not None else ():
-            label = record[column]
-            known = label is not None and 0 <= label < len(names)
-            record[column] = names[label] if known else None
-    return records
+def source_key(source: Source) -> str:
+    """Return what tells data from other data, without reading it where it lies in files.
+
+    Files are known by path, size and time of their last change.
+
+    Raises:
+        DataError: A dataset of the Hub cannot be found or reached, or a file cannot be looked at.
+    """
+    if source.kind is Kind.HUB:
+        _check_reachable(source)
+        with one_error(source):
+            loaded: Any = _load(source, ())
+            splits = loaded.values() if isinstance(loaded, dict) else [loaded]
+            return repr([source.dataset, source.config, *(split._fingerprint for split in splits)])
+    files = stdlib_files() if source.kind is Kind.DEFAULT else source.files
+    if source.kind is Kind.SAVED:
+        files = [file for file in sorted(source.files[0].rglob("*")) if file.is_file()]
+    with one_error(source):
+        stats = [(str(file.absolute()), file.stat()) for file in files]
+    return repr([source.kind.value, *((name, s.st_size, s.st_mtime_ns) for name, s in stats)])
 
 
 @contextmanager
-def _one_error(source: Source) -> Iterator[None]:
+def one_error(source: Source) -> Iterator[None]:
     """Raise a `DataError` for whatever a reader says about the data."""
     import datasets
     from pyarrow import ArrowException

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +17,7 @@ from filelock import FileLock
 
 from wavemare.data.text import iterate_texts
 from wavemare.errors import ConfigError, DataError, did_you_mean, os_errors
-from wavemare.files import remove_leftovers, temporary_sibling
+from wavemare.files import discard_folder, remove_leftovers, temporary_sibling
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 TokenizerKind = Literal["gpt", "bert"]
 
 _FORMAT_VERSION = "1"  # part of every cache key: raise it when training changes
+MOST_TRAINED = 1 << 30
+"""Bytes of text that a tokenizer is trained on, about."""
+PIECE_CHARACTERS = 1 << 18
+_LINE_END = re.compile(r"(?<=[^\W_])\n")
 _NUM_BYTES = 256
 _END_OF_TEXT = "<|endoftext|>"
 _GPT_ROLES = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), _END_OF_TEXT)
@@ -90,8 +97,12 @@ def train_tokenizer(
     )
 
 
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(folder: str | Path, option: str = "--tokenizer") -> PreTrainedTokenizerFast:
     """Load a tokenizer that was saved with ``save_pretrained``.
+
+    Args:
+        folder: Where.
+        option: That names the folder, for messages.
 
     Raises:
         DataError: The folder is missing, holds no tokenizer, or its tokenizer is not a fast one.
@@ -99,7 +110,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     path = Path(os.path.expanduser(folder))
     remedy = "Name a folder written by save_pretrained, with its tokenizer.json"
     if not path.is_dir():
-        raise DataError("--tokenizer", str(folder), "no such folder exists", remedy)
+        raise DataError(option, str(folder), "no such folder exists", remedy)
 
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -108,16 +119,25 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     except Exception as error:  # transformers and tokenizers raise a bare Exception for bad files
         detail = str(error).splitlines()[0].rstrip(".: ") if str(error) else type(error).__name__
         reason = f"the folder holds no tokenizer that can be loaded: {detail}"
-        raise DataError("--tokenizer", str(folder), reason, remedy) from error
+        raise DataError(option, str(folder), reason, remedy) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise DataError("--tokenizer", str(folder), "its tokenizer has no fast version", remedy)
+        raise DataError(option, str(folder), "its tokenizer has no fast version", remedy)
     return tokenizer
 
 
 def cached_tokenizer(
     documents: Dataset, vocab_size: int, kind: TokenizerKind, cache_dir: Path
 ) -> PreTrainedTokenizerFast:
-    """Return the tokenizer trained on these documents; it is trained once and cached.
+    """Return the tokenizer of `tokenizer_folder`."""
+    return load_tokenizer(tokenizer_folder(documents, vocab_size, kind, cache_dir))
+
+
+def tokenizer_folder(
+    documents: Dataset, vocab_size: int, kind: TokenizerKind, cache_dir: Path
+) -> Path:
+    """Return the folder of the tokenizer trained on these documents; it is trained once.
+
+    Of more than about `MOST_TRAINED` bytes it learns from documents in equal distances.
 
     Args:
         documents: Texts to learn from, in the column ``text``.
@@ -130,15 +150,40 @@ def cached_tokenizer(
         DataError: The cache cannot be written, or its entry is damaged.
     """
     settings = ("tokenizer", _FORMAT_VERSION, kind, str(vocab_size))
-    key = content_key((*settings, content_key(iterate_texts(documents))))
+    sample = _sample(documents)
+    key = content_key((*settings, content_key(iterate_texts(sample))))
     folder = Path(cache_dir) / f"tokenizer-{key[:32]}"
 
     def build(target: Path) -> None:
-        texts = (text or "" for text in iterate_texts(documents))
+        texts = (piece for text in iterate_texts(sample) for piece in cut_at_lines(text or ""))
         train_tokenizer(texts, vocab_size, kind=kind).save_pretrained(target)
 
     build_once(folder, build)
-    return load_tokenizer(folder)
+    return folder
+
+
+def _sample(documents: Dataset) -> Dataset:
+    """Return documents in equal distances, of about `MOST_TRAINED` bytes in all."""
+    stored = documents.data
+    total = stored.nbytes * len(documents) // max(stored.num_rows, 1)
+    every = -(-total // MOST_TRAINED)
+    return documents.select(range(0, len(documents), every)) if every > 1 else documents
+
+
+def cut_at_lines(text: str, characters: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """Cut a long text before line ends that follow a letter or a digit.
+
+    There tokenizers split words that do not treat the beginning of a text in their own way: the
+    words are those of the whole text.
+    """
+    start = 0
+    while len(text) - start > characters:
+        found = _LINE_END.search(text, start + characters)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
 
 
 def content_key(parts: Iterable[str | None]) -> str:
@@ -151,27 +196,49 @@ def content_key(parts: Iterable[str | None]) -> str:
     return digest.hexdigest()
 
 
-def build_once(folder: Path, build: Callable[[Path], object]) -> None:
+def build_once(
+    folder: Path,
+    build: Callable[[Path], object],
+    is_whole: Callable[[Path], bool] = lambda folder: True,
+) -> None:
     """Fill a cache folder unless it exists.
 
     Of several processes that ask for the same folder, one builds it and the others wait. The folder
-    gets its name when it is complete.
+    gets its name when it is complete. If the building fails, those that wait raise the same error;
+    if the process is killed, another one builds.
 
     Args:
         folder: The cache entry.
         build: Fills the empty folder that it is given.
+        is_whole: Whether an entry can be used; one that cannot is built again. By default each can.
 
     Raises:
-        DataError: The cache cannot be written.
+        DataError: The cache cannot be written, or what ``build`` has raised elsewhere.
     """
-    if folder.is_dir():
+    if folder.is_dir() and is_whole(folder):
         return
     what, remedy = "the cache cannot be written", "Free some space, or choose another cache folder"
     with os_errors(DataError, "cache_dir", str(folder.parent), what, remedy):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        asked, failed = time.time_ns(), folder.with_name(f"{folder.name}.failed")
         with FileLock(folder.with_name(f"{folder.name}.lock")):
-            if not folder.is_dir():
+            if folder.is_dir() and is_whole(folder):
+                return
+            if failed.exists() and failed.stat().st_mtime_ns > asked:  # while this process waited
+                raise _read_failure(failed)
+            failed.unlink(missing_ok=True)
+            try:
+                if folder.is_dir():
+                    discard_folder(folder)
                 _build(folder, build)
+            except DataError as error:
+                told = [error.key, str(error.value), error.reason, error.remedy]
+                failed.write_text(json.dumps(told), encoding="utf-8")
+                raise
+
+
+def _read_failure(file: Path) -> DataError:
+    return DataError(*json.loads(file.read_text(encoding="utf-8")))
 
 
 def _build(folder: Path, build: Callable[[Path], object]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +12,10 @@ from numpy.typing import NDArray
 
 from wavemare.errors import ConfigError, DataError
 
+MOST_COUNTED = 10_000_000
+"""Tokens of a corpus that its n-gram baselines count."""
 _SCAN_TOKENS = 1 << 24
+_PART_TOKENS = 1 << 19
 _VALIDATION = 0.05  # share of the last documents
 
 
@@ -132,80 +136,114 @@ def _place(store: TokenStore, where: int) -> str:
     return f"position {where - int(store.offsets[document])} of document {document}"
 
 
-def unigram_cross_entropy(
-    train: TokenStore, validation: TokenStore, *, sequence_length: int | None = None
-) -> float:
-    """Return the cross-entropy of predicting each token by its frequency, in nats per token.
+def ngram_cross_entropies(
+    train: TokenStore,
+    validation: TokenStore,
+    *,
+    sequence_length: int | None = None,
+    windows: int | None = None,
+    most_tokens: int = MOST_COUNTED,
+) -> dict[str, float]:
+    r"""Return how well counts predict validation tokens, in nats per token.
 
-    Counts come from ``train`` and are smoothed by adding one for each token of the vocabulary.
+    ``unigram`` predicts each token by its frequency ``q``, smoothed by adding one for each token of
+    the vocabulary. ``bigram`` predicts it from the one before, by Witten-Bell interpolation with
+    the unigram model, where ``c(h)`` counts what follows the token ``h`` and ``d(h)`` how many
+    different tokens do:
+
+    .. math:: p(w \mid h) = \frac{c(h, w) + d(h)\, q(w)}{c(h) + d(h)}
+
+    After a token that never had a successor, ``p`` is ``q``. Pairs across documents are not
+    counted, and the first token of a document is not predicted.
+
+    Memory: 16 bytes for each different pair among the counted tokens, and a part of some millions
+    of tokens.
 
     Args:
-        train: Tokens to count.
-        validation: Tokens to predict; the first token of a document is not predicted.
+        train: Tokens to count, from the first one on.
+        validation: Tokens to predict.
         sequence_length: If given, only the tokens that ``PackedDataset`` of this length asks for
             are predicted: neither the first of a window nor the rest after the last one.
+        windows: How many of these windows, spread over all; None for all of them.
+        most_tokens: Tokens that are counted at most, and predicted at most.
 
     Raises:
         DataError: There is no token to predict.
     """
-    _, targets = _pairs(validation, sequence_length)
-    return -float(np.log(_unigram(train, validation)[targets]).mean())
-
-
-def bigram_cross_entropy(
-    train: TokenStore, validation: TokenStore, *, sequence_length: int | None = None
-) -> float:
-    r"""Return the cross-entropy of predicting each token from the one before, in nats per token.
-
-    Witten-Bell interpolation with the unigram model ``q``, where ``c(h)`` counts what follows the
-    token ``h`` and ``d(h)`` how many different tokens do:
-
-    .. math:: p(w \mid h) = \frac{c(h, w) + d(h)\, q(w)}{c(h) + d(h)}
-
-    After a token that never had a successor, ``p`` is ``q``. Memory: some 32 bytes per train token.
-
-    Pairs across documents are not counted. Arguments and errors are `unigram_cross_entropy`'s.
-    """
-    unigram = _unigram(train, validation)
-    size = len(unigram)
-    first, second = _pairs(train, None)
-    pairs, counts = np.unique(first * size + second, return_counts=True)
-    before = pairs // size
-    total = np.bincount(before, weights=counts, minlength=size)
-    distinct = np.bincount(before, minlength=size)
-
-    history, targets = _pairs(validation, sequence_length)
-    keys = history * size + targets
-    place = np.minimum(np.searchsorted(pairs, keys), len(pairs) - 1)
-    seen = np.where(pairs[place] == keys, counts[place], 0)
-    mass = total[history] + distinct[history]
-    interpolated = seen + distinct[history] * unigram[targets]
-    known = mass > 0
-    probability = np.where(known, interpolated / np.where(known, mass, 1.0), unigram[targets])
-    return -float(np.log(probability).mean())
-
-
-def _unigram(train: TokenStore, validation: TokenStore) -> NDArray[np.float64]:
     size = max(train.vocab_size, validation.vocab_size)
-    _, targets = _pairs(train, None)
-    counts = np.bincount(targets, minlength=size) + 1.0
-    return counts / counts.sum()
+    counts = np.zeros(size, dtype=np.int64)
+    keys = numbers = np.zeros(0, dtype=np.int64)
+    for before, after in _pairs(train, range(1, min(train.num_tokens, most_tokens))):
+        counts += np.bincount(after, minlength=size)
+        found, times = np.unique(before * size + after, return_counts=True)
+        keys, place = np.unique(np.concatenate([keys, found]), return_inverse=True)
+        numbers = _add_up(place, np.concatenate([numbers, times]), len(keys))
+    if not len(keys):
+        raise _nothing_to_predict(train)
+    unigram = (counts + 1.0) / (counts.sum() + size)
+    total = _add_up(keys // size, numbers, size)
+    distinct = np.bincount(keys // size, minlength=size)
+
+    predicted, losses = 0, {"unigram": 0.0, "bigram": 0.0}
+    for history, targets in _pairs(
+        validation, *_scored(validation, sequence_length, windows, most_tokens)
+    ):
+        place = np.minimum(np.searchsorted(keys, history * size + targets), len(keys) - 1)
+        seen = np.where(keys[place] == history * size + targets, numbers[place], 0)
+        mass = total[history] + distinct[history]
+        interpolated = seen + distinct[history] * unigram[targets]
+        known = mass > 0
+        bigram = np.where(known, interpolated / np.where(known, mass, 1), unigram[targets])
+        losses["unigram"] -= float(np.log(unigram[targets]).sum())
+        losses["bigram"] -= float(np.log(bigram).sum())
+        predicted += len(targets)
+    if not predicted:
+        raise _nothing_to_predict(validation)
+    return {name: loss / predicted for name, loss in losses.items()}
+
+
+def spread(size: int, count: int) -> NDArray[np.int64]:
+    """Return ``count`` of the numbers below ``size`` in equal distances, ascending."""
+    return np.arange(count, dtype=np.int64) * size // count
+
+
+def _scored(
+    store: TokenStore, sequence_length: int | None, windows: int | None, most_tokens: int
+) -> tuple[Sequence[int] | NDArray[np.int64], int]:
+    """Return where stretches of predicted tokens begin, and how long each is."""
+    if sequence_length is None:
+        return range(1, min(store.num_tokens, most_tokens)), 1
+    size = store.num_tokens // sequence_length
+    most = max(most_tokens // sequence_length, 1)
+    count = min(size, most, size if windows is None else windows)
+    return spread(size, count) * sequence_length + 1, sequence_length - 1
 
 
 def _pairs(
-    store: TokenStore, sequence_length: int | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return each predicted token and the token before it, int64 [number of predictions] each."""
-    predicted = np.ones(store.num_tokens, dtype=np.bool_)
-    predicted[:1] = False
-    starts = store.offsets[:-1]
-    predicted[starts[starts < store.num_tokens]] = False
-    if sequence_length is not None:
-        predicted[::sequence_length] = False
-        predicted[store.num_tokens // sequence_length * sequence_length :] = False
-    positions = np.flatnonzero(predicted)
-    if not len(positions):
-        reason = f"its {store.num_tokens} tokens hold nothing to predict"
-        raise DataError("--data", store.name, reason, "Give more data")
-    tokens = np.asarray(store.tokens)
-    return tokens[positions - 1].astype(np.int64), tokens[positions].astype(np.int64)
+    store: TokenStore, begins: Sequence[int] | NDArray[np.int64], length: int = 1
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield the tokens before and the tokens at predicted positions, in parts, int64 [part] each.
+
+    Args:
+        store: The tokens.
+        begins: Where each stretch of predicted positions begins, from 1.
+        length: Of a stretch.
+    """
+    together = max(_PART_TOKENS // max(length, 1), 1)
+    for first in range(0, len(begins), together):
+        part = np.asarray(begins[first : first + together], dtype=np.int64)
+        at = (part[:, None] + np.arange(length)).ravel()
+        place = np.searchsorted(store.offsets, at)
+        at = at[store.offsets[place] != at]  # nothing is predicted across documents
+        if len(at):
+            yield store.tokens[at - 1].astype(np.int64), store.tokens[at].astype(np.int64)
+
+
+def _add_up(place: NDArray[np.int64], numbers: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Return the sums of the numbers at each place, exact below 2**53."""
+    return np.bincount(place, weights=numbers, minlength=size).astype(np.int64)
+
+
+def _nothing_to_predict(store: TokenStore) -> DataError:
+    reason = f"its {store.num_tokens} tokens hold nothing to predict"
+    return DataError("--data", store.name, reason, "Give more data")

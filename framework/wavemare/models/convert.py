@@ -63,7 +63,8 @@ def to_pipeline(
             sequence classification, or a causal language model with a ``base_model_pp_plan``; or
             one of these in a ``PeftModel`` of LoRA.
         num_stages: Number of stages; must divide the number of processes.
-        partition: ``parameters``, ``time``, ``uniform``, or the first layer of each stage.
+        partition: ``parameters``, ``compute`` (the same without the word embedding, whose rows are
+            looked up), ``time``, ``uniform``, or the first layer of each stage.
         inputs: Batch entries that travel with the hidden states, ``input_ids`` first; the family's
             default if omitted.
         loss_fn: Loss of (logits, labels); the head's own if omitted.
@@ -234,6 +235,8 @@ def cut_chain(
         weights = [1.0] * len(chain)
     elif partition == "parameters":
         weights = [parameter_cost(layer) for layer in chain]
+    elif partition == "compute":
+        weights = [0.0 if layer.takes_integers else parameter_cost(layer) for layer in chain]
     else:
         weights = layer_times(model, chain, inputs)
     return balanced_cuts(weights, stages, homes)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -165,18 +165,30 @@ class Recording:
         self.screen.note(f"stopped by SIGTERM after step {step}; resume with --resume")
 
     def finish(
-        self, results: Mapping[str, Any], baselines: Mapping[str, float] | None = None
+        self,
+        results: Mapping[str, Any],
+        baselines: Callable[[], tuple[Mapping[str, Any], Mapping[str, float]]] | None = None,
     ) -> None:
         """Write results that are known after the training, draw the loss curve, and show them.
 
         Args:
             results: Figures by name.
-            baselines: Losses to compare with, by name.
+            baselines: Returns more results, and losses to compare with, by name. Rank 0 calls it
+                when the results are written; an error in it is told, and changes nothing else.
         """
         self.results |= results
         if self.tokens_per_second is not None:
             self.results["tokens per second"] = round(self.tokens_per_second)
-        self.run.curve(baselines or {})
+        self._summarize()
+        losses: Mapping[str, float] = {}
+        if baselines is not None and self._rank == 0:
+            try:
+                more, losses = baselines()
+            except Exception as error:  # the model is trained and saved, whatever they are
+                self.screen.note(f"there are no baselines to compare with: {error}")
+            else:
+                self.results |= more
+        self.run.curve(losses)
         self.run.close()
         self._summarize()
         self.screen.results(self.results)

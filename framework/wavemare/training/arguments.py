@@ -25,7 +25,9 @@ _SPELLINGS = {"--train_iters": "--max_steps"} | dict.fromkeys(
 _AT_LEAST_0 = {"trace_steps", "lr_warmup_iters", "eval_iters"}  # of whole numbers
 _TOKENIZERS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase")
 _MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
-_SIZES = {"num_layers": "num_hidden_layers"} | {
+ALL = "all"
+"""The word for all samples."""
+SIZES = {"num_layers": "num_hidden_layers"} | {
     name: name for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")
 }
 """transformers' names of a model's sizes, by Megatron's."""
@@ -95,6 +97,9 @@ class TrainArguments(MegatronArguments):
     max_steps: int = option(400, "optimizer steps")
     eval_interval: int = option(100, "steps between evaluations")
     eval_samples: int = option(128, "samples of each such evaluation")
+    final_eval_samples: str = option(
+        "8192", "samples of the last evaluation at most, spread over the validation data; or all"
+    )
     save_interval: int = option(200, "steps between checkpoints")
     log_interval: int = option(5, "steps per line of metrics.jsonl")
     trace_steps: int = option(4, "steps that every rank records action by action, for the report")
@@ -119,7 +124,7 @@ class ModelArguments:
 
     model_config: str = option("", "transformers configuration of a new model")
     vocab_size: int = option(4096, "tokens of the trained BPE")
-    num_layers: int | None = option(None, "layers, in place of the configuration's; drops cuts")
+    num_layers: int | None = option(None, "layers, in place of the configuration's")
     hidden_size: int | None = option(None, "width, in place of the configuration's")
     num_attention_heads: int | None = option(None, "heads, in place of the configuration's")
     max_position_embeddings: int | None = option(None, "positions, in place of the configuration's")
@@ -129,7 +134,7 @@ class ModelArguments:
 
     def sizes(self) -> dict[str, int]:
         """Return the given sizes of the model by transformers' names."""
-        sizes = {name: getattr(self, own) for own, name in _SIZES.items()}
+        sizes = {name: getattr(self, own) for own, name in SIZES.items()}
         return {name: size for name, size in sizes.items() if size is not None}
 
     def padded(self, vocabulary: int, tensor_parallel: int) -> int:
@@ -218,6 +223,8 @@ def _check_value(name: str, value: Any, default: Any) -> None:
     key = f"--{name}"
     if isinstance(value, str) and not value.strip() and default != "":
         raise ConfigError(key, value, "it is empty", "Give a value, or leave it out")
+    if name == "final_eval_samples" and value != ALL and not re.fullmatch("0*[1-9][0-9]*", value):
+        raise ConfigError(key, value, "it is no number of samples", f"Give 1 or more, or {ALL}")
     if isinstance(value, bool) or not isinstance(value, int | float) or name == "local_rank":
         return
     if name == "seed":

@@ -58,8 +58,6 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
         config.pop("train_batch_size", None)  # as in Megatron, one micro-batch of each replica
     if arguments.pipeline_model_parallel_size == 1:
         del config[SECTION]["pipeline"]
-    elif arguments.pipeline_model_parallel_size or getattr(arguments, "num_layers", None):
-        drop_partition(config)
     _interleave(arguments, config)
     for name in ("fp16", "bf16"):
         if getattr(arguments, name):
@@ -70,13 +68,6 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
     if isinstance(watchdog, dict):  # another type is refused by name later
         watchdog.setdefault("folder", str(Path(arguments.output).resolve() / "watchdog"))
     return config
-
-
-def drop_partition(config: dict[str, Any]) -> None:
-    """Remove explicit cuts of the layers, in place: they are for other stages or another model."""
-    pipeline = config.get(SECTION, {}).get("pipeline", {})
-    if not isinstance(pipeline.get("partition", ""), str):
-        del pipeline["partition"]
 
 
 def _interleave(arguments: TrainArguments, config: dict[str, Any]) -> None:
@@ -103,7 +94,6 @@ def _interleave(arguments: TrainArguments, config: dict[str, Any]) -> None:
             raise ConfigError(key, given, reason, remedy)
     if chunks != 1:  # Megatron's 1F1B
         pipeline |= {"schedule": "interleaved", "chunks": chunks}
-        drop_partition(config)
 
 
 def _make_schedule(arguments: TrainArguments, config: dict[str, Any]) -> None:

@@ -208,6 +208,12 @@ class Evaluation:
         self._samples = samples
         self.batches(1)  # too few samples are refused before the training
 
+    def counts(self, num_samples: int | None) -> dict[str, int]:
+        """Return how many validation samples are evaluated of how many there are, as results."""
+        own: Any = self.batches(num_samples).dataset
+        used = len(own) * self.engine.data_world_size
+        return {"eval samples": used, "held-out samples": len(self._samples)}
+
     def loss(self, num_samples: int | None = None) -> float:
         """Return the mean loss of samples, spread over the whole set; None for all of them."""
         batches = self.batches(num_samples)

@@ -26,7 +26,7 @@ from wavemare.engine.launch.group import (
 from wavemare.errors import CheckpointError, ConfigError
 from wavemare.files import atomic_write_text, remove_leftovers, replace_folder, temporary_sibling
 from wavemare.observe.quiet import quiet_libraries
-from wavemare.training.arguments import TrainArguments
+from wavemare.training.arguments import ALL, TrainArguments
 from wavemare.training.config import BalanceController, resolve_config
 
 _RANK_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI", "SLURM_")
@@ -77,8 +77,11 @@ class Setup:
 
     @property
     def final_samples(self) -> int | None:
-        """Samples of the last evaluation; None for all."""
-        return None if self.arguments.eval_iters is None else self.eval_samples
+        """Samples of the last evaluation at most; None for all."""
+        if self.arguments.eval_iters is not None:
+            return self.eval_samples
+        given = self.arguments.final_eval_samples
+        return None if given == ALL else int(given)
 
     @property
     def data_ranks(self) -> int:
@@ -131,6 +134,14 @@ def connect(setup: Setup) -> None:
         store = distributed.distributed_c10d._get_default_store()
         meet(store, "wavemare/converted", setup.world_size)  # a barrier would not wait for hours
         setup.balance.config.setdefault("checkpoint", {})["load_universal"] = True
+
+
+def wait_for_data(setup: Setup) -> None:
+    """Wait until every process has its data, which one host may read for hours."""
+    from torch import distributed
+
+    store = distributed.distributed_c10d._get_default_store()
+    meet(store, "wavemare/data", setup.world_size)  # no time limit of a collective ends this
 
 
 def prefer_bf16(setup: Setup) -> None:

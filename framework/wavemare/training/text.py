@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +16,10 @@ from wavemare.training.arguments import TrainArguments
 if TYPE_CHECKING:
     from wavemare.data.tokens import TokenStore
 
+Baselines = tuple[Mapping[str, Any], Mapping[str, float]]
+"""Results by name, and losses to compare with by name."""
+_FORMAT_VERSION = "1"  # part of every cache key: raise it when text is split in another way
+_PARTS = "parts.json"
 _SPLIT = "969,30,1"  # Megatron's own default
 
 
@@ -57,13 +63,18 @@ class TrainingText:
             ConfigError: The sequences are longer than the model.
             DataError: A token is beyond the vocabulary.
         """
-        from wavemare.data.tokens import check_fits
+        from wavemare.data.tokens import check_fits, check_length
         from wavemare.training.models import max_positions
 
+        positions = max_positions(model_config)
+        check_length(sequence_length, positions)
+        if self.source.kind is not Kind.MEGATRON:  # then no token needs to be read
+            if max(self.tokenizer.get_vocab().values()) < model_config.vocab_size:
+                return
         known = min(model_config.vocab_size, len(self.tokenizer))
         for store in (*self.train, *self.validation):
             if store.num_tokens:
-                check_fits(store, sequence_length, max_positions(model_config), known)
+                check_fits(store, sequence_length, positions, known)
 
     def single(self) -> tuple[TokenStore, TokenStore]:
         """Return the training and validation tokens of one data set.
@@ -149,20 +160,31 @@ class TrainingText:
             "vocabulary": len(self.tokenizer),
         }
 
-    def cross_entropies(self, sequence_length: int) -> dict[str, float]:
-        """Return the n-gram cross-entropies of text, in nats per token that the model is scored on.
+    def baselines(self, sequence_length: int, windows: int | None = None) -> Baselines:
+        """Count n-grams, as results of a run and as losses to compare with.
 
-        Counts of Megatron data could take more memory than there is, on every rank.
+        At most `MOST_COUNTED` tokens are counted, the first ones. Megatron data has another order,
+        and no baselines.
+
+        Args:
+            sequence_length: Tokens of a validation sample.
+            windows: Validation samples that are evaluated; None for all.
+
+        Raises:
+            DataError: There is no token to predict.
         """
         if self.source.kind is Kind.MEGATRON:
-            return {}
-        from wavemare.data.tokens import bigram_cross_entropy, unigram_cross_entropy
+            return {}, {}
+        from wavemare.data.tokens import MOST_COUNTED, ngram_cross_entropies
 
-        stores = self.single()
-        return {
-            "unigram": unigram_cross_entropy(*stores, sequence_length=sequence_length),
-            "bigram": bigram_cross_entropy(*stores, sequence_length=sequence_length),
-        }
+        train, validation = self.single()
+        losses = ngram_cross_entropies(
+            train, validation, sequence_length=sequence_length, windows=windows
+        )
+        results: dict[str, Any] = {f"{n} cross-entropy": loss for n, loss in losses.items()}
+        if train.num_tokens > MOST_COUNTED:
+            results["counted for it"] = f"first {MOST_COUNTED:,} of {train.num_tokens:,} tokens"
+        return results, losses
 
 
 def read_text(
@@ -186,20 +208,40 @@ def read_text(
         DataError: Data or tokenizer are damaged.
         ConfigError: Data of tokens is given without their tokenizer.
     """
-    from wavemare.data.encode import tokenize
-    from wavemare.data.text import load_text
-    from wavemare.data.tokenizer import cached_tokenizer, load_tokenizer
+    from wavemare.data.encode import cached_tokens, definition_of, open_tokens
+    from wavemare.data.text import load_text, source_key
+    from wavemare.data.tokenizer import build_once, content_key, load_tokenizer, tokenizer_folder
 
     found: Any = None if tokenizer is None else load_tokenizer(tokenizer)
     if source.kind is Kind.MEGATRON:
         split = arguments.split or (_SPLIT if source.weights or arguments.data_path else None)
         return _read_megatron(source, split, found)
     cache = Path(arguments.cache).expanduser()
-    corpus = load_text(source, text_column=arguments.text_column)
+    # One process of a host reads the text; the others are told which entries of the cache it is.
+    made = f"{kind} {vocab_size}" if found is None else definition_of(found)
+    settings = ("corpus", _FORMAT_VERSION, made, arguments.text_column, source_key(source))
+    entry = cache / f"corpus-{content_key(settings)[:32]}"
+
+    def build(target: Path) -> None:
+        corpus = load_text(source, text_column=arguments.text_column)
+        parts, own = {}, found
+        if own is None:
+            folder = tokenizer_folder(corpus.train, vocab_size, kind, cache)
+            own, parts["tokenizer"] = load_tokenizer(folder), folder.name
+        for name, documents in (("train", corpus.train), ("validation", corpus.validation)):
+            parts[name] = cached_tokens(documents, own, cache).name
+        (target / _PARTS).write_text(json.dumps(parts), encoding="utf-8")
+
+    def parts_of(entry: Path) -> dict[str, Path]:
+        names = json.loads((entry / _PARTS).read_text(encoding="utf-8"))
+        return {part: cache / name for part, name in names.items()}
+
+    build_once(entry, build, lambda entry: all(each.is_dir() for each in parts_of(entry).values()))
+    parts = parts_of(entry)
     if found is None:
-        found = cached_tokenizer(corpus.train, vocab_size, kind, cache)
+        found = load_tokenizer(parts["tokenizer"])
     train, validation = (
-        tokenize(part, found, cache, name=source.name) for part in (corpus.train, corpus.validation)
+        open_tokens(parts[part], found, name=source.name) for part in ("train", "validation")
     )
     return TrainingText(source, found, (train,), (validation,))
 

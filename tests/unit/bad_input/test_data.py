@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data that cannot be read: names, texts, tables, labels, tokenizers, shares."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import datasets
 import pandas
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from wavemare.data.chat import load_chats
+from wavemare.data.chat import read_chats
 from wavemare.data.classification import load_classification
 from wavemare.data.loader import ResumableLoader
 from wavemare.data.megatron_order import split_ranges
@@ -78,9 +81,14 @@ def test_a_file_of_data(refused, write, name, content, said):
     refused(lambda: load_text(spec), DataError, "--data", spec, said)
 
 
+def load_chats(spec):
+    with TemporaryDirectory() as folder:
+        return read_chats(resolve(spec), Path(folder))
+
+
 READERS = {
     "text": (load_text, ("text",)),
-    "chats": (lambda spec: load_chats(resolve(spec)), ("prompt", "completion")),
+    "chats": (load_chats, ("prompt", "completion")),
     "labels": (lambda spec: load_classification(resolve(spec)), ("text", "label")),
 }
 
@@ -111,7 +119,7 @@ def test_dates_and_numbers_for_answers(refused, tmp_path):
     for values in ([1, 2], [1.5, 2.5], pandas.to_datetime(["2024-01-01", "2024-01-02"])):
         file = tmp_path / "a.parquet"
         pandas.DataFrame({"prompt": ["a", "b"], "completion": values}).to_parquet(file)
-        refused(lambda: load_chats(resolve(str(file))), DataError, "--data", "not text")  # noqa: B023
+        refused(lambda: load_chats(str(file)), DataError, "--data", "not text")  # noqa: B023
 
 
 def test_a_folder_without_text(refused, tmp_path):

@@ -2,6 +2,7 @@
 """``wavemare train``: which command it makes of its options, and what it refuses at once."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from wavemare.cli import app, launch
 from wavemare.cli.train import RECIPES, check_early, default_config, find_recipe
+from wavemare.engine.config.resolve import check_batch_sizes
 from wavemare.errors import ConfigError, LaunchError
 
 
@@ -68,6 +70,7 @@ def test_launcher_options_come_before_the_module(command):
     assert words[index + 1] == "my hosts"
     assert index < words.index("--module")
     assert "--master_port" not in words  # the user's alone
+    assert "--num_accelerators" not in words  # its slots
     words = command("gpt", "--launcher-args", "--include=a:0,1")
     assert "--num_accelerators" not in words  # chosen devices replace it
 
@@ -94,6 +97,82 @@ def test_recipes_are_found_by_both_names():
 def test_megatrons_sizes_mean_its_synchronous_schedules(words, layout):
     found = default_config(RECIPES["gpt/pretrain"], words.split())
     assert found.name == f"pretrain_{layout}.json"
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend a number of GPUs, and return the launcher's words for a recipe's own JSON."""
+    monkeypatch.setattr(launch, "find_deepspeed", lambda: "/bin/deepspeed")
+
+    def train(count, *options):
+        monkeypatch.setattr(launch, "device_count", lambda: count)
+        words = ["train", *options, "--print-command"]
+        result = CliRunner().invoke(app, words, catch_exceptions=True)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return shlex.split(result.stdout)
+
+    return train
+
+
+def started(words):
+    return int(words[words.index("--num_accelerators") + 1])
+
+
+def test_each_gpu_gets_a_process(gpus):
+    assert started(gpus(0, "gpt")) == 2  # on the CPU
+    assert started(gpus(8, "gpt")) == 8
+    assert started(gpus(8, "gpt", "--nproc", "4")) == 4
+    assert started(gpus(1, "llama/sft")) == 1  # data-parallel
+
+
+@pytest.mark.parametrize("name", [*RECIPES])
+@pytest.mark.parametrize("layout", ["pipeline", "wave"])
+def test_a_layout_for_which_there_are_too_few_gpus_is_refused_at_once(gpus, name, layout):
+    recipe = RECIPES[name]
+    file = recipe.config.with_name(f"{recipe.module.rpartition('.')[2]}_{layout}.json")
+    if not file.exists():
+        pytest.skip("no such layout")
+    options = (name, "--config", str(file))
+    assert started(gpus(2, *options)) == 2
+    with pytest.raises(ConfigError) as caught:
+        gpus(1, *options)
+    assert caught.value.key.startswith("wavemare.")
+    assert caught.value.value == 2
+    # Its remedy works.
+    (other,) = re.findall(r"--config (\S+\.json)", caught.value.remedy)
+    assert started(gpus(1, name, "--config", other)) == 1
+    with pytest.raises(ConfigError) as caught:
+        gpus(3, *options)
+    (fewer,) = re.findall(r"--nproc (\d+)", caught.value.remedy)
+    assert started(gpus(3, *options, "--nproc", fewer)) == 2
+
+
+def test_megatrons_sizes_count_too(gpus):
+    assert started(gpus(1, "gpt", "--pipeline-model-parallel-size", "1")) == 1
+    with pytest.raises(ConfigError) as caught:
+        gpus(6, "gpt", "--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size=2")
+    assert "--nproc 4" in caught.value.remedy
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8, 16])
+def test_a_data_parallel_recipe_takes_any_number_of_gpus(processes):
+    files = {file for recipe in RECIPES.values() for file in recipe.config.parent.glob("*_*.json")}
+    configs = [json.loads(file.read_text()) for file in files if not file.stem.startswith("model")]
+    for config in configs:
+        if config.get("wavemare", {}).keys() & {"pipeline", "tensor_parallel", "wavelet"}:
+            continue
+        sizes = check_batch_sizes(config, data_world_size=processes)
+        train, micro, steps = sizes.values()
+        assert (train, train) == (config["train_batch_size"], micro * steps * processes)
+
+
+def test_gpus_are_counted_as_ranks_will_see_them(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert launch.device_count() == 0
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert launch.device_count() == 0
 
 
 def test_missing_launcher(monkeypatch, tmp_path):

@@ -3,7 +3,12 @@
 
 import json
 import random
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -16,7 +21,17 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from wavemare.data.chat import ChatSamples, Row, encode_rows, load_chats, mark_trained, pack
+from wavemare.data.chat import (
+    ChatSamples,
+    Row,
+    describe_fates,
+    encode_row,
+    fit_row,
+    mark_trained,
+    pack,
+    prepare_chats,
+    read_chats,
+)
 from wavemare.data.sources import resolve
 from wavemare.data.tokenizer import train_tokenizer
 from wavemare.errors import DataError, ModelError
@@ -79,10 +94,11 @@ def test_what_the_assistant_says_is_trained_to_its_end(tokenizer, template):
     tokenizer.chat_template = template
     rows = chats(40)
     expected = [slow_row(row["messages"], tokenizer) for row in rows]
-    assert encode_rows(rows, tokenizer, 1000) == expected
+    assert [encode_row(row, tokenizer) for row in rows] == expected
+    assert fit_row(expected[0], 1000) == (expected[0], "whole")
     length = len(expected[0].ids) - 3
-    cut = encode_rows(rows[:1], tokenizer, length)[0]
-    assert cut == Row(expected[0].ids[:length], expected[0].labels[:length])
+    cut = Row(expected[0].ids[:length], expected[0].labels[:length])
+    assert fit_row(expected[0], length) == (cut, "cut")
     shown = mark_trained(expected[0], tokenizer)
     answers = [m["content"] for m in rows[0]["messages"] if m["role"] == "assistant"]
     assert [part.split("«")[0] for part in shown.split("»")[1:]] == [a + END for a in answers]
@@ -90,11 +106,11 @@ def test_what_the_assistant_says_is_trained_to_its_end(tokenizer, template):
 
 def test_completions_and_texts(tokenizer):
     pair = {"prompt": "the sea ", "completion": "and a wave"}
-    (row,) = encode_rows([pair], tokenizer, 100)
+    row = encode_row(pair, tokenizer)
     before, after = (tokenizer(text)["input_ids"] for text in pair.values())
     end = tokenizer.eos_token_id
     assert row == Row([*before, *after, end], [-100] * len(before) + [*after, end])
-    (row,) = encode_rows([{"text": "a wave" + END}], tokenizer, 100)
+    row = encode_row({"text": "a wave" + END}, tokenizer)
     ids = tokenizer("a wave")["input_ids"]
     assert row == Row([*ids, end], [-100, *ids[1:], end])
 
@@ -124,7 +140,7 @@ def tiny(kind, config, **more):
 
 def test_packed_rows_compute_what_they_compute_alone(tokenizer):
     tokenizer.chat_template = PLAIN
-    rows = encode_rows(chats(12), tokenizer, 200)
+    rows = [encode_row(row, tokenizer) for row in chats(12)]
     model = tiny(LlamaForCausalLM, LlamaConfig, num_key_value_heads=2, attn_implementation="sdpa")
     samples = ChatSamples(rows, 400, tokenizer.pad_token_id, packs=True, positions=True)
     assert len(samples) < 12
@@ -159,7 +175,7 @@ def test_a_model_that_mixes_packed_rows_is_refused():
 
 
 def test_rows_without_packing_are_filled_up(tokenizer):
-    (row,) = encode_rows([{"text": "a wave"}], tokenizer, 9)
+    row = encode_row({"text": "a wave"}, tokenizer)
     (sample,) = ChatSamples([row], 9, 7, packs=False, positions=False)
     rest = 9 - len(row.ids)
     assert sample["input_ids"].tolist() == row.ids + [7] * rest
@@ -171,32 +187,29 @@ def test_rows_without_packing_are_filled_up(tokenizer):
     ("row", "template", "said"),
     [
         (chats(1)[0], None, "tokenizer has no chat template. Name a file"),
-        (
-            {"messages": [{"role": "user", "content": "sea"}]},
-            PLAIN,
-            "is trained. Give --max-length",
-        ),
-        ({"messages": [{"text": "sea"}]}, MARKED, "is trained"),
         ({"messages": ["sea"]}, PLAIN, "the chat template does not take this row"),
         (chats(3)[2], FORGETFUL, "it changes earlier turns; mark {% generation %} in it"),
         ({"prompt": "a", "completion": 3}, PLAIN, "the completion of this row is no text"),
-        ({"text": ""}, PLAIN, "none of the first 50 tokens of this row is trained"),
     ],
 )
 def test_rows_that_are_refused(tokenizer, row, template, said):
     tokenizer.chat_template = template
     with pytest.raises(DataError) as caught:
-        encode_rows([row], tokenizer, 50)
+        encode_row(row, tokenizer)
     assert said in str(caught.value)
 
 
 def test_columns_tell_the_kind_of_rows(tmp_path):
     file = tmp_path / "rows.jsonl"
 
+    def read(name):
+        parts = read_chats(resolve(name), Path(mkdtemp(dir=tmp_path)))
+        return [[json.loads(text) for text in part["row"]] for part in parts]
+
     def load(**row):
         rows = [{**row, "text": f"{i}", "id": i} for i in range(50)]
         file.write_text("".join(json.dumps(each) + "\n" for each in rows))
-        return load_chats(resolve(str(file)))
+        return read(str(file))
 
     train, validation = load(messages=[{"role": "user", "content": "sea"}])
     assert train[0] == {"messages": [{"role": "user", "content": "sea"}]}
@@ -208,18 +221,110 @@ def test_columns_tell_the_kind_of_rows(tmp_path):
     for i, (number, answer) in enumerate([(1, "2024-01-01"), ("x", "2024-01-02")]):
         turns = [{"role": "user", "content": answer}, {"role": "tool", "content": [{f"{i}": i}]}]
         (tmp_path / f"{i}.jsonl").write_text(json.dumps({"messages": turns, "n": number}) + "\n")
-    (_, validation) = load_chats(resolve(str(tmp_path / "?.jsonl")))
+    (_, validation) = read(str(tmp_path / "?.jsonl"))
     assert validation[0]["messages"][0]["content"].startswith("2024-01-0")
     assert list(validation[0]["messages"][1]["content"][0]) in (["0"], ["1"])
     file.write_text('{"question": "a", "answer": "b"}\n')
     with pytest.raises(
         DataError, match=r"columns are 'question', 'answer'; give messages, or prompt and"
     ):
-        load_chats(resolve(str(file)))
+        read(str(file))
 
 
-def test_the_default_rows_describe_functions():
-    train, validation = load_chats(resolve(None))
+def test_the_default_rows_describe_functions(tmp_path):
+    train, validation = read_chats(resolve(None), tmp_path)
     assert len(train) > 1000
-    assert validation
-    assert all(row["prompt"].startswith("def ") for row in train)
+    assert len(validation)
+    assert all(json.loads(text)["prompt"].startswith("def ") for text in train["row"])
+
+
+def write(folder, rows):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return resolve(str(folder / "rows.jsonl"))
+
+
+def pair(number, prompt=1, answer=1):
+    words = ["sea", "wave", "mare", "tide"]
+    text = " ".join(words[int(d) % 4] for d in f"{number:08b}")
+    return {"prompt": f"{text} " * prompt, "completion": f" {text}" * answer}
+
+
+@pytest.mark.parametrize("mode", ["cut", "skip"])
+def test_long_rows_are_cut_or_left_out_and_counted(tokenizer, tmp_path, mode):
+    """Also among the rows for validation; whole rows stay what they are alone."""
+    rows = [pair(i) for i in range(200)]  # whole
+    rows += [pair(i + 200, answer=9) for i in range(60)]  # the answer is cut
+    rows += [pair(i + 260, prompt=9) for i in range(40)]  # no answer is left
+    length = 60
+    whole = [encode_row(row, tokenizer) for row in rows]
+    kept = [Row(*(part[:length] for part in row)) for row in whole[: 260 if mode == "cut" else 200]]
+    assert {len(row.ids) > length for row in whole[200:]} == {True}
+    parts = prepare_chats(write(tmp_path, rows), tokenizer, length, tmp_path, long_rows=mode)
+    assert sorted([row for part in parts for row in part]) == sorted(kept)
+    assert all(len(part) for part in parts)
+    counts = Counter(parts[0].counts) + Counter(parts[1].counts)
+    cut = 60 if mode == "cut" else 0
+    assert counts["rows"] == 300
+    assert (counts["cut"], counts["skipped"]) == (cut, 100 - cut)
+    assert [f"{cut}" in describe_fates(parts, length), "300" in describe_fates(parts, length)]
+    known = [{**row} for row in rows]
+    assert parts[1].first in known
+    assert [part.lengths.tolist() for part in parts] == [[len(r.ids) for r in p] for p in parts]
+
+
+def test_rows_in_which_nothing_is_trained_are_left_out(tokenizer, tmp_path):
+    tokenizer.chat_template = PLAIN
+    asked = [{"messages": [{"role": "user", "content": f"sea {i}"}]} for i in range(20)]
+    parts = prepare_chats(write(tmp_path, chats(100) + asked), tokenizer, 500, tmp_path)
+    assert sum(part.counts.get("empty", 0) for part in parts) == 20
+    assert sum(map(len, parts)) == 100
+    with pytest.raises(DataError, match="has a trained token"):
+        prepare_chats(write(tmp_path, asked), tokenizer, 500, tmp_path)
+
+
+def test_several_workers_format_what_one_does(tokenizer, tmp_path):
+    source = write(tmp_path, [pair(i, prompt=i % 3 + 1) for i in range(2300)])
+    one, two = (
+        prepare_chats(source, tokenizer, 100, tmp_path / str(workers), workers=workers)
+        for workers in (1, 2)
+    )
+    for mine, theirs in zip(one, two, strict=True):
+        assert [*mine] == [*theirs]
+        assert mine.counts == theirs.counts
+
+
+def test_rows_are_formatted_once_for_the_same_data_and_options(tokenizer, tmp_path):
+    source = write(tmp_path, [pair(i) for i in range(40)])
+
+    def formats(length=100, tokenizer=tokenizer, **options):
+        before = {*tmp_path.glob("rows-*")}
+        prepare_chats(resolve(source.name), tokenizer, length, tmp_path, **options)
+        return {*tmp_path.glob("rows-*")} != before
+
+    assert formats()
+    assert not formats()
+    assert formats(length=90)
+    assert formats(long_rows="skip")
+    tokenizer.chat_template = PLAIN
+    assert formats()
+    assert formats(tokenizer=train_tokenizer(["other"], 300, kind="gpt"))
+    write(tmp_path, [pair(i) for i in range(41)])
+    assert formats()
+
+
+def test_an_error_in_a_row_reaches_all_that_wait_for_it(tokenizer, tmp_path):
+    """The row is read once: those that wait raise what the first one found."""
+    source = write(tmp_path, [pair(i) for i in range(400)] + [{"prompt": "a", "completion": 3}])
+    start = threading.Barrier(3)
+
+    def prepare(_):
+        start.wait()
+        with pytest.raises(DataError) as caught:
+            prepare_chats(source, tokenizer, 100, tmp_path / "cache")
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        errors = {*pool.map(prepare, range(3))}
+    assert len(errors) == 1
+    source = write(tmp_path, [pair(i) for i in range(400)])  # mended
+    assert len(prepare_chats(source, tokenizer, 100, tmp_path / "cache")) == 2

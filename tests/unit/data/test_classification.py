@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
 from collections import Counter
 
 import datasets
@@ -11,6 +12,8 @@ from wavemare.data.classification import (
     encode_labelled,
     load_classification,
     majority_baseline,
+    prepare_classification,
+    prepare_encoded,
 )
 from wavemare.data.sources import resolve
 from wavemare.errors import DataError
@@ -105,3 +108,25 @@ def test_encoded_texts(bert_tokenizer):
     assert (long["input_ids"][0], long["input_ids"][-1]) == (2, 3)
     assert [int(dataset[i]["labels"]) for i in range(len(dataset))] == [1, 0]
     assert dataset[0]["labels"].dtype == short["input_ids"].dtype == torch.int64
+
+
+def test_labelled_texts_are_read_and_encoded_once(tmp_path, bert_tokenizer):
+    """What the cache gives is what is read; a file that has not changed is not read again."""
+    source = write_tsv(tmp_path / "rows.tsv", ROWS, "text\tlabel")
+    direct = load_classification(source)
+    status = (tmp_path / "rows.tsv").stat()
+    for _ in range(2):
+        corpus = prepare_classification(source, tmp_path / "cache")
+        assert corpus.label_names == direct.label_names
+        assert pairs(corpus) == pairs(direct)
+        parts = prepare_encoded(corpus, bert_tokenizer, 16)
+        for rows, samples in zip((direct.train, direct.validation), parts, strict=True):
+            expected = encode_labelled(rows, bert_tokenizer, 16)
+            for name in ("input_ids", "attention_mask", "labels"):
+                assert samples[:][name].tolist() == expected[:][name].tolist()
+                assert samples[0][name].dtype == torch.int64
+        (tmp_path / "rows.tsv").write_text("x" * status.st_size)
+        os.utime(tmp_path / "rows.tsv", ns=(status.st_atime_ns, status.st_mtime_ns))
+    entries = {*(tmp_path / "cache").iterdir()}
+    prepare_encoded(corpus, bert_tokenizer, 8)
+    assert {*(tmp_path / "cache").iterdir()} != entries

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import json.decoder
+import random
 import socket
+import tracemalloc
 from pathlib import Path
 
 import datasets
 import pytest
 
 from wavemare.data.sources import Kind, read_stdlib, resolve
+from wavemare.data.tables import read_json_rows
 from wavemare.data.text import load_text
 from wavemare.errors import DataError
 
@@ -271,3 +274,28 @@ def test_no_sources(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"--data.*no \.py sources.*corpus of your own with --data"):
         read_stdlib(tmp_path / name)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_of_rows_is_read_in_parts(tmp_path, indent):
+    """They are what json reads, also where they are large or look like ends."""
+    draw = random.Random(2)
+    parts = ['"}, {', "\\", "é☃", "]", "[1, 2]", "\n", "wave " * 20_000]
+    rows: list[object] = ["bare", {"text": "".join(parts) * 20}]
+    for number in range(200):
+        value = "".join(draw.choice(parts) for _ in range(draw.randrange(9)))
+        rows.append({"text": value, "n": [number, {"a": None}]})
+    file = tmp_path / "rows.json"
+    text = json.dumps(rows, indent=indent, ensure_ascii=False)
+    file.write_text(f"\n {text} \n")
+    expected = [{"text": "bare"}, *rows[1:]]
+    tracemalloc.start()
+    for found, row in zip(read_json_rows(file), expected, strict=True):
+        assert found == row
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * len(text)  # the whole takes 2 bytes for each character, twice
+    for wrong in (text[:-1], text[:-3], f"{text},", f"{text} 1", text.replace('"n"', '"n" x', 1)):
+        file.write_text(wrong)
+        with pytest.raises(DataError):
+            list(read_json_rows(file))

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.data.tokenizer import cached_tokenizer, load_tokenizer, train_tokenizer
+from wavemare.data.tokenizer import (
+    build_once,
+    cached_tokenizer,
+    cut_at_lines,
+    load_tokenizer,
+    train_tokenizer,
+)
 from wavemare.errors import ConfigError, DataError
 
 PROGRAM = """
@@ -79,3 +87,38 @@ def test_a_truncated_cache_entry_is_refused(tmp_path, documents):
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(DataError, match=rf"{file.parent}.*no tokenizer that can be loaded"):
         cached_tokenizer(documents, 270, "gpt", tmp_path)
+
+
+def test_those_that_wait_for_a_failing_builder_raise_its_error_and_build_nothing(tmp_path):
+    """A later call builds again."""
+    asking, built = [], []
+
+    def build(folder):
+        built.append(folder)
+        while len(asking) < 3:
+            time.sleep(0.01)
+        time.sleep(0.3)  # until the others are at the lock
+        raise DataError("--data", "made", "a row is wrong", "Mend it")
+
+    def ask(number):
+        asking.append(number)
+        with pytest.raises(DataError) as caught:
+            build_once(tmp_path / "entry", build)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert {*pool.map(ask, range(3))} == {"--data = 'made': a row is wrong. Mend it."}
+    assert len(built) == 1
+    build_once(tmp_path / "entry", built.append)
+    assert len(built) == 2
+    build_once(tmp_path / "entry", built.append)
+    assert len(built) == 2
+
+
+def test_a_long_text_trains_what_its_parts_train():
+    lines = [f"sea {i % 7} wave, mare{i % 11}" for i in range(30_000)]
+    whole, parts = (
+        train_tokenizer(texts, 400, kind="gpt").get_vocab()
+        for texts in (["\n".join(lines)], cut_at_lines("\n".join(lines)))
+    )
+    assert whole == parts

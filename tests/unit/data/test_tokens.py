@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+import tracemalloc
 from collections import Counter
 from itertools import pairwise
 
@@ -11,11 +12,10 @@ from hypothesis import strategies as st
 from wavemare.data.samples import PackedDataset
 from wavemare.data.tokens import (
     TokenStore,
-    bigram_cross_entropy,
     check_fits,
     largest_token,
+    ngram_cross_entropies,
     split_store,
-    unigram_cross_entropy,
 )
 from wavemare.errors import ConfigError, DataError
 
@@ -85,26 +85,41 @@ def slow_bigram(train, before):
     ]
 
 
-@given(DOCUMENTS, DOCUMENTS, st.none() | st.integers(2, 5))
-def test_both_equal_the_slow_twin(make_store, train, validation, length):
+@given(DOCUMENTS, DOCUMENTS, st.none() | st.integers(2, 5), st.none() | st.integers(1, 4))
+def test_both_equal_the_slow_twin(make_store, train, validation, length, windows):
     """With a length, of the positions that a packed model of such sequences is scored on."""
     store = make_store(validation, VOCABULARY)
     scored = [] if length else pairs_of(validation)
     if length and store.num_tokens >= length:
         packed = PackedDataset(store, length)
-        for i in range(len(packed)):
+        count = len(packed) if windows is None else min(windows, len(packed))
+        for i in (n * len(packed) // count for n in range(count)):
             inputs, labels = packed[i]["input_ids"].tolist(), packed[i]["labels"].tolist()
             scored += [(h, w) for h, w in zip(inputs, labels[1:], strict=False) if w != -100]
     arguments = make_store(train, VOCABULARY), store
     if not scored:
         message = rf"--data = 'made'.*{store.num_tokens} tokens hold nothing to predict.*more data"
-        for entropy in (unigram_cross_entropy, bigram_cross_entropy):
-            with pytest.raises(DataError, match=message):
-                entropy(*arguments, sequence_length=length)
+        with pytest.raises(DataError, match=message):
+            ngram_cross_entropies(*arguments, sequence_length=length, windows=windows)
         return
     unigram = -sum(math.log(slow_unigram(train)[w]) for _, w in scored) / len(scored)
     bigram = -sum(math.log(slow_bigram(train, h)[w]) for h, w in scored) / len(scored)
-    found = unigram_cross_entropy(*arguments, sequence_length=length)
-    assert found == pytest.approx(unigram, rel=1e-12)
-    found = bigram_cross_entropy(*arguments, sequence_length=length)
-    assert found == pytest.approx(bigram, rel=1e-12)
+    found = ngram_cross_entropies(*arguments, sequence_length=length, windows=windows)
+    assert found == pytest.approx({"unigram": unigram, "bigram": bigram}, rel=1e-12)
+
+
+def test_a_bounded_part_of_a_large_corpus_is_counted():
+    """Of 8 million tokens, in several parts: as much as of the part by itself."""
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(0, 50, 8_000_000, dtype=np.uint16)
+    offsets = np.arange(0, len(tokens) + 1, 1000)
+    whole, part = TokenStore(tokens, offsets), TokenStore(tokens[:3_000_000], offsets[:3001])
+    held = TokenStore(tokens[-100_000:], np.array([0, 100_000]), vocab_size=50)
+    expected = ngram_cross_entropies(part, held, sequence_length=100)
+    assert ngram_cross_entropies(whole, held, sequence_length=100) != expected
+    tracemalloc.start()
+    found = ngram_cross_entropies(whole, held, sequence_length=100, most_tokens=3_000_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == expected
+    assert peak < 32 * 3_000_000

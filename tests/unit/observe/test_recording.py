@@ -164,3 +164,37 @@ def test_a_loop_that_ends_early_leaves_the_steps_it_had(tmp_path):
     facts = read_run(tmp_path)
     assert len(facts.trace.ranks[0].steps) == 1
     assert facts.summary["results"]["stopped_after"] == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_results_are_written_before_the_baselines_are_counted(tmp_path, error):
+    """Neither a failure of them nor Ctrl-C in them takes the results of the training away."""
+    recording = train(tmp_path, pipeline_engine(), steps=2)
+
+    def baselines():
+        assert read_run(tmp_path).summary["results"]["eval_loss"] == 0.5
+        raise error("no room")
+
+    if error is MemoryError:
+        recording.finish({"eval_loss": 0.5}, baselines)
+        assert (tmp_path / "loss.png").exists()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            recording.finish({"eval_loss": 0.5}, baselines)
+    assert read_run(tmp_path).summary["results"]["eval_loss"] == 0.5
+
+
+def test_one_rank_counts_the_baselines(tmp_path, monkeypatch):
+    counted = []
+
+    def baselines():
+        counted.append(1)
+        return {"bigram cross-entropy": 0.75}, {"bigram": 0.75}
+
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        recording = train(tmp_path, pipeline_engine(), steps=2)
+        recording.finish({"eval_loss": 0.5}, baselines)
+        assert counted == [1] * (rank == "0")
+    results = read_run(tmp_path).summary["results"]
+    assert (results["bigram cross-entropy"], results["eval_loss"]) == (0.75, 0.5)

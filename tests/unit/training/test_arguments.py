@@ -5,15 +5,19 @@ import json
 import sys
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from wavemare.engine.config.resolve import check_batch_sizes, check_config
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, DataError
+from wavemare.recipes.bert import finetune
 from wavemare.recipes.bert.finetune import FinetuneArguments as Classification
 from wavemare.recipes.bert.finetune import check_options
 from wavemare.recipes.gpt.finetune import FinetuneArguments
 from wavemare.recipes.gpt.pretrain import PretrainArguments
+from wavemare.recipes.llama import sft
+from wavemare.recipes.llama.sft import SftArguments
 from wavemare.training.arguments import parse_arguments
 from wavemare.training.config import resolve_config
 from wavemare.training.models import read_model_config
@@ -58,7 +62,7 @@ def test_a_megatron_command_line(tmp_path):
     assert config["tensorboard"] == {"enabled": True, "output_path": "boards"}
     assert config["wandb"] == {"enabled": True, "project": "sea"}
     assert config["wavemare"] == {
-        "pipeline": {"stages": 3, "inputs": ["input_ids"]},
+        "pipeline": {"stages": 3, "partition": "compute", "inputs": ["input_ids"]},
         "tensor_parallel": {"size": 2},
         "watchdog": {"folder": str(Path("runs/gpt-pretrain/watchdog").resolve())},
     }
@@ -98,7 +102,7 @@ def test_virtual_stages_of_megatron_are_interleaved(words, chunks):
     config = resolve_config(parsed(f"--pipeline-model-parallel-size 3 {words}"))
     found = config["wavemare"]["pipeline"]
     interleaved = {"schedule": "interleaved", "chunks": chunks} if chunks else {}
-    assert found == {"stages": 3, "inputs": ["input_ids"]} | interleaved
+    assert found == {"stages": 3, "partition": "compute", "inputs": ["input_ids"]} | interleaved
 
 
 @pytest.mark.parametrize(
@@ -117,9 +121,14 @@ def test_impossible_virtual_stages_are_refused(words, said):
     assert str(refused.value).startswith("--num-layers-per-virtual-pipeline-stage = 2")
 
 
-def test_cuts_for_another_number_of_layers_are_dropped():
-    pipeline = resolve_config(parsed("--num-layers 24"))["wavemare"]["pipeline"]
-    assert pipeline == {"stages": 2, "inputs": ["input_ids"]}
+def test_a_written_list_of_cuts_is_kept_for_the_model_to_refuse(tmp_path):
+    values = json.loads(Path(CONFIG).read_text())
+    values["wavemare"]["pipeline"]["partition"] = [0, 5]
+    (tmp_path / "ds.json").write_text(json.dumps(values))
+    for words in ("--num-layers 2", "--pipeline-model-parallel-size 3"):
+        line = ["--deepspeed_config", str(tmp_path / "ds.json"), *words.split()]
+        found = resolve_config(parse_arguments(PretrainArguments, line))
+        assert found["wavemare"]["pipeline"]["partition"] == [0, 5]
 
 
 def test_one_stage_is_no_pipeline():
@@ -181,11 +190,33 @@ def test_a_model_from_a_folder_has_its_own_size():
         parsed("--hidden-size 8", FinetuneArguments)
     arguments = parsed("--train-iters 3 --vocab-file bpe/vocab.json", FinetuneArguments)
     assert (arguments.max_steps, arguments.tokenizer) == (3, "bpe")
-    with pytest.raises(ConfigError, match=r"--num-layers.*comes from a folder"):
-        check_options(parsed("--num-layers 2 --model folder", Classification))
-    check_options(parsed("--num-layers 2", Classification))
     with pytest.raises(ConfigError, match=r"--split.*no Megatron data"):
         check_options(parsed("--split 9,1", Classification))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("num-layers", "hidden-size", "num-attention-heads", "max-position-embeddings"),
+        "make-vocab-size-divisible-by",
+    ],
+)
+def test_a_size_beside_a_folder_is_refused_by_the_name_of_its_option(name):
+    check_options(parsed(f"--{name} 2", Classification))
+    with pytest.raises(ConfigError) as caught:
+        check_options(parsed(f"--{name} 2 --model folder", Classification))
+    check_options(parsed(f"{caught.value.key} 2", Classification))  # there is such an option
+    assert caught.value.key.replace("_", "-") == f"--{name}"
+    check_options(parsed("--model folder", Classification))  # without it, as the remedy says
+
+
+@pytest.mark.parametrize("recipe", [finetune, sft], ids=["bert/finetune", "llama/sft"])
+def test_a_tokenizer_is_refused_by_the_option_that_names_it(recipe, tmp_path):
+    kind = {finetune: Classification, sft: SftArguments}[recipe]
+    made = {finetune: (SimpleNamespace(label_names=("a", "b")), {}, 1), sft: ()}[recipe]
+    with pytest.raises(DataError) as caught:
+        recipe.make_model(parsed(f"--model {tmp_path}", kind), *made)
+    assert parsed(f"{caught.value.key} other", kind).model == "other"
 
 
 def test_load_resumes_where_there_is_a_checkpoint(tmp_path):

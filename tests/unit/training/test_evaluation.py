@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy and F1 against counting, and which validation samples recipes evaluate on."""
 
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +10,12 @@ import torch
 
 from wavemare.data.indexed import IndexedWriter
 from wavemare.data.tokenizer import train_tokenizer
-from wavemare.errors import DataError
+from wavemare.errors import ConfigError, DataError
 from wavemare.recipes.bert.finetune import scores
 from wavemare.recipes.gpt.pretrain import PretrainArguments
+from wavemare.training.arguments import parse_arguments
 from wavemare.training.models import Evaluation
+from wavemare.training.setup import Setup
 from wavemare.training.text import find_text, read_text
 
 
@@ -47,8 +51,36 @@ def test_validation_samples_are_read_one_batch_after_the_other():
         train_micro_batch_size_per_gpu=lambda: 2,
         eval_batch=eval_batch,
     )
-    assert Evaluation(engine, Samples()).loss() == 4  # of 6 before the last batch is asked for
+    evaluation = Evaluation(engine, Samples())
+    assert evaluation.loss() == 4  # of 6 before the last batch is asked for
     assert read == [0, 1, 2, 3, 4, 5]
+    for samples in (None, 0, 3, 4, 99):
+        read.clear()
+        evaluation.loss(samples)
+        assert evaluation.counts(samples) == {"eval samples": len(read), "held-out samples": 6}
+
+
+@pytest.mark.parametrize(
+    ("words", "samples"),
+    [
+        ("", 8192),
+        ("--final_eval_samples 40", 40),
+        ("--final-eval-samples all", None),
+        ("--eval-iters 3", 48),
+    ],
+)
+def test_the_last_evaluation_is_bounded_unless_all_is_asked_for(words, samples):
+    arguments = parse_arguments(PretrainArguments, ["--deepspeed_config=x", *words.split()])
+    batch = {"train_batch_size": 16}
+    setup = Setup(arguments, None, None, batch, resume=False, foreign=None, rank=0, world_size=1)
+    assert setup.final_samples == samples
+
+
+@pytest.mark.parametrize("word", ["0", "-3", "every", "1e3", "½"])
+def test_no_number_of_samples_is_refused(word):
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(PretrainArguments, ["--deepspeed_config=x", f"--final_eval_samples={word}"])
+    assert caught.value.key == "--final_eval_samples"
 
 
 def test_data_without_validation_documents_is_refused(tmp_path):
@@ -65,7 +97,7 @@ def test_data_without_validation_documents_is_refused(tmp_path):
     arguments = PretrainArguments(data=str(tmp_path / "few"), data_path=[str(tmp_path / "few")])
     again = read_text(find_text(arguments), arguments, "gpt", tokenizer=str(tmp_path / "tokenizer"))
     assert again.split == "969,30,1"  # Megatron's default
-    assert text.cross_entropies(sequence_length=2) == {}  # may be too large to be counted
+    assert text.baselines(sequence_length=2) == ({}, {})
 
 
 def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
@@ -77,6 +109,48 @@ def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
     beginnings = [text.beginning(positions) for positions in (64, 3)]
     assert all(whole.startswith(one) for one in beginnings)
     assert [len(text.tokenizer(one)["input_ids"]) for one in beginnings] == [8, 2]
+
+
+def read_lines(tmp_path):
+    options = {"data": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache")}
+    arguments = PretrainArguments(**options)
+    return read_text(find_text(arguments), arguments, "gpt", vocab_size=300)
+
+
+def tokens_of(text):
+    return [store.tokens.tolist() for store in (*text.train, *text.validation)]
+
+
+def test_text_is_read_once_for_the_same_files(tmp_path):
+    """Whoever comes later looks at name, size and time alone, unless the cache lacks something."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"text": "sea {i} wave"}}\n' for i in range(60)))
+    first, status = tokens_of(read_lines(tmp_path)), file.stat()
+    content = file.read_text()
+    file.write_text("x" * len(content))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert tokens_of(read_lines(tmp_path)) == first
+    file.write_text(content.replace("wave", "mare"))
+    again = tokens_of(read_lines(tmp_path))
+    assert again != first
+    for kind in ("tokenizer", "tokens"):
+        for folder in (tmp_path / "cache").glob(f"{kind}-*"):
+            if folder.is_dir():
+                shutil.rmtree(folder)
+        assert tokens_of(read_lines(tmp_path)) == again
+
+
+def test_tokens_are_within_the_model_or_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "sea"}\n{"text": "wave"}\n' * 20)
+    text = read_lines(tmp_path)
+    size = len(text.tokenizer)
+    text.check_fits(8, SimpleNamespace(vocab_size=size, max_position_embeddings=8))
+    with pytest.raises(ConfigError):
+        text.check_fits(9, SimpleNamespace(vocab_size=size, max_position_embeddings=8))
+    largest = max(max(part) for part in tokens_of(text))
+    text.check_fits(8, SimpleNamespace(vocab_size=largest + 1, max_position_embeddings=8))
+    with pytest.raises(DataError, match="beyond the model"):
+        text.check_fits(8, SimpleNamespace(vocab_size=largest, max_position_embeddings=8))
 
 
 def test_random_answers_are_counted_alike():
