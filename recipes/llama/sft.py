@@ -16,7 +16,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import wavemare
 from wavemare.data.loader import ResumableLoader
 from wavemare.data.sources import resolve
 from wavemare.errors import ConfigError, ModelError
+from wavemare.extras import require
 from wavemare.failure import run_main
 from wavemare.files import atomic_write_text
 from wavemare.observe.recording import Recording
@@ -124,8 +124,8 @@ def check_options(args: SftArguments) -> None:
     """Refuse options that cannot work here.
 
     Raises:
-        ConfigError: ``--balance`` or ``--split`` is given, ``--long_rows`` is another word, or peft
-            is missing.
+        ConfigError: ``--balance`` or ``--split`` is given, or ``--long_rows`` is another word.
+        LaunchError: peft is not installed.
     """
     for name, default in (("balance", "none"), ("split", None)):
         if getattr(args, name) != default:
@@ -134,9 +134,8 @@ def check_options(args: SftArguments) -> None:
     if args.long_rows not in ("cut", "skip"):
         reason = "there is no such way to treat them"
         raise ConfigError("--long_rows", args.long_rows, reason, "Give cut or skip")
-    if args.lora_r is not None and find_spec("peft") is None:
-        reason, remedy = "peft is not installed", "Install it: pip install 'wavemare[peft]'"
-        raise ConfigError("--lora-r", args.lora_r, reason, remedy)
+    if args.lora_r is not None:
+        require("peft", "--lora-r")
 
 
 def complete(config: dict[str, Any], *, lora: bool, packs: bool) -> None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -305,6 +306,11 @@ def one_error(source: Source) -> Iterator[None]:
         cause = error.__cause__ or error
         if isinstance(cause, DataError):
             raise cause from None
+        cache = Path(datasets.config.HF_DATASETS_CACHE)
+        if isinstance(cause, OSError) and cause.filename in map(str, (cache, *cache.parents)):
+            reason = f"datasets keeps what it reads there, and cannot write it ({cause.strerror})"
+            remedy = "Set HF_HOME to a folder that can be written"
+            raise DataError("HF_HOME", str(cache), reason, remedy) from error
         detail = (str(cause).strip() or type(cause).__name__).splitlines()[0].rstrip(".")
         reason = f"the data cannot be read as {source.kind}: {detail}"
         remedy = "Check that every file has the format and the columns of the others"
