@@ -218,7 +218,7 @@ def build_once(
     if folder.is_dir() and is_whole(folder):
         return
     what, remedy = "the cache cannot be written", "Free some space, or choose another cache folder"
-    with os_errors(DataError, "cache_dir", str(folder.parent), what, remedy):
+    with os_errors(DataError, "--cache", str(folder.parent), what, remedy):
         folder.parent.mkdir(parents=True, exist_ok=True)
         asked, failed = time.time_ns(), folder.with_name(f"{folder.name}.failed")
         with FileLock(folder.with_name(f"{folder.name}.lock")):

@@ -153,7 +153,7 @@ def test_inputs_that_cannot_be_tokenized(tmp_path, documents, gpt_tokenizer):
     with pytest.raises(DataError, match=r"--tokenizer.*neither an end-of-text.*eos_token"):
         tokenize(documents, bare, tmp_path, name="made")
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"cache_dir.*cannot be written.*another cache folder"):
+    with pytest.raises(DataError, match=r"--cache.*cannot be written.*another cache folder"):
         tokenize(documents, gpt_tokenizer, tmp_path / "file" / "cache", name="made")
 
 
