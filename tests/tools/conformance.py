@@ -230,7 +230,8 @@ def show(results):
         "Each cell: tests passed / failed / skipped. *ours*: `wavemare.initialize` in the place of "
         "`deepspeed.initialize`, without a section of ours; the others also with one: "
         "`sparse_collective` in its mode `auto`, PipeMare kept synchronous by `warmup_steps`, "
-        "and 1F1B.",
+        "and 1F1B. *ours of*: the day on which *ours* was run. Other columns may be older; "
+        "`conformance.json` has the day of each.",
         "",
         "| file of tests/unit | stock | ours | sparse | PipeMare | 1F1B | ours of |",
         "|---|---|---|---|---|---|---|",
