@@ -96,11 +96,9 @@ def describe_fates(parts: Sequence[EncodedRows], max_length: int) -> str | None:
     whole, cut, skipped, empty = others
     if whole == total:
         return None
-    return (
-        f"{cut + skipped:,} of {total:,} rows are longer than {max_length} tokens: "
-        f"{cut:,} are cut, {skipped:,} left out. "
-        f"{empty:,} more are left out, as nothing in them is trained."
-    )
+    told = f"{cut + skipped:,} of {total:,} rows are longer than {max_length} tokens: "
+    told += f"{cut:,} are cut, {skipped:,} left out."
+    return told + f" In {empty:,} more nothing is trained: they are left out." * bool(empty)
 
 
 def prepare_chats(

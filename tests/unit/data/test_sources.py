@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from wavemare.data.sources import Kind, read_stdlib, resolve
-from wavemare.data.tables import read_json_rows
+from wavemare.data.tables import read_json_rows, read_tables
 from wavemare.data.text import load_text
 from wavemare.errors import DataError
 
@@ -299,3 +299,11 @@ def test_a_list_of_rows_is_read_in_parts(tmp_path, indent):
         file.write_text(wrong)
         with pytest.raises(DataError):
             list(read_json_rows(file))
+
+
+def test_a_text_file_is_what_python_reads_of_it(tmp_path):
+    for number, raw in enumerate([b"a\r\nb\rc\n", b"\xef\xbb\xbfx\ny", "é☃\r\n𝄞".encode()]):
+        file = tmp_path / f"{number}.txt"
+        file.write_bytes(raw)
+        (table,) = read_tables(Kind.TEXT, str(file), ["text"], ["text"])
+        assert table.column("text").to_pylist() == [file.read_text(encoding="utf-8-sig")]
