@@ -226,7 +226,9 @@ def test_a_text_that_is_too_short_is_named_by_its_file(refused, write, tmp_path)
 
 @pytest.mark.parametrize("read", [load_text, load_classification])
 def test_a_cache_of_datasets_that_cannot_be_made_is_named(refused, monkeypatch, tmp_path, read):
-    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(40)))
+    (tmp_path / "a.csv").write_text(
+        "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(40))
+    )
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", "/proc/nohome/datasets")
     source = resolve(str(tmp_path / "a.csv"))
     refused(lambda: read(source), DataError, "HF_HOME", "Set HF_HOME")
