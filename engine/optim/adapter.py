@@ -183,17 +183,15 @@ class OptimizerAdapter:
         Returns:
             (), fp64.
         """
-        own: dict[bool, list[Any]] = {False: [], True: []}  # by whether data ranks share it
+        own: dict[bool, list[Any]] = {False: [], True: []}  # by whether it is of divided experts
         for parameter in self._parameters():
             counts = rank == 0 or is_model_parallel_parameter(parameter)
             if counts and not is_tied_copy(parameter):
                 own[is_divided(parameter)].append(parameter)
         device = self._engine.device
+        share = squared_norm(gradient_values(own[True]), device)
         total = _sum_over(group, squared_norm(gradient_values(own[False]), device))
-        if own[True]:
-            share = squared_norm(gradient_values(own[True]), device)
-            total += _sum_over(expert_group(own[True]), share)
-        return total
+        return total + _sum_over(expert_group(self._parameters()), share)
 
     def clipped_norm(self, own: float, group: Any) -> float:
         """Return the norm that the optimizer's step compares with its ``clip_grad``.
