@@ -34,6 +34,7 @@ CASES |= {
         "clip": 0.5,
     },
     "split mixtral, a rank without rows": {"tensor": 2, "forced": True, "clip": 0.5},
+    "split mixtral, experts too": {"tensor": 2, "size": 1, "auxiliary": True, "clip": 0.5},
 }
 ADAM = {"kind": "qwen3_moe", "auxiliary": True, "zero": 2, "clip": 0.5, "adam": True}
 REFUSED = {
@@ -60,6 +61,7 @@ RUNS = {
 IN_STAGES = {
     "mixtral, ZeRO 0": {},
     "qwen3_moe, auxiliary loss, ZeRO 1": {"kind": "qwen3_moe", "auxiliary": True, "zero": 1},
+    "split mixtral, auxiliary loss": {"tensor": 2, "auxiliary": True},
 }
 SHARED = {
     "mixtral, auxiliary loss, ZeRO 0": {"auxiliary": True},

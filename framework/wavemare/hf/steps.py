@@ -20,7 +20,7 @@ from wavemare.engine.labels import IGNORED, count_labels
 from wavemare.lazy import Proxy
 from wavemare.models import TransformerPipeline
 from wavemare.models.adapters import is_adapted
-from wavemare.models.families import SplitLoss
+from wavemare.models.families import whole_logits
 from wavemare.parallel.tensor.output import with_late_logits
 
 
@@ -208,13 +208,6 @@ class _Called(Proxy):
 
     def _get_name(self) -> str:
         return type(self._inner).__name__
-
-
-def whole_logits(loss: Any, logits: Any) -> Any:
-    """Return the last stage's logits over the whole vocabulary, from tensor-parallel ranks."""
-    head = loss.head if isinstance(loss, StageLoss) else loss
-    logits = logits[0] if isinstance(logits, tuple) else logits  # beside the sums of routers
-    return head.gather(logits) if isinstance(head, SplitLoss) else logits
 
 
 class TokenMean(Iterator[Any]):

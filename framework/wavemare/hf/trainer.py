@@ -32,12 +32,12 @@ from wavemare.hf.steps import (
     StepFeed,
     TrainerLoss,
     fill_rows,
-    whole_logits,
     without_labels,
 )
 from wavemare.lazy import Proxy
 from wavemare.models import save_pretrained
 from wavemare.models.adapters import is_adapted
+from wavemare.models.families import whole_logits
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
 
 leave_out_shared_memory()  # TrainingArguments may initialize torch.distributed
@@ -377,7 +377,7 @@ class Trainer(StockTrainer):
         if loss_only:
             return loss, None, None
         if engine.is_last_stage():
-            logits = whole_logits(engine.module.loss_fn, logits)
+            logits = whole_logits(engine.module.loss_fn.head, logits)
             if self._preprocess is not None:
                 logits = self._preprocess(logits, labels)
         return loss, self._from_last_stage(logits), labels

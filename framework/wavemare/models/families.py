@@ -24,7 +24,7 @@ from wavemare.models.chains import (
     masked_lm_chain,
     masked_lm_spares,
 )
-from wavemare.models.layers import Head, PipelineLayer, TiedHead, TokenEmbedding
+from wavemare.models.layers import AuxiliaryLoss, Head, PipelineLayer, TiedHead, TokenEmbedding
 from wavemare.parallel.tensor.layers import (
     VocabParallelHead,
     VocabularyShare,
@@ -266,6 +266,18 @@ def split_chain(chain: Sequence[PipelineLayer]) -> tuple[PipelineLayer, ...]:
         else layer
         for layer in chain
     )
+
+
+def whole_logits(loss: Any, outputs: Any) -> Tensor:
+    """Return the logits of the whole vocabulary, (batch, sequence, tokens).
+
+    Args:
+        loss: Of a pipeline; a split model's gathers them from the ranks, which all call this.
+        outputs: Of the last layer: logits, or these and the sums of routers.
+    """
+    logits = outputs if isinstance(outputs, Tensor) else outputs[0]
+    head = loss.main if isinstance(loss, AuxiliaryLoss) else loss
+    return head.gather(logits) if isinstance(head, SplitLoss) else logits
 
 
 def split_loss(model: nn.Module, loss: Loss) -> Loss:

@@ -29,6 +29,7 @@ from torch import distributed as dist
 import wavemare
 from wavemare.models import save_pretrained, whole_state_dict
 from wavemare.models.adapters import PREFIX
+from wavemare.models.families import whole_logits
 from wavemare.parallel.experts import split_experts
 
 ACCUMULATION = 2
@@ -135,6 +136,8 @@ def equal(
         norms.append(float(engine.get_global_grad_norm() or 0))
     batch = next(batches(engine.data_rank))
     _, logits = engine.eval_batch(iter([batch]), return_logits=True, num_micro_batches=1)
+    if stages > 1 and logits is not None:  # split stages have parts of them
+        logits = whole_logits(engine.module.loss_fn, logits)
     trained = collected(engine.module)
     held = {n: p.shape[0] for n, p in engine.module.named_parameters() if "gate_up_proj" in n}
     engine.destroy()
