@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.utils import configure_moe_param_groups
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 
 from wavemare.engine.seams import replaced
@@ -24,6 +25,19 @@ def is_divided(parameter: Any) -> bool:
 def expert_group(parameters: Iterable[Any]) -> Any:
     """Return the group of ranks that share experts among these weights; None if there are none."""
     return next((p.expert_group for p in parameters if is_divided(p)), None)
+
+
+def counts_once(parameter: Any, rank: int, tensor_ranks: int) -> bool:
+    """Whether a weight counts on a rank where squares are added up over ranks that share a model.
+
+    Args:
+        parameter: The weight.
+        rank: Place among those ranks: those that share experts, or those that split layers.
+        tensor_ranks: How many ranks split layers. The first so many hold one whole of these.
+    """
+    if is_divided(parameter) or rank == 0:
+        return True
+    return rank < tensor_ranks and bool(is_model_parallel_parameter(parameter))
 
 
 def forget_expert_groups(size: int, stages: int) -> None:
@@ -79,10 +93,11 @@ class ExpertsMixin(deepspeed.DeepSpeedEngine):
     ) -> str:
         """Return a file of weights as DeepSpeed's method of that name: a rank's experts have one.
 
-        Of all files a rank reads those of its share.
+        Of all files a rank reads those of its share: the ranks that split layers have one, too.
         """
         if self._expert_grid is not None:
             share = self._expert_grid.get_model_parallel_rank()
+            share //= self.settings.tensor_parallel.size
             stage = mp_placeholder or f"{self.checkpoint_mp_rank:02d}"
             mp_placeholder = f"{stage}-expert_{share:02d}"
         return str(super()._get_ckpt_name(path, tag, mp_placeholder, *args, **kwargs))

@@ -16,9 +16,15 @@ LAYOUTS = {
     },
     "experts": {"expert_parallel": {"size": 2}},
     "tensor parallelism": {"tensor_parallel": {"size": 2}},
+    "tensor parallelism and experts": {
+        "tensor_parallel": {"size": 2},
+        "expert_parallel": {"size": 2},
+    },
 }
-"""Their sections of ``wavemare``. DeepSpeed keeps the groups of the last one for later engines."""
+"""Their sections of ``wavemare``. DeepSpeed keeps the groups of the last two for later engines."""
 STAGES = ("1f1b", "zbv", "pipemare")
+MIXTURES = ("experts", "tensor parallelism and experts")
+"""Layouts of a mixture of experts."""
 ROWS, FEATURES = FRONT_ENDS, tuple(LAYOUTS)
 REFUSED = {
     **{f"accelerate/{layout}": "ConfigError: wavemare.pipeline.stages" for layout in STAGES},
@@ -62,13 +68,14 @@ def twin_of(cell: str) -> str:
     """The cell that transformers and PyTorch train in one process, with the same result."""
     front, layout, model, data = cell.split("/")
     front = "loop" if front in ("loop", "accelerate") else "trainer"
-    layout = layout if layout in ("experts", "local steps") else "ZeRO 0"
+    if layout != "local steps":
+        layout = "experts" if layout in MIXTURES else "ZeRO 0"
     return f"{front}/{layout}/{model}/{data}"
 
 
 def replicas_of(layout: str) -> int:
     """Number of models that two ranks train with batches of their own."""
-    return 1 if layout in STAGES or layout == "tensor parallelism" else 2
+    return 1 if layout in STAGES or layout.startswith("tensor parallelism") else 2
 
 
 def refusal_of(cell: str) -> str | None:

@@ -25,6 +25,12 @@ FEATURES = (
     "DeepSpeed's experts, clipping",
     "DeepSpeed's experts, ZeRO 3",
     "tensor parallelism and experts",
+    "tensor parallelism and experts, clipping",
+    "tensor parallelism and experts, clipping, ZeRO 1",
+    "tensor parallelism and experts, clipping, bf16",
+    "tensor parallelism and experts in bf16, ZeRO 1",
+    "tensor parallelism and experts in fp16, ZeRO 1",
+    "tensor parallelism and experts, sparse collective",
     "sparse collective",
     "local steps",
     "LoRA",
@@ -73,11 +79,13 @@ REFUSED = {
     "pipemare/autocast": "ConfigError: torch_autocast.enabled",
     **{
         f"pipemare/{feature}": "ConfigError: fp16.enabled"
-        for feature in ("fp16", "fp16, ZeRO 1", "clipping, fp16", "experts in fp16, ZeRO 1")
-    },
-    **{
-        f"{s}/tensor parallelism and experts": "ConfigError: wavemare.tensor_parallel.size"
-        for s in ROWS
+        for feature in (
+            "fp16",
+            "fp16, ZeRO 1",
+            "clipping, fp16",
+            "experts in fp16, ZeRO 1",
+            "tensor parallelism and experts in fp16, ZeRO 1",
+        )
     },
     **{
         f"{row}/{feature}": "ConfigError: bf16.enabled"
@@ -86,6 +94,7 @@ REFUSED = {
             "experts in bf16",
             "experts, clipping, bf16",
             "tensor parallelism, clipping, bf16",
+            "tensor parallelism and experts, clipping, bf16",
         )
     },
     "pipemare/weights tied across stages": "ConfigError: wavemare.pipeline.untie",

@@ -62,7 +62,6 @@ _BESIDE_EXPERTS: _Beside = {
     **_OF_DEEPSPEED,
     "expert_parallel.enabled": (_OFF, "experts would be divided twice"),
     "checkpoint.use_node_local_storage": (_OFF, _UNTESTED),
-    "wavemare.tensor_parallel.size": ((1,), "gradient norms would count one of both divisions"),
     f"{SECTION}.parallel": ((ParallelConfig().model_dump(),), "a plan does not divide them"),
     "wavemare.balance.shares": ((None,), _UNTESTED),
     "wavemare.balance.mean": (("samples",), _UNTESTED),
@@ -298,13 +297,23 @@ def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -
     if size == 1:
         return
     stage = zero_section(config).get("stage", 0)
-    stages, data_ranks = ours.pipeline.stages, world_size // ours.pipeline.stages
+    stages, ranks = ours.pipeline.stages, world_size // ours.pipeline.stages
+    tensor = ours.tensor_parallel.size
+    fitting = [n for n in range(tensor, ranks + 1, tensor) if ranks % n == 0]
     yield (
-        data_ranks % size,
+        size % tensor,
         key,
         size,
-        f"the number of data-parallel ranks ({data_ranks}) is not a multiple of it"
-        f"{launch_hint(world_size)}",
+        f"it is not a multiple of the {tensor} ranks that share each layer, whose experts it "
+        "divides as well",
+        f"Use one of {', '.join(map(str, fitting))}, or change wavemare.tensor_parallel.size",
+    )
+    counted = "data-parallel ranks" if tensor == 1 else "ranks of a stage"
+    yield (
+        ranks % size,
+        key,
+        size,
+        f"the number of {counted} ({ranks}) is not a multiple of it{launch_hint(world_size)}",
         f"Start a multiple of {size * stages} processes, or change the size",
     )
     yield (

@@ -46,10 +46,11 @@ class CheckpointConfig(Section):
 
 
 class ExpertParallelConfig(Section):
-    """Data-parallel ranks that share the experts of a model: Mixtral, Qwen2-MoE or Qwen3-MoE."""
+    """Ranks of a stage that share the experts of a model: Mixtral, Qwen2-MoE or Qwen3-MoE."""
 
     size: int = Field(default=1, ge=1)
-    """Over how many consecutive ranks the experts of each layer are divided; 1 for none."""
+    """Over how many consecutive ranks the experts of each layer are divided; 1 for none. With
+    ``tensor_parallel`` a multiple of its size."""
 
 
 class GuardConfig(Section):

@@ -184,17 +184,15 @@ class OptimizerAdapter:
         Returns:
             (), fp64.
         """
-        own: dict[bool, list[Any]] = {False: [], True: []}  # by whether data ranks share it
+        own: dict[bool, list[Any]] = {False: [], True: []}  # by whether it is of divided experts
         for parameter in self._parameters():
             counts = rank == 0 or is_model_parallel_parameter(parameter)
             if counts and not is_tied_copy(parameter):
                 own[is_divided(parameter)].append(parameter)
         device = self._engine.device
-        total = squared_norm(gradient_values(own[False]), device)
-        if own[True]:
-            share = squared_norm(gradient_values(own[True]), device)
-            total += _sum_over(expert_group(own[True]), share)
-        return _sum_over(group, total)
+        share = squared_norm(gradient_values(own[True]), device)
+        total = _sum_over(group, squared_norm(gradient_values(own[False]), device))
+        return total + _sum_over(expert_group(self._parameters()), share)
 
     def clipped_norm(self, own: float, group: Any) -> float:
         """Return the norm that the optimizer's step compares with its ``clip_grad``.
@@ -498,17 +496,20 @@ class _Bf16Adapter(_PartitionedMasters):
         # The mpu says which weights this rank counts. In a step, DeepSpeed would reduce over it.
         with replaced(self._optimizer, {"mpu": self._engine.grid}):
             norm = self._counted_norm(None)
-            _, experts = self._optimizer.get_grads_for_norm()
-        total = norm.double().square()
-        shared = expert_group(self._parameters())
-        if shared is not None:
-            own = [gradient for each in experts.values() for gradient in each]
-            total += _sum_over(shared, squared_norm(own, self._engine.device))
-        return _sum_over(group, total)
+        return _sum_over(group, norm.double().square()) + self._experts_squared()
 
     def clipped_norm(self, own: float, group: Any) -> float:
         """Return the norm that the optimizer's step compares with its ``clip_grad``."""
-        return own if group is None else float(self._counted_norm(None))
+        if group is None:
+            return own
+        counted = self._counted_norm(None).double().square()
+        return math.sqrt(float(counted + self._experts_squared()))
+
+    def _experts_squared(self) -> Tensor:
+        """Return the squares of divided experts' gradients, over the ranks that share them."""
+        _, experts = self._optimizer.get_grads_for_norm()
+        own = squared_norm((g for each in experts.values() for g in each), self._engine.device)
+        return _sum_over(expert_group(self._parameters()), own)
 
     def _counted_norm(self, mpu: Any) -> Tensor:
         gradients, _ = self._optimizer.get_grads_for_norm()

@@ -19,7 +19,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import Tensor
 
-from wavemare.engine.experts import expert_group, is_divided
+from wavemare.engine.experts import counts_once, expert_group, is_divided
 from wavemare.engine.health.pending import PendingSums
 from wavemare.engine.launch.group import gather
 from wavemare.engine.optim.adapter import (
@@ -339,7 +339,7 @@ class GradientNorm:
             first = engine.grid.get_slice_parallel_rank() == 0
             return lambda p: not is_tied_copy(p) and (first or is_model_parallel_parameter(p))
         rank = mpu.get_model_parallel_rank() if hasattr(mpu, "get_model_parallel_rank") else 0
-        return lambda p: rank == 0 or is_model_parallel_parameter(p)
+        return lambda p: counts_once(p, rank, engine.mp_world_size)
 
 
 def _of_shared(experts: list[Any], device: Any) -> Tensor:
@@ -363,7 +363,8 @@ class LayerwiseNorm:
     beside experts that data ranks share. Where ZeRO cuts a layer, the cut changes the last bits of
     fp64, which the rounding to fp32 drops.
 
-    Ranks that split a layer add up their parts, and the first of them counts what all of them have.
+    Ranks that split a layer or share experts add up their parts, and the first of them counts what
+    all of them have.
 
     Args:
         engine: A pipeline engine, complete.
@@ -371,25 +372,20 @@ class LayerwiseNorm:
 
     def __init__(self, engine: EngineMixin) -> None:
         self._adapter, self._device = adapt(engine), engine.device
-        experts = expert_group(engine.module.parameters())
-        if self._adapter.partitions_gradients:
-            experts = None  # the data ranks are added up, whatever they hold
-            self._groups = [engine.data_parallel_group]
-        else:
-            self._groups = [] if experts is None else [experts]
-        grid = engine.grid
-        if grid.get_slice_parallel_world_size() > 1:
-            self._groups.append(grid.get_slice_parallel_group())
+        grid, experts = engine.grid, expert_group(engine.module.parameters())
+        rank, slices = grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size()
+        self._groups = [grid.get_slice_parallel_group()] if slices > 1 else []
+        if self._adapter.partitions_gradients:  # data ranks are added up, whatever they hold
+            self._groups.append(engine.data_parallel_group)
+        elif experts is not None:  # among these are the ranks that split layers
+            rank, self._groups = dist.get_rank(experts), [experts]
         self._groups.append(grid.get_pipe_parallel_group())
-        counts_all = experts is None or dist.get_rank(experts) == 0
         layers = list(enumerate(engine.module._layer_specs))
         self._num_layers = len(layers)
         tied = {s.key: n for n, s in reversed(layers) if isinstance(s, TiedLayerSpec)}
         self._layer_of = {}
         for name, parameter in engine.module.named_parameters():
-            if is_tied_copy(parameter) or not (counts_all or is_divided(parameter)):
-                continue
-            if grid.get_slice_parallel_rank() and not is_model_parallel_parameter(parameter):
+            if is_tied_copy(parameter) or not counts_once(parameter, rank, slices):
                 continue
             number, key, *_ = name.split(".")
             layer = tied[key] if number == "tied_modules" else len(layers) - 1  # that of a loss

@@ -82,9 +82,9 @@ def initialize(
     With ``"wavemare": {"pipeline": {"stages": N}}`` and N > 1 a transformers model becomes a
     pipeline of N stages; optimizer and parameter groups made for the whole model are reduced to
     the parameters of this rank's stage. With ``"tensor_parallel": {"size": N}`` it, or each stage,
-    is split over every N consecutive ranks, in place; with ``"expert_parallel": {"size": N}`` these
-    share the experts. A model with annotations (`wavemare.annotate`, `wavemare.stage`, ...) is laid
-    out by these in their place. The engines of a process share the watchdog of the first one.
+    is split over every N consecutive ranks, in place; with ``"expert_parallel": {"size": N}`` so
+    many share the experts. A model with annotations (`wavemare.annotate`, `wavemare.stage`, ...) is
+    laid out by these in their place. The engines of a process share the watchdog of the first one.
 
     Args:
         args: Namespace with ``deepspeed_config`` (and ``local_rank``), or None with ``config``.
@@ -197,20 +197,11 @@ def _laid_out(
         ours = WavemareConfig.of(values)
     if mpu is not None and is_sequence_parallel(mpu):
         check_sequence_parallel(values, ours, getattr(model, "num_stages", ours.pipeline.stages))
-    if ours.tensor_parallel.size > 1:
+    if max(ours.tensor_parallel.size, ours.expert_parallel.size) > 1:
         check_config(values, world_size=dist.get_world_size())
-        _check_alone("tensor_parallel", mpu)
-        with noting_groups(made):
-            mesh = ProcessGrid.of(tensor=ours.tensor_parallel.size)
-        wholes = dict(model.named_parameters(remove_duplicate=False))
-        model = _split(model, mesh.get_model_parallel_group())
-        parts = {id(p): model.get_parameter(name) for name, p in wholes.items()}
-        optimizer, model_parameters = _of_parts(parts, optimizer, model_parameters)
-        mpu = mesh if ours.pipeline.stages == 1 else None  # a pipeline's is its grid
-    if ours.expert_parallel.size > 1:
-        check_config(values, world_size=dist.get_world_size())
-        _check_alone("expert_parallel", mpu, optimizer)
-        model = _divided(model, ours.expert_parallel.size, ours.pipeline.stages)
+        model, mpu, optimizer, model_parameters = _shared(
+            ours, model, mpu, optimizer, model_parameters, made
+        )
     if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
         check_config(values, world_size=dist.get_world_size())
         homes = homes_of_stages(values, ours, plan)
@@ -300,12 +291,6 @@ def _check_cut(ours: WavemareConfig) -> None:
         )
 
 
-def _split(model: Any, group: Any) -> Any:
-    from wavemare.parallel.tensor.split import split_model
-
-    return split_model(model, group)
-
-
 def _replicas(settings: LocalStepsConfig, model: Any, mpu: Any) -> ProcessGrid:
     """Return the grid of a replica; all ranks find the same one, or fail alike."""
     key = "wavemare.local_steps"
@@ -322,14 +307,42 @@ def _replicas(settings: LocalStepsConfig, model: Any, mpu: Any) -> ProcessGrid:
     return ProcessGrid.of_replicas(replica_size(settings, [host for _, host in found]))
 
 
-def _divided(model: Any, size: int, stages: int) -> Any:
-    """Divide the experts of a model over every so many consecutive ranks of a stage."""
-    from wavemare.parallel.experts import split_experts
+def _shared(
+    ours: WavemareConfig, model: Any, mpu: Any, optimizer: Any, parameters: Any, made: list[Any]
+) -> tuple[Any, Any, Any, Any]:
+    """Split the layers of a model over ranks, and divide its experts.
 
-    forget_expert_groups(size, stages)
-    # DeepSpeed's engine looks for them there.
-    groups._create_expert_and_data_parallel(size, pp_size=stages)
-    return split_experts(model, groups._get_expert_parallel_group(f"ep_size_{size}"))
+    Returns:
+        Model, ``mpu``, optimizer and parameters; the latter three as given where no layers are
+        split.
+    """
+    tensor, experts = ours.tensor_parallel.size, ours.expert_parallel.size
+    stages, group = ours.pipeline.stages, None
+    if tensor > 1:
+        _check_alone("tensor_parallel", mpu)
+    if experts > 1:
+        from wavemare.parallel.experts import check_experts, split_experts
+
+        _check_alone("expert_parallel", mpu, optimizer)
+        check_experts(model, experts)  # before it changes
+    if tensor > 1:
+        from wavemare.parallel.tensor.split import split_model
+
+        with noting_groups(made):
+            mesh = ProcessGrid.of(tensor=tensor)
+        group = mesh.get_model_parallel_group()
+        wholes = dict(model.named_parameters(remove_duplicate=False))
+        model = split_model(model, group, experts=experts == 1)
+        parts = {id(p): model.get_parameter(name) for name, p in wholes.items()}
+        optimizer, parameters = _of_parts(parts, optimizer, parameters)
+        mpu = mesh if stages == 1 else None  # a pipeline's is its grid
+    if experts > 1:
+        forget_expert_groups(experts, stages)
+        # DeepSpeed's engine looks for them there.
+        groups._create_expert_and_data_parallel(experts, pp_size=stages)
+        sharing = groups._get_expert_parallel_group(f"ep_size_{experts}")
+        model = split_experts(model, sharing, group)
+    return model, mpu, optimizer, parameters
 
 
 def _check_alone(section: str, mpu: Any, optimizer: Any = None) -> None:

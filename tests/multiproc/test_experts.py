@@ -26,6 +26,16 @@ CASES |= {
         "config": {"wavemare_keys": {"pipeline": {"schedule": "zb-h1"}}},
     },
 }
+CASES |= {
+    "split mixtral, auxiliary loss, ZeRO 0": {"tensor": 2, "auxiliary": True, "clip": 0.5},
+    "split qwen2_moe, ZeRO 1": {"tensor": 2, "kind": "qwen2_moe", "zero": 1, "clip": 0.5},
+    "split qwen3_moe, LoRA, ZeRO 2": {
+        **{"tensor": 2, "kind": "qwen3_moe", "lora": True, "zero": 2, "auxiliary": True},
+        "clip": 0.5,
+    },
+    "split mixtral, a rank without rows": {"tensor": 2, "forced": True, "clip": 0.5},
+    "split mixtral, experts too": {"tensor": 2, "size": 1, "auxiliary": True, "clip": 0.5},
+}
 ADAM = {"kind": "qwen3_moe", "auxiliary": True, "zero": 2, "clip": 0.5, "adam": True}
 REFUSED = {
     "unlike": ({"unlike": True}, "the ranks hold different weights, for example lm_head.weight"),
@@ -33,6 +43,9 @@ REFUSED = {
     "adapted": ({"adapted": True}, "adapters change its experts"),
     "experts": ({"model_keys": {"num_experts": 3}}, "the model's 3 experts cannot be divided"),
     "size": ({"size": 3}, "the number of data-parallel ranks (2) is not a multiple of it"),
+    "split": ({"size": 3, "tensor": 2}, "it is not a multiple of the 2 ranks that share each"),
+    "ranks": ({"size": 4, "tensor": 2}, "the number of ranks of a stage (2) is not a multiple"),
+    "whole": ({"tensor": 2, "model_keys": {"num_experts": 3}}, "3 experts cannot be divided"),
 }
 RUNS = {
     **{name: {"part": "equal", **case} for name, case in CASES.items()},
@@ -40,20 +53,32 @@ RUNS = {
     "resume 0": {"part": "resume", "zero": 0},
     "resume 1": {"part": "resume", "zero": 1, "lora": True},
     "resume 2": {"part": "resume", "zero": 2, "config": {"bf16": {"enabled": True}}},
+    "resume 0, split": {"part": "resume", "tensor": 2},
+    "resume 1, split": {"part": "resume", "tensor": 2, "zero": 1, "lora": True},
     **{name: {"part": "refused", **case} for name, (case, _) in REFUSED.items()},
     "again": {"part": "again"},
 }
 IN_STAGES = {
     "mixtral, ZeRO 0": {},
     "qwen3_moe, auxiliary loss, ZeRO 1": {"kind": "qwen3_moe", "auxiliary": True, "zero": 1},
+    "split mixtral, auxiliary loss": {"tensor": 2, "auxiliary": True},
 }
+SHARED = {
+    "mixtral, auxiliary loss, ZeRO 0": {"auxiliary": True},
+    "qwen2_moe, ZeRO 1": {"kind": "qwen2_moe", "zero": 1},
+}
+"""Two models of two ranks each that share experts."""
 RARE = {
     "resume, ZeRO 0": {"part": "resume", "stages": 2},
+    "resume, split, ZeRO 0": {"part": "resume", "stages": 2, "tensor": 2},
     "sparse, ZeRO 2": {"part": "sparse", "zero": 2},
 }
 """Run at night."""
 DAILY = {
     "resume, ZeRO 1": {"part": "resume", "stages": 2, "zero": 1},
+    "resume, split, ZeRO 1": {"part": "resume", "stages": 2, "tensor": 2, "zero": 1},
+    "resume, shared, ZeRO 1": {"part": "resume", "size": 4, "tensor": 2, "zero": 1},
+    **{n: {"part": "equal", "clip": 0.5, "size": 4, "tensor": 2, **c} for n, c in SHARED.items()},
     "sparse, ZeRO 0": {"part": "sparse"},
     **{n: {"part": "equal", "clip": 0.5, "stages": 2, **c} for n, c in IN_STAGES.items()},
 }
@@ -90,15 +115,16 @@ def test_adam_clips_by_the_norm_of_the_whole_model(results):
     assert results[0]["adam"]["weights"] < 1e-4
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_run_goes_on_bit_for_bit_and_is_exported(results, zero):
+@pytest.mark.parametrize("name", ["0", "1", "2", "0, split", "1, split"])
+def test_a_run_goes_on_bit_for_bit_and_is_exported(results, name):
+    places = ("00-expert_00", "01-expert_00" if "split" in name else "00-expert_01")
     for result in results:
-        found = result[f"resume {zero}"]
+        found = result[f"resume {name}"]
         assert found["got"] == found["expected"]
-        assert found["files"] == [f"mp_rank_00-expert_0{n}_model_states.pt" for n in (0, 1)]
+        assert found["files"] == [f"mp_rank_{place}_model_states.pt" for place in places]
         for refused in found["refused"]:
             assert "divided over 2 ranks in it, and over 1 in this run" in refused
-    assert results[0][f"resume {zero}"]["exported"] == 0.0
+    assert results[0][f"resume {name}"]["exported"] == 0.0
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "again"])
@@ -110,13 +136,15 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(results, name):
 
 @pytest.fixture
 def four(launch_once, name):
-    """Two stages of two data ranks that share their experts, or two pairs of data ranks that do."""
+    """Two stages of two ranks that share their experts, two pairs of data ranks, or all four."""
     runs = RARE if name in RARE else DAILY
     return [result[name] for result in launch_once("experts.py", json.dumps(runs), ranks=4)]
 
 
-def tiers(daily, rare):
-    return pytest.mark.parametrize("name", [daily, pytest.param(rare, marks=pytest.mark.nightly)])
+def tiers(*names):
+    marks = {name: [pytest.mark.nightly] if name in RARE else [] for name in names}
+    cases = [pytest.param(name, marks=found) for name, found in marks.items()]
+    return pytest.mark.parametrize("name", cases)
 
 
 @pytest.mark.world_size(4)
@@ -127,8 +155,15 @@ def test_experts_of_stages_train_as_the_whole_model(four):
 
 
 @pytest.mark.world_size(4)
-@tiers("resume, ZeRO 1", "resume, ZeRO 0")
-def test_a_run_of_stages_goes_on_bit_for_bit_and_is_exported(four):
+@pytest.mark.parametrize("name", SHARED)
+def test_split_models_that_share_experts_train_as_the_whole_model(four):
+    """With clipping, by the norm of all layers and all experts."""
+    check_equality(four, held=1)
+
+
+@pytest.mark.world_size(4)
+@tiers(*(name for name in [*DAILY, *RARE] if name.startswith("resume")))
+def test_a_run_of_four_ranks_goes_on_bit_for_bit_and_is_exported(four):
     for found in four:
         assert found["got"] == found["expected"]
         assert len(found["files"]) == 4

@@ -15,7 +15,7 @@ GROUPS = (
     ("ZeRO 0", "ZeRO 1", "ZeRO 2"),
     ("ZeRO 3", "waves", "local steps"),
     ("1f1b", "zbv", "pipemare"),
-    ("experts", "tensor parallelism"),
+    ("experts", "tensor parallelism", "tensor parallelism and experts"),
 )
 SAMPLE = sorted(random.Random(1).sample(CELLS, 60), key=CELLS.index)
 

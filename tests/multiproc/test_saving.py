@@ -14,7 +14,7 @@ WHOLE = ("zero0", "zero1", "zero2", "waves")
 REPLICAS = ("local steps", "local steps zero1")
 GATHERED = (
     *("zero3", "stock zero3", "tensor", "tensor zero1", "tensor zero3"),
-    *("experts", "experts zero1", *REPLICAS),
+    *("experts", "experts zero1", "tensor experts", "tensor experts zero1", *REPLICAS),
 )
 """Layouts in which each rank has a part of each layer, or a copy of its own."""
 CUT = ("1f1b", "1f1b zero1", "zb-h1", "zbv", "zbv zero1", "pipemare", "pipemare zero1")
@@ -36,6 +36,7 @@ NAMED = [
     *(f"{layout}/{kind}" for layout in ("tensor", "zbv", "zero3") for kind in ("pissa", "olora")),
 ]
 SAMPLE = ["zero3/two", "tensor/pissa", "experts zero1/whole", "pipemare/whole", "zbv/named"]
+SAMPLE += ["tensor experts/lora"]
 SAMPLE += ["local steps/whole", "their experts/whole"]
 OTHERS = ("again", "inside", "unlike lengths")
 REFUSED = ["their experts/lora", "their experts of qwen2/whole"]

@@ -20,7 +20,7 @@ from wavemare.errors import ModelError
 from wavemare.hf.steps import MicroBatch
 from wavemare.lazy import Proxy
 from wavemare.models.adapters import is_adapted
-from wavemare.models.families import SplitLoss
+from wavemare.models.families import find_split_loss
 from wavemare.parallel.tensor.output import with_late_logits
 
 _ELSEWHERE = "a pipeline's last stage has the logits, the loss and the batch alone"
@@ -215,7 +215,7 @@ class StageModel:
         loss = None
         if labels is not None:
             loss = self._head(outputs, labels, *(() if items is None else (items,)))
-        output, split = StageOutput(loss=loss, logits=logits), _split_loss(self._head)
+        output, split = StageOutput(loss=loss, logits=logits), find_split_loss(self._head)
         return output if split is None else with_late_logits(output, partial(split.gather, logits))
 
 
@@ -257,10 +257,3 @@ def _first_rows(outputs: Any, rows: int) -> Any:
     if isinstance(outputs, tuple):
         return (_first_rows(outputs[0], rows), *outputs[1:])
     return outputs if len(outputs) == rows else outputs[:rows]
-
-
-def _split_loss(loss: Any) -> SplitLoss | None:
-    """Return the loss inside others that knows how logits are spread over ranks, if one does."""
-    while loss is not None and not isinstance(loss, SplitLoss):
-        loss = getattr(loss, "main", None)
-    return loss

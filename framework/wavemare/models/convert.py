@@ -178,8 +178,7 @@ def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False)
         replaced |= copies
         config = copy.deepcopy(config)
         config.tie_word_embeddings = False
-    if not is_split(model):
-        loss = with_auxiliary_loss(base, chain, loss)
+    loss = with_auxiliary_loss(base, chain, loss)
     return Conversion(
         family=family.name,
         inputs=declared,

@@ -268,6 +268,25 @@ def split_chain(chain: Sequence[PipelineLayer]) -> tuple[PipelineLayer, ...]:
     )
 
 
+def whole_logits(loss: Any, outputs: Any) -> Tensor:
+    """Return the logits of the whole vocabulary, (batch, sequence, tokens).
+
+    Args:
+        loss: Of a pipeline; a split model's gathers them from the ranks, which all call this.
+        outputs: Of the last layer: logits, or these and the sums of routers.
+    """
+    logits = outputs if isinstance(outputs, Tensor) else outputs[0]
+    head = find_split_loss(loss)
+    return logits if head is None else head.gather(logits)
+
+
+def find_split_loss(loss: Any) -> SplitLoss | None:
+    """Return the loss inside others that knows how logits are spread over ranks, if one does."""
+    while loss is not None and not isinstance(loss, SplitLoss):
+        loss = getattr(loss, "main", None)
+    return loss
+
+
 def split_loss(model: nn.Module, loss: Loss) -> Loss:
     """Return the loss of a split model's head, given that of a whole one."""
     if isinstance(loss, ClassificationLoss):

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentra
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from wavemare.engine.experts import expert_group
+from wavemare.engine.experts import expert_group, is_divided
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 from wavemare.engine.seams import replaced
 from wavemare.models.activations import split_batch
@@ -70,7 +71,8 @@ class TransformerPipeline(ChunkedPipelineModule):
         untied: For each untied weight the name of the one it was tied to, as in the model's state
             dict; empty unless something was untied.
         sends_router_sums: Whether sums for an auxiliary loss travel, and follow the logits.
-        expert_ranks: Over how many consecutive data ranks experts are divided; 1 if they are not.
+        expert_ranks: Over how many consecutive data ranks experts are divided; 1 if over none, or
+            over the ranks of one split model alone.
         num_parameters: Number of parameters of all stages. One that is tied, or on several ranks
             of an axis ``model``, counts once.
     """
@@ -107,8 +109,9 @@ class TransformerPipeline(ChunkedPipelineModule):
             )
         self.sends_router_sums = isinstance(own, AuxiliaryLoss)
         group = expert_group(p for layer in conversion.chain for p in layer.parameters())
-        self.expert_ranks = 1 if group is None else dist.get_world_size(group)
-        self._expert_rank = 0 if group is None else dist.get_rank(group)
+        slices = self.mpu().get_slice_parallel_world_size()
+        self.expert_ranks = 1 if group is None else dist.get_world_size(group) // slices
+        self._expert_rank = 0 if group is None else dist.get_rank(group) // slices
         self.family = conversion.family
         self.config = conversion.config
         self.inputs = conversion.inputs
@@ -194,9 +197,9 @@ class TransformerPipeline(ChunkedPipelineModule):
 
     def ckpt_layer_path_list(self, *args: Any) -> list[str]:
         """Return the files of a layer as DeepSpeed's method of that name: a rank reads its own."""
-        if self.expert_ranks > 1:
-            return [self.ckpt_layer_path(*args)]
-        return list(super().ckpt_layer_path_list(*args))
+        paths = super().ckpt_layer_path_list(*args)
+        own = f"-expert_{self._expert_rank:02d}-" if self.expert_ranks > 1 else ""
+        return [path for path in paths if own in Path(path).name]
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
@@ -206,13 +209,14 @@ class TransformerPipeline(ChunkedPipelineModule):
     def _own_for_clipping(self) -> None:
         # DeepSpeed's clipping counts a parameter on other ranks than the first only if it is marked
         # so. Of a tied weight, whose gradients are equal on all its stages, the first one counts;
-        # of one that the ranks of a split model all hold, that of the first rank.
+        # of one that the ranks of a split model all hold, that of the first rank. Of divided
+        # experts no two of these ranks hold the same ones.
         first = self.mpu().get_slice_parallel_rank() == 0
         for parameter in self.parameters():
             marked: Any = parameter
             split = getattr(parameter, "tensor_model_parallel", False)
             replicated = getattr(parameter, "ds_pipe_replicated", False)
-            marked.model_parallel = not replicated and (split or first)
+            marked.model_parallel = not replicated and (split or first or is_divided(parameter))
             if split:
                 marked.tensor_model_parallel = not replicated
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.errors import ModelError
 from wavemare.models.activations import Activations, split_batch
-from wavemare.models.families import ClassificationLoss, Loss, SplitLoss
+from wavemare.models.families import ClassificationLoss, Loss, whole_logits
 from wavemare.models.layers import PipelineLayer
 
 _TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
@@ -205,9 +205,7 @@ def _results_of_chain(
 ) -> tuple[Tensor, Tensor]:
     try:
         outputs: Any = run_chain(chain, activations)
-        logits = outputs if isinstance(outputs, Tensor) else outputs[0]
-        whole = loss.gather(logits) if isinstance(loss, SplitLoss) else logits
-        return whole, loss(outputs, labels)
+        return whole_logits(loss, outputs), loss(outputs, labels)
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
         message = str(error).partition("\n")[0]
         raise _refusal(model, f"its layers cannot be called one by one ({message})") from error

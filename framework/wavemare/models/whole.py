@@ -142,9 +142,9 @@ def _whole_tensor(part: Tensor, group: Any) -> Tensor | None:
     if partition is not None:
         parts = gather_parts(own, group)
         own = partition.whole(parts) if parts else own.new_empty(0)
-    if group is not None and dist.get_rank(group):
-        return None
     experts = expert_group([part])
+    if experts is None and group is not None and dist.get_rank(group):
+        return None
     if experts is not None:
         parts = gather_parts(own, experts)
         own = torch.cat(parts) if parts else own.new_empty(0)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of a transformers model, divided over a group of data-parallel ranks.
+"""Experts of a transformers model, divided over a group of ranks.
 
-Each rank has batches of its own. Every row (a token and one of its experts) travels to the rank of
-that expert and back: one all-to-all each way, and again in the backward pass. In between the
-model's own code computes the rank's experts. The sender applies the routing weights.
+Every row (a token and one of its experts) travels to the rank of that expert and back: one
+all-to-all each way, and again in the backward pass. In between the model's own code computes the
+rank's experts. The sender applies the routing weights.
+
+Ranks that split the other layers have the same tokens. Each of them sends a part of these, and an
+all-gather gives all of them the results.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 _KEY = "wavemare.expert_parallel.size"
 
 
-def split_experts(model: Any, group: Any) -> Any:
+def split_experts(model: Any, group: Any, tensor_group: Any = None) -> Any:
     """Keep this rank's share of the experts of every layer, in place.
 
     Parameters keep their identity and their names, and lose rows of dimension 0. They get the marks
@@ -39,8 +42,10 @@ def split_experts(model: Any, group: Any) -> Any:
 
     Args:
         model: A transformers model of `FAMILIES`, or a LoRA model of one, with equal weights on
-            all ranks.
+            all ranks. `split_model` may have split the rest of it.
         group: The ranks, in the order of their experts; all call this.
+        tensor_group: Those of them that have the same batches, as they split the other layers: all
+            ranks of ``group``, or consecutive ones. None if each rank has batches of its own.
 
     Returns:
         The model.
@@ -48,14 +53,9 @@ def split_experts(model: Any, group: Any) -> Any:
     Raises:
         ModelError: It cannot be split so; the same on all ranks, before it changes.
     """
-    from wavemare.models.adapters import base_of  # which imports this module
-
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole, model = model, base_of(model)
-    held = {"gate_up_proj", "down_proj"}  # of all experts, in dimension 0
-    layers = [m for m in model.modules() if held == dict(m.named_parameters(recurse=False)).keys()]
-    _check(model, layers, size)
-    check_equal_weights(whole)
+    layers = check_experts(model, size)
+    check_equal_weights(model)
     for layer in layers:
         count = layer.num_experts = layer.num_experts // size
         for parameter in layer.parameters():
@@ -63,8 +63,61 @@ def split_experts(model: Any, group: Any) -> Any:
             parameter.data = parameter.data[rank * count : (rank + 1) * count].clone()
             marks = {"whole_numel": whole_numel, "model_parallel": True, "expert_group": group}
             vars(parameter).update(marks, allreduce=False, group_name=f"ep_size_{size}")
-        layer.forward = partial(_forward, layer, layer.forward, group)
-    return whole
+        exchange = partial(_forward, layer, layer.forward, group)
+        if tensor_group is not None:
+            exchange = partial(_forward_of_parts, exchange, tensor_group)
+        layer.forward = exchange
+    return model
+
+
+def check_experts(model: Any, size: int) -> list[Any]:
+    """Return the layers of a model whose experts `split_experts` can divide.
+
+    Args:
+        model: See `split_experts`.
+        size: Number of ranks.
+
+    Raises:
+        ModelError: They cannot be divided.
+    """
+    from wavemare.models.adapters import base_of  # which imports this module
+
+    base = base_of(model)
+    held = {"gate_up_proj", "down_proj"}  # of all experts, in dimension 0
+    layers = [m for m in base.modules() if held == dict(m.named_parameters(recurse=False)).keys()]
+    _check(base, layers, size)
+    return layers
+
+
+def _forward_of_parts(
+    exchange: Callable[[Tensor, Tensor, Tensor], Tensor],
+    group: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Compute tokens that the ranks of a group have in common: each takes a part, perhaps none."""
+    whole = partial(_all_rows, rows=len(hidden_states))
+    states = GroupMap.apply(hidden_states, group, _own_rows, whole)
+    weights = GroupMap.apply(top_k_weights, group, _own_rows, whole)
+    part = exchange(states, _own_rows(top_k_index, group), weights)
+    return GroupMap.apply(part, group, whole, _own_rows)
+
+
+def _own_rows(value: Tensor, group: Any) -> Tensor:
+    size = -(-len(value) // dist.get_world_size(group))
+    return value[dist.get_rank(group) * size :][:size]
+
+
+def _all_rows(part: Tensor, group: Any, rows: int) -> Tensor:
+    """Return (rows, width) of all ranks: `_own_rows` has given each its part."""
+    ranks = dist.get_world_size(group)
+    size = -(-rows // ranks)
+    padded = F.pad(part, (0, 0, 0, size - len(part)))
+    whole = part.new_empty(size * ranks, part.shape[1])
+    group = group_for(part, group)
+    wait(dist.all_gather_into_tensor(whole, padded, group=group, async_op=True))
+    return whole[:rows]
 
 
 def _forward(

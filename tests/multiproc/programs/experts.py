@@ -29,6 +29,7 @@ from torch import distributed as dist
 import wavemare
 from wavemare.models import save_pretrained, whole_state_dict
 from wavemare.models.adapters import PREFIX
+from wavemare.models.families import whole_logits
 from wavemare.parallel.experts import split_experts
 
 ACCUMULATION = 2
@@ -42,8 +43,9 @@ def batches(rank):
         yield {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-def all_batches(stages):
-    return zip(*(batches(rank) for rank in range(dist.get_world_size() // stages)), strict=True)
+def all_batches(model_ranks):
+    replicas = range(dist.get_world_size() // model_ranks)
+    return zip(*(batches(replica) for replica in replicas), strict=True)
 
 
 def build(*, lora=False, **keys):
@@ -61,7 +63,7 @@ def force_one_expert(model):
             module.register_forward_hook(lambda *a: (*a[-1][:2], torch.zeros_like(a[-1][2])))
 
 
-def train_whole(make, *, forced=False, steps=3, clip=float("inf"), stages=1, **model_keys):
+def train_whole(make, *, forced=False, steps=3, clip=float("inf"), model_ranks=1, **model_keys):
     model = build(**model_keys)
     if forced:
         force_one_expert(model)
@@ -69,7 +71,7 @@ def train_whole(make, *, forced=False, steps=3, clip=float("inf"), stages=1, **m
     losses, norms = train_plainly(
         AllRanks(model),
         optimizer,
-        ({"parts": data} for data in all_batches(stages)),
+        ({"parts": data} for data in all_batches(model_ranks)),
         steps=steps,
         micro_batches=ACCUMULATION,
         clip=clip,
@@ -82,12 +84,15 @@ def collected(model):
     return whole_state_dict(model) or {}
 
 
-def engine_of(model, *, zero=0, size=2, stages=1, optimizer=None, wavemare_keys=None, **changes):
+def engine_of(
+    model, *, zero=0, size=2, stages=1, tensor=1, optimizer=None, wavemare_keys=None, **changes
+):
     config = configuration(zero, gradient_accumulation_steps=ACCUMULATION, **changes)
     config["optimizer"] = optimizer or {"type": "SGD", "params": {"lr": 0.1}}
     config["zero_allow_untested_optimizer"] = True
     del config["scheduler"]
-    config["wavemare"] = {"expert_parallel": {"size": size}, **(wavemare_keys or {})}
+    sizes = {"expert_parallel": {"size": size}, "tensor_parallel": {"size": tensor}}
+    config["wavemare"] = {**sizes, **(wavemare_keys or {})}
     if stages > 1:
         config["wavemare"].setdefault("pipeline", {})["stages"] = stages
     return wavemare.initialize(model=model, config=config)[0]
@@ -102,6 +107,7 @@ def equal(
     size=2,
     zero=0,
     stages=1,
+    tensor=1,
     config=None,
     **model_keys,
 ):
@@ -117,6 +123,7 @@ def equal(
         zero=zero,
         size=size,
         stages=stages,
+        tensor=tensor,
         optimizer=chosen,
         gradient_clipping=clip,
         **(config or {}),
@@ -129,11 +136,18 @@ def equal(
         norms.append(float(engine.get_global_grad_norm() or 0))
     batch = next(batches(engine.data_rank))
     _, logits = engine.eval_batch(iter([batch]), return_logits=True, num_micro_batches=1)
+    if stages > 1 and logits is not None:  # split stages have parts of them
+        logits = whole_logits(engine.module.loss_fn, logits)
     trained = collected(engine.module)
     held = {n: p.shape[0] for n, p in engine.module.named_parameters() if "gate_up_proj" in n}
     engine.destroy()
     twin, expected, expected_norms = train_whole(
-        make, forced=forced, steps=steps, clip=clip or float("inf"), stages=stages, **model_keys
+        make,
+        forced=forced,
+        steps=steps,
+        clip=clip or float("inf"),
+        model_ranks=stages * tensor,
+        **model_keys,
     )
     whole = {name: p.detach() for name, p in twin.named_parameters()}
     first, apart = dist.get_rank() == 0, 0.0
@@ -150,11 +164,12 @@ def equal(
     }
 
 
-def resume(*, zero=0, stages=1, config=None, **keys):
+def resume(*, zero=0, size=2, stages=1, tensor=1, config=None, **keys):
     """Save after two steps; go on, and again from the checkpoint."""
-    folder, config = f"{sys.argv[1]}/checkpoint-{zero}", {"stages": stages, **(config or {})}
+    folder = f"{sys.argv[1]}/checkpoint-{size}-{tensor}-{zero}"
+    config = {"stages": stages, "tensor": tensor, **(config or {})}
     adam = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-    engine = engine_of(build(**keys), zero=zero, optimizer=adam, **config)
+    engine = engine_of(build(**keys), zero=zero, size=size, optimizer=adam, **config)
     data = batches(engine.data_rank)
     for _ in range(2):
         engine.train_batch(data)
@@ -164,7 +179,7 @@ def resume(*, zero=0, stages=1, config=None, **keys):
     ahead = [next(data) for _ in range(2 * ACCUMULATION)]
     expected = [engine.train_batch(iter(ahead[i : i + ACCUMULATION])).item() for i in (0, 2)]
     engine.destroy()
-    other = engine_of(build(**keys, seed=8), zero=zero, optimizer=adam, **config)
+    other = engine_of(build(**keys, seed=8), zero=zero, size=size, optimizer=adam, **config)
     other.load_checkpoint(folder)
     got = [other.train_batch(iter(ahead[i : i + ACCUMULATION])).item() for i in (0, 2)]
     other.destroy()

@@ -25,7 +25,7 @@ from hf_common import pad
 from safetensors.torch import load_file
 from transformers import DataCollatorWithFlattening
 
-from front_end_cells import LAYOUTS, STAGES, replicas_of
+from front_end_cells import LAYOUTS, MIXTURES, STAGES, replicas_of
 
 SIZE, MICRO, STEPS, RATE, CLIP = 2, 4, 3, 0.5, 0.5
 ALONE = os.environ["WORLD_SIZE"] == "1"
@@ -48,7 +48,7 @@ else:
 
 
 def build(layout, kind):
-    if layout == "experts":
+    if layout in MIXTURES:
         model, targets = build_moe(), ["q_proj", "v_proj"]
     else:
         changes = {"n_positions": 64, "tie_word_embeddings": False, "use_cache": False}
@@ -56,7 +56,7 @@ def build(layout, kind):
     if kind == "whole":
         return model
     transformers.set_seed(9)
-    chosen = {"fan_in_fan_out": layout != "experts", "init_lora_weights": False}
+    chosen = {"fan_in_fan_out": layout not in MIXTURES, "init_lora_weights": False}
     options = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **chosen)
     name = "default" if kind == "LoRA" else "own"
     return peft.get_peft_model(model, options, adapter_name=name)

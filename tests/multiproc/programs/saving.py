@@ -65,6 +65,14 @@ LAYOUTS = {
     "tensor zero3": {"zero": 3, "section": {"tensor_parallel": {"size": 2}}},
     "experts": {"section": {"expert_parallel": {"size": 2}}, "moe": "mixtral"},
     "experts zero1": {"zero": 1, "section": {"expert_parallel": {"size": 2}}, "moe": "mixtral"},
+    **{
+        f"tensor experts{f' zero{zero}' * bool(zero)}": {
+            "zero": zero,
+            "section": {"tensor_parallel": {"size": 2}, "expert_parallel": {"size": 2}},
+            "moe": "mixtral",
+        }
+        for zero in (0, 1)
+    },
     "experts zero3": {"zero": 3, "section": {"expert_parallel": {"size": 2}}, "moe": "mixtral"},
     "their experts": {"zero": 1, "config": {"expert_parallel": EXPERTS}, "moe": "mixtral"},
     "their experts of qwen2": {

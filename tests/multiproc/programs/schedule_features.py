@@ -70,6 +70,11 @@ def lora():
     return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, **chosen))
 
 
+def steady_moe():
+    """Return a mixture whose tokens take all experts: sums in another order choose no others."""
+    return build_moe(num_experts_per_tok=4)
+
+
 def half_frozen():
     model = gpt2()
     for part in (model.transformer.wte, model.transformer.wpe, model.transformer.h[0]):
@@ -183,6 +188,7 @@ THEIR_EXPERTS = {
     }
 }
 SPLIT: dict[str, Any] = {"tensor_parallel": {"size": 2}}
+SHARED: dict[str, Any] = {**SPLIT, **EXPERTS}
 
 
 WITHOUT_STAGES: dict[str, Any] = {"data": {}, "waves": {"wavelet": {"mode": "sync"}}}
@@ -466,7 +472,44 @@ FEATURES: dict[str, Feature] = {
     "DeepSpeed's experts, ZeRO 3": Feature(
         build_moe, masked, {**THEIR_EXPERTS, "zero_optimization": {"stage": 3}}
     ),
-    "tensor parallelism and experts": Feature(build_moe, masked, ours={**SPLIT, **EXPERTS}),
+    "tensor parallelism and experts": Feature(build_moe, masked, ours=SHARED, replicas=1),
+    "tensor parallelism and experts, clipping": Feature(
+        build_moe, masked, CLIP, SHARED, replicas=1
+    ),
+    "tensor parallelism and experts, clipping, ZeRO 1": Feature(
+        build_moe, masked, {**CLIP, **ZERO}, SHARED, replicas=1
+    ),
+    "tensor parallelism and experts, clipping, bf16": Feature(
+        steady_moe,
+        masked,
+        {**BF16, "gradient_clipping": 1.0},
+        SHARED,
+        replicas=1,
+        dtype=torch.bfloat16,
+        tolerance=ROUGH,
+    ),
+    "tensor parallelism and experts in bf16, ZeRO 1": Feature(
+        steady_moe,
+        masked,
+        {**BF16, **ZERO},
+        SHARED,
+        replicas=1,
+        dtype=torch.bfloat16,
+        tolerance=ROUGH,
+    ),
+    "tensor parallelism and experts in fp16, ZeRO 1": Feature(
+        steady_moe,
+        masked,
+        {**FP16, **ZERO},
+        SHARED,
+        replicas=1,
+        dtype=torch.float16,
+        tolerance=ROUGH,
+        steps=1,
+    ),
+    "tensor parallelism and experts, sparse collective": Feature(
+        build_moe, masked, ours={**SHARED, "sparse_collective": {"mode": "auto"}}, replicas=1
+    ),
     "sparse collective": Feature(ours={"sparse_collective": {"mode": "auto"}}),
     "local steps": Feature(ours={"local_steps": {"mode": "diloco", "every": 2}}),
     "LoRA": Feature(lora),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sections that do not go together, or would have no effect, are refused by name."""
 
+import re
+
 import pytest
 
 from wavemare.engine.config.refusals import check_sequence_parallel
@@ -35,7 +37,7 @@ def refusal(section, config, **more):
     [
         ({}, zero(3), "zero_optimization.stage"),
         ({}, BF16, "bf16.enabled"),
-        ({"tensor_parallel": {"size": 2}}, {}, "wavemare.tensor_parallel.size"),
+        ({"tensor_parallel": {"size": 4}}, {}, "wavemare.expert_parallel.size"),
         ({"parallel": {"split": 2}}, {}, "wavemare.parallel"),
         ({"balance": {"mean": "tokens"}}, {}, "wavemare.balance.mean"),
         (
@@ -57,6 +59,22 @@ def test_what_is_not_tested_with_divided_experts(section, config, key):
     error = refusal({"expert_parallel": {"size": 2}, **section}, config)
     assert error.key == key
     assert "size" in error.remedy or "stage" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("tensor", "experts", "stages", "world_size"), [(4, 2, 1, 8), (2, 3, 1, 6), (2, 3, 2, 12)]
+)
+def test_experts_are_shared_by_whole_split_models(tensor, experts, stages, world_size):
+    def section(size):
+        sizes = {"tensor_parallel": {"size": tensor}, "expert_parallel": {"size": size}}
+        return {**sizes, "pipeline": {"stages": stages}}
+
+    error = refusal(section(experts), {}, world_size=world_size)
+    assert error.key == "wavemare.expert_parallel.size"
+    offered = [int(size) for size in re.findall(r"\d+", error.remedy)]
+    assert offered
+    for size in offered:
+        check(section(size), {}, world_size=world_size)
 
 
 @pytest.mark.parametrize("seconds", [0, float("inf")])

@@ -61,8 +61,9 @@ class Partition:
 
 
 def check_equal_weights(model: nn.Module, group: Any = None) -> None:
-    """Raise on all ranks unless the sums of each weight are equal on them."""
-    own = {n: str(p.detach().sum(dtype=torch.float64).item()) for n, p in model.named_parameters()}
+    """Raise on all ranks unless the sums of each weight that they all hold are equal on them."""
+    named = [(n, p.detach()) for n, p in model.named_parameters() if partition_of(p) is None]
+    own = {name: str(weight.sum(dtype=torch.float64).item()) for name, weight in named}
     first, *others = gather(own, group)
     for other in others:
         if other != first:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from wavemare.errors import ModelError
 
+EXPERTS = "moe_tp_experts"
+"""transformers' style of a module of experts whose weights are split."""
 _BERT = {
     **dict.fromkeys(
         (f"encoder.layer.*.attention.self.{part}" for part in ("query", "key", "value")), "colwise"
@@ -36,6 +38,16 @@ class TensorPlan:
     styles: Mapping[str, str]
     divided: tuple[str, ...] = ()
     dropout: str = "attention_dropout"
+
+    def without_experts(self) -> TensorPlan:
+        """Return the plan that leaves experts whole."""
+        owners = [name for name, style in self.styles.items() if style == EXPERTS]
+        kept = {
+            name: style
+            for name, style in self.styles.items()
+            if not any(f"{name}.".startswith(f"{owner}.") for owner in owners)
+        }
+        return replace(self, styles=kept)
 
     def layers(self, base: nn.Module) -> Iterator[tuple[str, str]]:
         """Yield name and style of each layer, or bare parameter, of a model that is split."""

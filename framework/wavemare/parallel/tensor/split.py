@@ -46,7 +46,7 @@ from wavemare.parallel.tensor.partition import (
     marked,
     split_parameter,
 )
-from wavemare.parallel.tensor.plan import TensorPlan, plan_of
+from wavemare.parallel.tensor.plan import EXPERTS, TensorPlan, plan_of
 
 if TYPE_CHECKING:
     from wavemare.parallel.tensor.load import Weights
@@ -56,7 +56,12 @@ _TOLERANCE = 1e-4  # of the largest element; what another order of sums changes 
 
 
 def split_model(
-    model: Any, group: Any, *, verify: bool = True, weights: Weights | None = None
+    model: Any,
+    group: Any,
+    *,
+    verify: bool = True,
+    weights: Weights | None = None,
+    experts: bool = True,
 ) -> Any:
     """Split attention, feed-forward layers, embedding and language-modelling head over a group.
 
@@ -77,6 +82,7 @@ def split_model(
         verify: Whether logits, loss and gradients of whole weights are compared with the model's
             own, on a small batch. A 16-bit model is in fp32 meanwhile.
         weights: Where the weights of a model on the meta device come from; see `load_split`.
+        experts: Whether experts are split, too. Else they stay whole, for `split_experts`.
 
     Returns:
         The model.
@@ -87,6 +93,7 @@ def split_model(
     inner = base_of(model)
     with _together(inner, group):
         plan = _check(inner, group, loads=weights is not None)
+        plan = plan if experts else plan.without_experts()
         split = _Split(inner, plan, group, weights)
         trial = _Trial(inner, plan) if verify else None
     if weights is None:
@@ -326,7 +333,7 @@ _STYLES: dict[str, Callable[[_Split, nn.Module, str], None]] = {
     "rowwise": _Split.row,
     "rowwise_split_input": functools.partial(_Split.row, splits=True),
     "replicated_with_grad_allreduce": _Split.summed,
-    "moe_tp_experts": _Split.experts,
+    EXPERTS: _Split.experts,
     "embedding_rowwise": _Split.nothing,
 }
 """What each of transformers' styles does; ``colwise_qkv`` is ours."""
