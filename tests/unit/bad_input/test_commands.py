@@ -149,7 +149,7 @@ OPTIONS = [
     ("--lr-warmup-fraction 7", "--lr_warmup_fraction = 7.0", "Give 0 to 1"),
     ("--lr-decay-style step", "--lr-decay-style = 'step'", "cosine"),
     ("--fp16 --bf16", "fp16.enabled = True", "bf16"),
-    ("--global-batch-size 7", "train_batch_size = 7", "Give at least 16"),
+    ("--global-batch-size 7", "train_batch_size = 7", "Give 6"),
     ("--tensor-model-parallel-size 3", "wavemare.tensor_parallel.size = 3", "a multiple of 3"),
     (
         "--num-virtual-stages-per-pipeline-rank 2",
