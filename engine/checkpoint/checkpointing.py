@@ -92,6 +92,9 @@ class CheckpointMixin(DeepSpeedEngine):
 
     checkpoint_engine: Any
     reads_own_replica = True  # of replicas with local steps; else all read the first one's files
+    restores_random_state = True
+    """Whether a load restores the random generators. A front end that restores them itself says no:
+    transformers draws an epoch's order in between."""
     _writing: BackgroundSave | None = None
     _writers: Any = None
     _earlier_runs: tuple[str, ...] = ()
@@ -316,7 +319,7 @@ class CheckpointMixin(DeepSpeedEngine):
             return result
         # A run that takes only weights does not own the other run's checkpoints.
         self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
-        if own and whole and same:
+        if own and whole and same and self.restores_random_state:
             restore_random_state(own)
         self.reset_state()
         if whole:

@@ -9,6 +9,7 @@ CASES = [
     *EQUALITY,
     "sparse",
     "tokens",
+    "resumed",
     "refusals",
     "tensor_parallel",
     "own_optimizer",
@@ -75,6 +76,16 @@ def test_balanced_means_are_not_weighed_twice(results):
         assert result["tokens"]["eval"] == pytest.approx(stock["eval"] * 16 / 15, rel=1e-3)
         expected = [loss * 16 / 15 for loss in stock["losses"]]
         assert result["tokens"]["losses"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_resumed_run_reads_the_samples_that_a_sampler_has_drawn(results):
+    for result in results:
+        found = result["resumed"]
+        for name, run in found.items():
+            assert run["digests"][0] == run["digests"][1], name
+            assert run["losses"][0] == run["losses"][1], name
+        for order in ("grouped", "weighted"):
+            assert found[f"zero1 {order}"] == found[f"stock {order}"]
 
 
 def test_what_differs_from_the_arguments_is_one_message(results):
