@@ -29,7 +29,7 @@ def test_without_a_section_it_trains_as_transformers_does(results, case):
         stock, ours = result[case]["stock"], result[case]["ours"]
         assert stock["class"].startswith("deepspeed.")
         assert ours["class"] == "wavemare.engine.data_parallel.Engine"
-        for key in ("losses", "eval", "lr", "weights"):
+        for key in ("losses", "eval", "lr", "weights", "counted"):
             assert ours[key] == stock[key], key
         assert len(ours["losses"]) == 3
         assert ours["losses"][0] != ours["losses"][-1]
@@ -55,6 +55,9 @@ def test_ranks_that_share_a_model_read_the_same_batches(results):
         own = result["tensor_parallel"]["losses"][:2]
         assert own == pytest.approx(stock["losses"][:2], rel=1e-4)
         assert result["tensor_parallel"]["eval"] == pytest.approx(stock["eval"], rel=1e-3)
+        flos, parameters = stock["counted"]
+        # Two rows more fill up the last batches of two data ranks.
+        assert result["tensor_parallel"]["counted"] == [flos * 22 / 24, parameters]
         assert stock["whole logits"]
         assert not result["tensor_parallel"]["whole logits"]  # for the loss alone
 

@@ -32,6 +32,7 @@ def run(kind, name, trainer_class, config, **changes):
         "class": f"{type(engine).__module__}.{type(engine).__name__}",
         "losses": losses(trainer),
         "eval": evaluated,
+        "counted": [trainer.state.total_flos, trainer.get_num_trainable_parameters()],
         "whole logits": VOCABULARY in widths.seen,
         "lr": [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e],
         "weights": file_digest(trainer.args.output_dir),
