@@ -45,14 +45,13 @@ def test_parameter_groups_of_the_whole_model_are_kept_apart(results):
 
 def test_each_parameter_group_has_its_rate_on_stages_without_its_weights(results):
     for stage, result in enumerate(results):
-        case = result["groups_of_a_stage"]
-        for name, found in case["found"].items():
-            assert found["losses"] == pytest.approx(case["losses"], rel=1e-5), name
-            assert found["rates"] == case["rates"], name
+        one = result["groups_of_a_stage"]["one"]
+        for name, found in result["groups_of_a_stage"]["found"].items():
+            for key in one:
+                assert found[key] == pytest.approx(one[key], rel=1e-5), (name, key)
             if "zero" not in name:  # under ZeRO DeepSpeed keeps no group without weights
-                assert [rate for rate, _ in found["groups"]] == case["rates"], name
+                assert [rate for rate, _ in found["groups"]] == one["rates"], name
                 assert (found["groups"][0][1] == 0) == (stage == 1), name
-    assert case["losses"][-1] < case["losses"][0]
 
 
 def test_an_evaluation_is_the_models_own_whatever_its_shape(results):

@@ -76,6 +76,7 @@ def case_groups_of_a_stage():
             groups = engine.optimizer.param_groups
             found[f"{name} {named}"] = {
                 "losses": losses,
+                "norm": engine.get_global_grad_norm(),
                 "rates": engine.lr_scheduler.get_last_lr(),
                 "groups": [[group["lr"], len(group["params"])] for group in groups],
             }
@@ -87,10 +88,12 @@ def case_groups_of_a_stage():
         loss = torch.stack([model(**next(data)).loss for _ in range(ACCUMULATION)]).mean()
         optimizer.zero_grad()
         loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         optimizer.step()
         scheduler.step()
         losses.append(loss.item())
-    return {"found": found, "losses": losses, "rates": scheduler.get_last_lr()}
+    one = {"losses": losses, "norm": norm.item(), "rates": scheduler.get_last_lr()}
+    return {"found": found, "one": one}
 
 
 def reference_losses(data_ranks, steps=STEPS):
