@@ -29,8 +29,10 @@ def test_without_a_section_it_trains_as_transformers_does(results, case):
         stock, ours = result[case]["stock"], result[case]["ours"]
         assert stock["class"].startswith("deepspeed.")
         assert ours["class"] == "wavemare.engine.data_parallel.Engine"
-        for key in ("losses", "eval", "lr", "weights", "counted"):
+        for key in ("losses", "eval", "lr", "weights"):
             assert ours[key] == stock[key], key
+        whole = result[case.replace("zero3", "zero1")]["stock"]  # of ZeRO 3 stock counts a part
+        assert ours["counted"] == whole["counted"]
         assert len(ours["losses"]) == 3
         assert ours["losses"][0] != ours["losses"][-1]
 
