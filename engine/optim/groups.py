@@ -70,10 +70,11 @@ def sum_all_norms(optimizer: Any, dropped: Sequence[dict[str, Any] | None]) -> N
     stock, more = optimizer.scaled_global_norm, sum(group is not None for group in dropped)
 
     def norm(*args: Any, **kwargs: Any) -> Tensor:
-        own, none = len(optimizer.bit16_groups), [[] for _ in range(more)]
-        empty = {own + number: [] for number in range(more)}
+        own = len(optimizer.bit16_groups)
+        none: list[list[Any]] = [[] for _ in range(more)]
         lists = ("bit16_groups", "params_in_partition")
         values: dict[str, Any] = {name: [*getattr(optimizer, name), *none] for name in lists}
+        empty = dict(enumerate(none, own))
         values["averaged_gradients"] = {**optimizer.averaged_gradients, **empty}
         with replaced(optimizer, values):
             return stock(*args, **kwargs)
