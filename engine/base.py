@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from wavemare.engine.health.watchdog import Watchdog
 from wavemare.engine.local_steps.steps import LocalSteps
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import LoadedWeights
+from wavemare.engine.optim.groups import AllGroups, dropped_groups, sum_all_norms
 from wavemare.engine.optim.norm import GradientNorm
 from wavemare.engine.optim.optimizers import (
     check_matrix_optimizer,
@@ -37,7 +38,7 @@ from wavemare.engine.optim.optimizers import (
 from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.ranks import Ranks
 from wavemare.engine.same_batches import SameBatches, attach_same_batches
-from wavemare.engine.seams import discard_open_step, forget_grid, hold_grid
+from wavemare.engine.seams import discard_open_step, forget_grid, hold_grid, replaced
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
 from wavemare.errors import CommError, ConfigError
@@ -77,6 +78,8 @@ class EngineMixin(CheckpointMixin):
     watchdog: Watchdog | None = None
     has_begun = False
     """Whether the present step has done more than to read its data."""
+    _dropped: Sequence[dict[str, Any] | None] = ()
+    """Parameter groups of a stage that DeepSpeed has dropped, as `AllGroups` takes them."""
     broken = ""
     """Which step failed midway, so that the engine refuses the next one; empty if none did."""
 
@@ -160,13 +163,34 @@ class EngineMixin(CheckpointMixin):
         if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
             client_optimizer = client_optimizer(model_parameters)
         check_matrix_optimizer(self, client_optimizer)
-        self._check_groups(client_optimizer)
+        groups = getattr(client_optimizer, "param_groups", model_parameters)
+        groups = list(groups) if isinstance(groups, list) else None  # DeepSpeed changes the list
+        if not self.pipeline_parallelism:
+            self._check_groups(groups)
         super()._configure_optimizer(client_optimizer, model_parameters)
+        if not self.pipeline_parallelism:
+            return
+        self._dropped = dropped_groups(groups, self.basic_optimizer)
+        if self._dropped and self.optimizer is self.basic_optimizer:
+            groups = AllGroups(self.basic_optimizer, self._dropped).param_groups
+            self.basic_optimizer.param_groups[:], self._dropped = groups, ()
+        elif self._dropped:
+            self._check_groups(groups)
+            sum_all_norms(self.optimizer, self._dropped)
 
-    def _check_groups(self, optimizer: Any) -> None:
+    def _configure_lr_scheduler(self) -> None:
+        if not self._dropped:
+            super()._configure_lr_scheduler()
+            return
+        basic, optimizer = (
+            AllGroups(own, self._dropped) for own in (self.basic_optimizer, self.optimizer)
+        )
+        with replaced(self, {"basic_optimizer": basic, "optimizer": optimizer}):
+            super()._configure_lr_scheduler()
+
+    def _check_groups(self, groups: Any) -> None:
         """Refuse empty parameter groups that a scheduler counts: DeepSpeed drops them."""
-        groups = getattr(optimizer, "param_groups", ())
-        empty = sum(not group["params"] for group in groups)
+        empty = sum(isinstance(one, dict) and not one["params"] for one in groups or ())
         if empty and hasattr(self.client_lr_scheduler, "get_last_lr"):
             raise ConfigError(
                 "optimizer",

@@ -41,6 +41,7 @@ FUNCTIONS = {
         _configure_checkpointing=98e9ab _get_rank_zero_ckpt_name=ded768 train_batch_size=913c10
         _get_zero_ckpt_name=ebf13c _reduce_expert_gradients=e85f52
         _configure_distributed_model=a9a57b _get_ckpt_name=5bef33 _get_all_ckpt_names=d3a867
+        _configure_lr_scheduler=5f3c01
         _configure_optimizer=dd82a7 _copy_recovery_script=4bfd76
         _get_gradients_for_reduction=e27ed4 _save_checkpoint=7cec5b _save_moe_checkpoint=cf5acf
         allreduce_bucket=aee7bd allreduce_gradients=463dde allreduce_and_copy=c0e79d

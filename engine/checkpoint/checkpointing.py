@@ -26,6 +26,7 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
     CHECKPOINT_PARALLEL_DIMS,
     FOLDING_METADATA_KEY,
+    FROZEN_PARAM_FRAGMENTS,
     PIPELINE_REPLICATED_PARAMETER_PATTERNS,
     UNIVERSAL_CHECKPOINT_INFO,
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
@@ -38,6 +39,7 @@ from torch import Tensor
 
 from wavemare.engine.checkpoint.compatibility import (
     check_checkpoint_fits,
+    check_held,
     check_kind,
     check_optimizer,
     check_shapes,
@@ -92,6 +94,9 @@ class CheckpointMixin(DeepSpeedEngine):
 
     checkpoint_engine: Any
     reads_own_replica = True  # of replicas with local steps; else all read the first one's files
+    restores_random_state = True
+    """Whether a load restores the random generators. A front end that restores them itself says no:
+    transformers draws an epoch's order in between."""
     _writing: BackgroundSave | None = None
     _writers: Any = None
     _earlier_runs: tuple[str, ...] = ()
@@ -192,6 +197,7 @@ class CheckpointMixin(DeepSpeedEngine):
         with own_part(), self._writes_to(files), self.without_expert_files():
             super().save_checkpoint(save_dir, partial, state, False, exclude_frozen_parameters)
         own = {**random_state(), "engine": self.extra_state(), "shapes": shapes(self)}
+        own["held"] = adapt(self).held_names()
         files.take(own, str(folder / partial / _rank_file(self.global_rank)))
         save = Save(
             files=files,
@@ -285,7 +291,9 @@ class CheckpointMixin(DeepSpeedEngine):
         own: dict[str, Any] = {}
         if manifest is not None:
             folder, strict = Path(load_dir) / str(tag), load_module_strict and whole
-            own = agree(folder, lambda: _read_own(folder, manifest, self, strict=strict))
+            own = agree(
+                folder, lambda: _read_own(folder, manifest, self, strict=strict, whole=whole)
+            )
         same = whole and manifest is not None and manifest["topology"] == topology(self)
         if whole and tag is not None:
             folder = Path(load_dir) / tag
@@ -316,7 +324,7 @@ class CheckpointMixin(DeepSpeedEngine):
             return result
         # A run that takes only weights does not own the other run's checkpoints.
         self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
-        if own and whole and same:
+        if own and whole and same and self.restores_random_state:
             restore_random_state(own)
         self.reset_state()
         if whole:
@@ -347,6 +355,11 @@ class CheckpointMixin(DeepSpeedEngine):
         if isinstance(checkpoint.get("module"), Mapping):
             # DeepSpeed's pipeline would look for the key "module" a second time.
             load = partial(DeepSpeedEngine.load_module_state_dict, self)
+        frozen = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+        if frozen is not None and not self.zero_optimization_partition_weights():
+            # DeepSpeed takes all that are frozen now from those that were frozen then.
+            frozen = {**checkpoint["module"], **frozen}
+            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: frozen}
         with replaced(self.loaded_weights, {"paused": True}):
             load(
                 checkpoint,
@@ -499,9 +512,9 @@ def _find(
 
 
 def _read_own(
-    folder: Path, manifest: Mapping[str, Any], engine: EngineMixin, *, strict: bool
+    folder: Path, manifest: Mapping[str, Any], engine: EngineMixin, *, strict: bool, whole: bool
 ) -> dict[str, Any]:
-    """Return this rank's state, if the topology is the same, after a look at the weights' sizes.
+    """Return this rank's state, if the topology is the same, after a look at the weights.
 
     Other numbers of replicas take the state of the first one.
     """
@@ -512,6 +525,7 @@ def _read_own(
         rank %= saved["data"]
     own = read_file(folder / _rank_file(rank))
     check_shapes(folder, own.get("shapes"), engine, strict=strict)
+    check_held(folder, own.get("held"), engine, whole=whole)
     return own
 
 

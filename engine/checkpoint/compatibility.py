@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from wavemare.engine.checkpoint.files import read_file
 from wavemare.engine.checkpoint.manifest import MANIFEST
 from wavemare.engine.config.shape import ZERO_WEIGHTS
+from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.optim.optimizers import is_added
 from wavemare.errors import CheckpointError
 
@@ -157,6 +158,52 @@ def check_shapes(
             reason = f"it holds another model: {name} is {theirs} in it, and {ours} in this run"
             remedy = "Give the sizes of the run that saved it (a recipe's are in its config.json)"
             raise CheckpointError("checkpoint", str(folder), reason, remedy)
+
+
+def check_held(
+    folder: Path, saved: list[list[str]] | None, engine: EngineMixin, *, whole: bool
+) -> None:
+    """Refuse optimizer states of other weights: they are read by position, as are flat masters.
+
+    Args:
+        folder: Of the checkpoint.
+        saved: The names of the weights that its optimizer held, by group; None in those of older
+            versions, which do not say.
+        engine: Reads it.
+        whole: Whether it reads the optimizer's states, too. Without them ZeRO 3 alone refuses, of
+            which a weight that is frozen now is in no file that it reads.
+
+    Raises:
+        CheckpointError: This run's optimizer holds others, or holds them in another order.
+    """
+    own = adapt(engine).held_names()
+    if saved is None or saved == own:
+        return
+    theirs, ours = ({name for group in groups for name in group} for groups in (saved, own))
+    spread = engine.zero_optimization_partition_weights()
+    if not whole and not (spread and theirs - ours):
+        return
+    sides = ("the checkpoint", theirs - ours), ("this run", ours - theirs)
+    reason = " and ".join(
+        f"in {where} alone it holds {_some(names)}" for where, names in sides if names
+    )
+    raise CheckpointError(
+        "checkpoint",
+        str(folder),
+        "its optimizer held other weights: "
+        + (reason or "the same ones in other groups, or in another order"),
+        "Freeze the same weights and give the same parameter groups as the run that saved it, or "
+        + (
+            f"go on from {_EXPORTED}"
+            if spread or "replicas" in topology(engine)
+            else _WEIGHTS_ALONE
+        ),
+    )
+
+
+def _some(names: set[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first} and {len(others)} others" if others else first
 
 
 def check_optimizer(folder: Path, engine: EngineMixin) -> None:

@@ -32,6 +32,9 @@ from wavemare.pipeline.optim.matrix_optimizer import Partition
 if TYPE_CHECKING:
     from wavemare.engine.base import EngineMixin
 
+_GROUPS = "bit16_groups", "bf16_groups", "fp16_groups"
+"""Where DeepSpeed's wrappers keep the model's parameters, in the order of their flat masters."""
+
 
 def adapt(engine: EngineMixin) -> OptimizerAdapter:
     """Return the adapter of an engine's optimizer.
@@ -202,6 +205,15 @@ class OptimizerAdapter:
             group: As for `detach_stage`.
         """
         return own
+
+    def held_names(self) -> list[list[str]]:
+        """Return the names of the weights that the optimizer holds, by group and in its order."""
+        groups = next((g for name in _GROUPS if (g := getattr(self._optimizer, name, None))), None)
+        if groups is None:
+            basic = getattr(self._engine, "basic_optimizer", None)
+            groups = [group["params"] for group in getattr(basic, "param_groups", ())]
+        names = {id(p): name for name, p in self._engine.module.named_parameters()}
+        return [[names.get(id(p), "a weight outside the model") for p in group] for group in groups]
 
     def refresh_masters(self) -> None:
         """Take the model's weights as the fp32 masters: other weights have been loaded."""

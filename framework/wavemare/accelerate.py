@@ -157,6 +157,8 @@ class Accelerator(accelerate.Accelerator):
                 f"accelerate {accelerate.__version__} built DeepSpeed's {type(engine).__name__}: "
                 "it no longer looks deepspeed.initialize up when it prepares a model"
             )
+        if engine is not None:  # the Trainer restores them, after it has drawn an epoch's order
+            engine.restores_random_state = not self.whole_steps
         for scheduler in prepared:
             if self.model_ranks > 1 and type(scheduler) is AcceleratedScheduler:
                 scheduler.__class__ = _scheduler_of(self.data_ranks)

@@ -412,14 +412,13 @@ def _of_this_stage(
                 "it was made for all parameter groups, of which a stage may have but some",
                 "Give a function from an optimizer to a scheduler, or name one in the JSON",
             )
-        optimizer.param_groups[:] = [group for group in groups if group["params"]]
+        optimizer.param_groups[:] = groups  # also those without weights here: ranks count alike
         for parameter in [p for p in optimizer.state if id(p) not in local]:
             del optimizer.state[parameter]
     if parameters is not None:
         parameters = list(parameters)
         if parameters and isinstance(parameters[0], dict):
-            groups = [{**group, "params": keep(group["params"])} for group in parameters]
-            parameters = [group for group in groups if group["params"]]
+            parameters = [{**group, "params": keep(group["params"])} for group in parameters]
         else:
             parameters = keep(parameters)
     return optimizer, parameters

@@ -39,6 +39,7 @@ def test_a_step_has_the_loss_of_transformers(results, case):
     for result in (found[case] for found in results):
         assert result["class"] == ENGINES.get(case.split("_")[1], "PipelineEngine")
         assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
+        assert result["counted"] == result["counted_expected"]  # operations, and parameters
         assert len(result["losses"]) in (3, 8)
 
 

@@ -9,6 +9,7 @@ CASES = [
     *EQUALITY,
     "sparse",
     "tokens",
+    "resumed",
     "refusals",
     "tensor_parallel",
     "own_optimizer",
@@ -30,6 +31,8 @@ def test_without_a_section_it_trains_as_transformers_does(results, case):
         assert ours["class"] == "wavemare.engine.data_parallel.Engine"
         for key in ("losses", "eval", "lr", "weights"):
             assert ours[key] == stock[key], key
+        whole = result[case.replace("zero3", "zero1")]["stock"]  # of ZeRO 3 stock counts a part
+        assert ours["counted"] == whole["counted"]
         assert len(ours["losses"]) == 3
         assert ours["losses"][0] != ours["losses"][-1]
 
@@ -54,6 +57,9 @@ def test_ranks_that_share_a_model_read_the_same_batches(results):
         own = result["tensor_parallel"]["losses"][:2]
         assert own == pytest.approx(stock["losses"][:2], rel=1e-4)
         assert result["tensor_parallel"]["eval"] == pytest.approx(stock["eval"], rel=1e-3)
+        flos, parameters = stock["counted"]
+        # Two rows more fill up the last batches of two data ranks.
+        assert result["tensor_parallel"]["counted"] == [flos * 22 / 24, parameters]
         assert stock["whole logits"]
         assert not result["tensor_parallel"]["whole logits"]  # for the loss alone
 
@@ -75,6 +81,16 @@ def test_balanced_means_are_not_weighed_twice(results):
         assert result["tokens"]["eval"] == pytest.approx(stock["eval"] * 16 / 15, rel=1e-3)
         expected = [loss * 16 / 15 for loss in stock["losses"]]
         assert result["tokens"]["losses"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_resumed_run_reads_the_samples_that_a_sampler_has_drawn(results):
+    for result in results:
+        found = result["resumed"]
+        for name, run in found.items():
+            assert run["digests"][0] == run["digests"][1], name
+            assert run["losses"][0] == run["losses"][1], name
+        for order in ("grouped", "weighted"):
+            assert found[f"zero1 {order}"] == found[f"stock {order}"]
 
 
 def test_what_differs_from_the_arguments_is_one_message(results):

@@ -10,6 +10,7 @@ CASES = [
     "training_data_plain",
     "pipeline",
     "client_optimizer",
+    "groups_of_a_stage",
     "interleaved_evaluation",
     "training_data",
     "dynamic_shapes",
@@ -39,7 +40,18 @@ def test_a_transformers_model_becomes_a_pipeline(results, case):
 
 
 def test_parameter_groups_of_the_whole_model_are_kept_apart(results):
-    assert [result["pipeline"]["groups"] for result in results] == [2, 3]
+    assert [result["pipeline"]["groups"] for result in results] == [3, 3]
+
+
+def test_each_parameter_group_has_its_rate_on_stages_without_its_weights(results):
+    for stage, result in enumerate(results):
+        one = result["groups_of_a_stage"]["one"]
+        for name, found in result["groups_of_a_stage"]["found"].items():
+            for key in one:
+                assert found[key] == pytest.approx(one[key], rel=1e-5), (name, key)
+            if "zero" not in name:  # under ZeRO DeepSpeed keeps no group without weights
+                assert [rate for rate, _ in found["groups"]] == one["rates"], name
+                assert (found["groups"][0][1] == 0) == (stage == 1), name
 
 
 def test_an_evaluation_is_the_models_own_whatever_its_shape(results):

@@ -8,6 +8,7 @@ import pytest
 
 CASES = ("0-bf16", "3-bf16", "1f1b-bf16", "local_steps-bf16")
 NIGHTLY = ("0", "1-bf16", "2-bf16", "1f1b-1-bf16", "pipemare-bf16")
+OTHERS = ("others:1", "others:2", "others:3", "others:1f1b-1-bf16")
 UNIVERSAL = ("1-bf16", "1f1b-1-bf16")
 
 
@@ -18,10 +19,27 @@ def check(found, ways):
         assert (loaded, stepped) == (0, 0), way
 
 
+def check_others(case, found):
+    """Whether the states of an optimizer of other weights were refused, and the remedy works."""
+    assert len(found) == 4
+    for name, (refused, alone, difference) in found.items():
+        assert "wpe.weight" in refused or name not in {"thawed", "frozen"}, name
+        if case == "others:3" and name in {"swapped", "frozen"}:
+            assert "save_pretrained" in refused, name
+            assert alone == refused, name
+        else:
+            assert ("load_optimizer_states=False" in refused) == (case != "others:3"), name
+            assert refused, name
+            assert (alone, difference) == ("", 0), name
+
+
 def run_all(launch, folder, *cases):
     finished = launch("weights_alone.py", folder, "ways", *cases).check()
     for rank in range(2):
         for case, found in finished.result(rank).items():
+            if case in OTHERS:
+                check_others(case, found)
+                continue
             ways = {"states", "module"} if case != "local_steps-bf16" else set()
             ways |= {"dictionary"} if case != "3-bf16" else set()
             local = {"3-bf16", "local_steps-bf16"}  # of parts, and of weights to be averaged
@@ -29,7 +47,7 @@ def run_all(launch, folder, *cases):
 
 
 def test_a_step_of_learning_rate_0_leaves_the_loaded_weights(launch, tmp_path):
-    run_all(launch, tmp_path / "saved", *CASES)
+    run_all(launch, tmp_path / "saved", *CASES, *OTHERS)
 
 
 @pytest.mark.nightly

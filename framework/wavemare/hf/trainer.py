@@ -65,6 +65,8 @@ class Trainer(StockTrainer):
     _epoch = 0
     _max_steps = 1
     _loss: TrainerLoss
+    _whole: tuple[Any, dict[str, int], int] = None, {}, 0
+    """The model; before an engine divided it, sizes by name, and together without embeddings."""
     _rate: float | None = None
     """The learning rate of the last step, once it is known."""
 
@@ -161,6 +163,8 @@ class Trainer(StockTrainer):
                     remedy = f"Name the {name} in the JSON, or override create_{name}"
                     raise ConfigError("optimizers", type(value).__name__, reason, remedy)
             self._release_engine()
+            if self._whole[0] is not self.model:
+                self._whole = self.model, *_sizes(self.model)
             if self.accelerator.weighs_losses:
                 # Otherwise transformers and the engine would both divide by the number of tokens.
                 self.model_accepts_loss_kwargs = False
@@ -351,6 +355,21 @@ class Trainer(StockTrainer):
         own = self.accelerator.model_ranks if self.is_deepspeed_enabled else 1
         return int(super().get_tp_size() * own)
 
+    def get_num_trainable_parameters(self) -> int:
+        """Return how many parameters of the whole model are trained."""
+        own: Any = self.model
+        sizes = self._whole[1] if self._whole[0] is own else {}
+        trained = ((n, p) for n, p in own.named_parameters() if p.requires_grad)
+        return sum(sizes.get(name, parameter.numel()) for name, parameter in trained)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """Return transformers' estimate, of which each process that shares a model has a part."""
+        own: Any = self.model
+        name = getattr(own, "main_input_name", "input_ids")
+        if self._whole[0] is not own or not hasattr(own, "num_parameters") or name not in inputs:
+            return super().floating_point_ops(inputs)
+        return 6 * inputs[name].numel() * self._whole[2] / self.accelerator.model_ranks
+
     # --- evaluation -----------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -530,6 +549,14 @@ class _Form:
 def _inner(model: Any) -> Any:
     """Return the model inside adapters."""
     return model.get_base_model() if is_adapted(model) else model
+
+
+def _sizes(model: Any) -> tuple[dict[str, int], int]:
+    """Return the sizes of a model's weights by name, and together without those of embeddings."""
+    modules = model.named_modules()
+    embeddings = {f"{name}.weight" for name, m in modules if isinstance(m, torch.nn.Embedding)}
+    sizes = {n: getattr(p, "ds_numel", p.numel()) for n, p in model.named_parameters()}
+    return sizes, sum(size for name, size in sizes.items() if name not in embeddings)
 
 
 def _first_rows(batch: Any, rows: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -200,11 +201,16 @@ def _check_declared(
             tuple(value.shape),
             "position_ids begin anew, and with this mask of ones rows would see each other in the "
             "model, but not in the pipeline, which does not carry it",
-            f"Drop it from the batch, or declare it with inputs={[*inputs, name]}",
+            f"{_declared([*inputs, name])}, or drop it from the batch",
         )
     raise ModelError(
         name,
         tuple(value.shape),
         f"the pipeline carries only {', '.join(inputs)}, so this entry would be ignored",
-        f"Declare it with to_pipeline(..., inputs={[*inputs, name]}), or drop it from the batch",
+        f"{_declared([*inputs, name])}, or drop it from the batch",
     )
+
+
+def _declared(inputs: list[str]) -> str:
+    given = json.dumps(inputs)
+    return f"Declare it: set wavemare.pipeline.inputs to {given} (to_pipeline: inputs={given})"

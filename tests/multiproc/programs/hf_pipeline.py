@@ -48,7 +48,7 @@ def reference(kind, trainer, smoothing=0.0, loss_of=None):
     model = plain_model(kind).to(args.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     transformers.set_seed(args.seed)  # which orders the samples
-    loader, found, step = trainer.get_train_dataloader(), [], 0
+    loader, found, step, tokens = trainer.get_train_dataloader(), [], 0, 0
     for epoch in range(100):
         loader.set_epoch(epoch)
         with seeded(args.seed + epoch * 1_000_003):  # as an epoch's order is drawn
@@ -71,8 +71,10 @@ def reference(kind, trainer, smoothing=0.0, loss_of=None):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             optimizer.step()
             found.append(loss.item())
+            tokens += sum(batch["input_ids"].numel() for batch in part)
             step += 1
-    return {"losses": found}
+    size = model.num_parameters(exclude_embeddings=True)
+    return {"losses": found, "counted": [6 * size * tokens, model.num_parameters()]}
 
 
 def _loss(kind, model, batch, smoothing, items):
@@ -119,6 +121,7 @@ def compared(kind, schedule, smoothing=0.0, **options):
     with torch.no_grad():
         outputs = [loaded(**collate([rows[number]])).logits for number in range(5)]
     found, expected = torch.from_numpy(predicted.predictions), torch.cat(outputs)
+    own = reference(kind, trainer, smoothing)
     errors = (found[:, None] - expected[None]).flatten(2).abs().amax(-1)
     if trainer.args.train_sampling_strategy == "group_by_length":  # predictions come in its order
         errors = errors.amin(0)
@@ -127,7 +130,9 @@ def compared(kind, schedule, smoothing=0.0, **options):
     return {
         "class": type(trainer.deepspeed).__name__,
         "losses": losses(trainer),
-        "expected": reference(kind, trainer, smoothing)["losses"],
+        "expected": own["losses"],
+        "counted": [trainer.state.total_flos, trainer.get_num_trainable_parameters()],
+        "counted_expected": own["counted"],
         "eval": evaluated["eval_loss"],
         "eval_expected": _eval_loss(kind, loaded, trainer, smoothing),
         "logits": list(found.shape),

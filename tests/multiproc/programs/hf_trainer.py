@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import transformers
 from common import VOCABULARY, leave, refusal
-from hf_common import MODELS, Rows, arguments, file_digest, json_file, losses, plain_model
+from hf_common import MODELS, Rows, arguments, file_digest, json_file, losses, pad, plain_model
 from tensor_models import Widths
 
 import wavemare
@@ -34,6 +34,7 @@ def run(kind, name, trainer_class, config, **changes):
         "class": f"{type(engine).__module__}.{type(engine).__name__}",
         "losses": losses(trainer),
         "eval": evaluated,
+        "counted": [trainer.state.total_flos, trainer.get_num_trainable_parameters()],
         "whole logits": VOCABULARY in widths.seen,
         "lr": [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e],
         "weights": file_digest(trainer.args.output_dir),
@@ -81,6 +82,64 @@ def tokens():
     return run("gpt2", "tokens", wavemare.hf.Trainer, config)
 
 
+class Weighted(torch.utils.data.WeightedRandomSampler):
+    """Draws the order of an epoch from the global generator."""
+
+    def __init__(self, rows):
+        super().__init__([1.0 + number % 3 for number in range(len(rows))], len(rows))
+
+
+def of_weighted(base):
+    class WithSampler(base):
+        def _get_train_sampler(self, dataset=None):
+            return Weighted(self.train_dataset)
+
+    return WithSampler
+
+
+def interrupted(name, trainer_class, config, **changes):
+    """Train with dropout, then again from a checkpoint in the first epoch; digests of weights."""
+    digests, seen = [], []
+
+    for again in (None, f"{sys.argv[1]}/{name}/checkpoint-2"):
+        saves = {"save_strategy": "steps", "save_steps": 2} if again is None else {}
+        options = {**changes, **saves}
+        trainer = trainer_class(
+            model=MODELS["gpt2"](),
+            args=arguments(name, config, max_steps=4, max_grad_norm=0.0, **options),
+            data_collator=pad,
+            train_dataset=Rows("gpt2", 40, varied=True),
+        )
+        trainer.train(resume_from_checkpoint=again)
+        trainer.save_model()
+        torch.distributed.barrier()
+        digests.append(file_digest(trainer.args.output_dir))
+        seen.append(losses(trainer)[-2:])
+    return {"digests": digests, "losses": seen}
+
+
+def resumed():
+    """Orders that samplers draw from the global generator, in runs that go on from a checkpoint."""
+    local = {"local_steps": {"mode": "average", "every": 2, "replica": "rank"}}
+    engines = {
+        "zero1": (1, None),
+        "sparse": (0, {"sparse_collective": {"mode": "auto"}}),
+        "local": (0, local),
+        "waves": (1, {"wavelet": {"mode": "sync"}}),
+    }
+    grouped = {"train_sampling_strategy": "group_by_length"}
+    stock, ours = transformers.Trainer, wavemare.hf.Trainer
+    found = {
+        "stock grouped": interrupted("r-stock", stock, json_file(1), **grouped),
+        "stock weighted": interrupted("r-stock-w", of_weighted(stock), json_file(1)),
+        "zero1 weighted": interrupted("r-zero1-w", of_weighted(ours), json_file(1)),
+    }
+    for engine, (stage, section) in engines.items():
+        config = json_file(stage, section)
+        found[f"{engine} grouped"] = interrupted(f"r-{engine}", ours, config, **grouped)
+    return found
+
+
 def refusals():
     def message(config, optimizer_class=None, **changes):
         model = MODELS["gpt2"]()
@@ -119,6 +178,7 @@ CASES = {
     "tensor_parallel": tensor_parallel,
     "own_optimizer": own_optimizer,
     "named_optimizer": named_optimizer,
+    "resumed": resumed,
     "refusals": refusals,
 }
 

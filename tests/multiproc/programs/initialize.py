@@ -41,6 +41,61 @@ def named_batches(data_rank=0):
         yield {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
+UNTIED = {**QUIET, "tie_word_embeddings": False}
+
+
+def two_groups(model):
+    """The first group is the word positions, which the first stage alone has."""
+    positions = model.transformer.wpe.weight
+    others = [p for p in model.parameters() if p is not positions]
+    return [{"params": [positions], "lr": 3e-2}, {"params": others}]
+
+
+def two_rates(optimizer):
+    rates = [lambda step: 0.5**step, lambda step: 1 + step / 2]
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+
+
+def case_groups_of_a_stage():
+    """A rate for each parameter group, of which the last stage has one: named, and as an object."""
+    found = {}
+    drained = {"schedule": "pipemare", "pipemare": {"drain_interval": 1}}
+    for name, zero, section in (("1f1b", 0, {}), ("pipemare", 0, drained), ("1f1b zero", 1, {})):
+        config = plain(zero, wavemare={"pipeline": {"stages": 2, **section}})
+        for named in (True, False):
+            model = build_gpt2(**UNTIED)
+            given = {"model_parameters": two_groups(model)}
+            if not named:
+                config.pop("optimizer", None)
+                given = {"optimizer": torch.optim.AdamW(two_groups(model), lr=1e-2)}
+            engine, *_ = wavemare.initialize(
+                model=model, config=config, lr_scheduler=two_rates, **given
+            )
+            data = named_batches()
+            losses = [engine.train_batch(data).item() for _ in range(STEPS)]
+            groups = engine.optimizer.param_groups
+            found[f"{name} {named}"] = {
+                "losses": losses,
+                "norm": engine.get_global_grad_norm(),
+                "rates": engine.lr_scheduler.get_last_lr(),
+                "groups": [[group["lr"], len(group["params"])] for group in groups],
+            }
+            engine.destroy()
+    model = build_gpt2(**UNTIED).to(DEVICE)
+    optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
+    scheduler, data, losses = two_rates(optimizer), named_batches(), []
+    for _ in range(STEPS):
+        loss = torch.stack([model(**next(data)).loss for _ in range(ACCUMULATION)]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    one = {"losses": losses, "norm": norm.item(), "rates": scheduler.get_last_lr()}
+    return {"found": found, "one": one}
+
+
 def reference_losses(data_ranks, steps=STEPS):
     """Train the unsplit model on the batches of all data ranks; the mean loss of each step."""
     model = build_gpt2(**QUIET).to(DEVICE)

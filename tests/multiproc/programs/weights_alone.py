@@ -15,10 +15,14 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 import wavemare
 from wavemare.engine.parts import own_part
+from wavemare.errors import CheckpointError
 
 BF16 = {"bf16": {"enabled": True}}
 CASES = {
     "0": (0, {}, {}),
+    "1": (1, {}, {}),
+    "2": (2, {}, {}),
+    "3": (3, {}, {}),
     "0-bf16": (0, BF16, {}),
     "1-bf16": (1, BF16, {}),
     "2-bf16": (2, BF16, {}),
@@ -31,7 +35,22 @@ CASES = {
 """ZeRO stage, precision, and the section ``wavemare``."""
 
 
-def start(case, *, seed, universal=False):
+OTHERS = {
+    "swapped": ({"frozen": "h.0."}, {"frozen": "h.1."}),
+    "thawed": ({"frozen": "wpe"}, {}),
+    "frozen": ({}, {"frozen": "wpe"}),
+    "order": ({"first": "ln_1"}, {"first": "ln_2"}),
+}
+"""What is given to `start` before a save and before the load: another optimizer."""
+
+
+def groups(model, first):
+    """Two parameter groups; ``first`` is a part of the names of the first group's weights."""
+    named = dict(model.named_parameters())
+    return [{"params": [p for n, p in named.items() if (first in n) == own]} for own in (1, 0)]
+
+
+def start(case, *, seed, universal=False, frozen="", first=""):
     """Return an engine whose weights depend on the seed."""
     zero, precision, section = CASES[case]
     model = build_gpt2()
@@ -39,6 +58,8 @@ def start(case, *, seed, universal=False):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and frozen in name))
     adam = {"lr": 0.0, "torch_adam": True, "weight_decay": 0.0}
     config = configuration(
         zero,
@@ -48,7 +69,8 @@ def start(case, *, seed, universal=False):
         **precision,
     )
     del config["scheduler"]  # it would set a learning rate
-    return wavemare.initialize(model=model, config=config)[0]
+    parameters = groups(model, first) if first else None
+    return wavemare.initialize(model=model, config=config, model_parameters=parameters)[0]
 
 
 def step(engine):
@@ -137,6 +159,29 @@ def ways(case, folder):
     return results
 
 
+def others(case, folder):
+    """Load what an optimizer of other weights has saved: what is said; then the weights alone."""
+    found = {}
+    for name, (before, after) in OTHERS.items():
+        engine = start(case, seed=1, **before)
+        step(engine)
+        wanted = weights(engine)
+        engine.save_checkpoint(str(folder / name))
+        engine.destroy()
+        engine = start(case, seed=2, **after)
+        told = []
+        for options in ({}, {"load_optimizer_states": False}):
+            try:
+                engine.load_checkpoint(str(folder / name), **options)
+                told.append("")
+            except CheckpointError as error:
+                told.append(f"{error.reason}. {error.remedy}")
+        step(engine)
+        found[name] = [*told, furthest(weights(engine), wanted)]
+        engine.destroy()
+    return found
+
+
 def universal(case, folder):
     """Return the differences by a universal checkpoint, made where it is missing."""
     if not (folder / "universal").exists():
@@ -160,4 +205,9 @@ if __name__ == "__main__":
     wavemare.init_distributed()
     root, action, *cases = sys.argv[2:]
     run = {"ways": ways, "universal": universal}[action]
-    leave({case: run(case, Path(root, case)) for case in cases})
+    found: dict[str, object] = {}
+    for case in cases:
+        kind, _, others_of = case.partition(":")
+        own = others_of or kind
+        found[case] = (others if others_of else run)(own, Path(root, case))
+    leave(found)
