@@ -127,6 +127,23 @@ class MicroBatch(NamedTuple):
     weight: float
 
 
+class _LossOfItems:
+    """A pipeline's loss of outputs, and of labels with their number of items.
+
+    Args:
+        loss: Of outputs, labels and number of items.
+
+    Attributes:
+        main: The same.
+    """
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        self.main = loss
+
+    def __call__(self, outputs: Any, labelled: tuple[Any, ...]) -> Tensor:
+        return self.main(outputs, *labelled)
+
+
 class TokenMean(Iterator[Any]):
     """Micro-batches of a causal model, weighted by their labels.
 
@@ -143,7 +160,8 @@ class TokenMean(Iterator[Any]):
         self._step: deque[Any] = deque()
         if isinstance(engine.module, TransformerPipeline) and engine.module.loss_fn is not None:
             head = engine.module.loss_fn
-            engine.module.loss_fn = lambda logits, labelled: head(logits, *labelled)
+            if not isinstance(head, _LossOfItems):  # an iterator before has replaced it
+                engine.module.loss_fn = _LossOfItems(head)
 
     def __next__(self) -> Any:
         if not self._step:

@@ -263,7 +263,7 @@ def test_undeclared_entries_are_refused(make_model):
     padded = torch.ones_like(IDS)
     padded[0, -1] = 0
     for name, value in [("attention_mask", padded), ("position_ids", IDS)]:
-        with pytest.raises(ModelError, match=rf"inputs=\['input_ids', '{name}'\]") as info:
+        with pytest.raises(ModelError, match=rf'inputs to \["input_ids", "{name}"\]') as info:
             module.split_batch({"input_ids": IDS, "labels": IDS, name: value})
         assert info.value.key == name
 
