@@ -128,7 +128,7 @@ class MicroBatch(NamedTuple):
 
 
 class _LossOfItems:
-    """A pipeline's loss of outputs, and of labels with their number of items.
+    """A pipeline's loss of outputs, and of labels with their number of items, or plain labels.
 
     Args:
         loss: Of outputs, labels and number of items.
@@ -140,8 +140,8 @@ class _LossOfItems:
     def __init__(self, loss: Callable[..., Tensor]) -> None:
         self.main = loss
 
-    def __call__(self, outputs: Any, labelled: tuple[Any, ...]) -> Tensor:
-        return self.main(outputs, *labelled)
+    def __call__(self, outputs: Any, labelled: Any) -> Tensor:
+        return self.main(outputs, *(labelled if isinstance(labelled, tuple) else (labelled,)))
 
 
 class TokenMean(Iterator[Any]):

@@ -362,9 +362,9 @@ def contents(folder):
     files = [p for p in folder.rglob("*") if p.is_file()]
     left = {"README.md", "training_args.bin", "generation_config.json"}
     found = {str(p.relative_to(folder)): p.read_bytes() for p in files if p.name not in left}
-    for name in found:
+    for name, content in found.items():
         if name.endswith("adapter_config.json"):  # peft writes sets as lists, in any order
-            config = json.loads(found[name])
+            config = json.loads(content)
             config["target_modules"].sort()
             found[name] = json.dumps(config).encode()
     if "config.json" in found:  # the Trainer writes into a model's own configuration
