@@ -86,15 +86,7 @@ class SparseComm:
     ) -> None:
         require("numba", "The sparse collective")
         check_number(ConfigError, "block", block, 1, whole=True)
-        if mode not in MODES:
-            raise ConfigError("mode", mode, "there is no such mode", did_you_mean(mode, MODES))
-        if deterministic and mode != "auto" and not EXECUTORS_BY_MODE[mode].deterministic:
-            raise ConfigError(
-                "mode",
-                mode,
-                "it does not sum in the order of the ranks, which deterministic asks for",
-                "Set deterministic to false, or choose auto, ordered, pushpull or allgather",
-            )
+        _check_mode(mode, deterministic)
         if isinstance(compressor, CompressorConfig):
             compressor = make_compressor(compressor, block)
         self.block = block
@@ -423,3 +415,15 @@ def check_bucket(flat: Tensor, *, averages: bool = False) -> None:
         reason, remedy = "whole numbers have no mean", "Use SparseComm(average=False)"
     if reason is not None and remedy is not None:
         raise ConfigError("bucket", tuple(flat.shape), reason, remedy)
+
+
+def _check_mode(mode: str, deterministic: bool) -> None:
+    if mode not in MODES:
+        raise ConfigError("mode", mode, "there is no such mode", did_you_mean(mode, MODES))
+    if deterministic and mode != "auto" and not EXECUTORS_BY_MODE[mode].deterministic:
+        raise ConfigError(
+            "mode",
+            mode,
+            "it does not sum in the order of the ranks, which deterministic asks for",
+            "Set deterministic to false, or choose auto, ordered, pushpull or allgather",
+        )

@@ -285,19 +285,17 @@ class CheckpointMixin(DeepSpeedEngine):
         else:
             folder = Path(load_dir)
             tag, manifest = agree(folder, lambda: _find(folder, tag, self, whole=whole))
-        if manifest is not None and self.settings.checkpoint.verify == "checksums":
-            folder = Path(load_dir) / str(tag)
-            agree(folder, lambda: _verify(folder, manifest, self))
         own: dict[str, Any] = {}
         if manifest is not None:
             folder, strict = Path(load_dir) / str(tag), load_module_strict and whole
-            own = agree(
-                folder, lambda: _read_own(folder, manifest, self, strict=strict, whole=whole)
-            )
+            if self.settings.checkpoint.verify == "checksums":
+                agree(folder, lambda: _verify(folder, manifest, self))
+            read = partial(_read_own, folder, manifest, self, strict=strict, whole=whole)
+            own = agree(folder, read)
         same = whole and manifest is not None and manifest["topology"] == topology(self)
         if whole and tag is not None:
             folder = Path(load_dir) / tag
-            agree(folder, lambda: check_optimizer(folder, self))
+            agree(folder, partial(check_optimizer, folder, self))
         # A pipeline in bf16 without ZeRO saves its optimizer's states as ZeRO does; DeepSpeed would
         # look elsewhere.
         as_zero = {"zero_optimization": lambda: True} if adapt(self).accumulates_in_fp32 else {}

@@ -123,7 +123,7 @@ def adapted(base, *names, init=False):
 
 
 UNREADABLE = {
-    *("their experts", "tensor zero1"),
+    *("their experts", "tensor zero1", "tensor zero3"),
     *(f"{name} zero1" for name in ("1f1b", "zb-h1", "zbv", "pipemare")),
 }
 """Layouts of whose files DeepSpeed's function has an error of its own."""
@@ -387,7 +387,9 @@ def difference(ours, theirs):
             if n not in ours or n not in theirs or not torch.equal(ours[n], theirs[n].cpu())
         ]
     elif isinstance(theirs, torch.Tensor) and theirs.is_floating_point():
-        same = ours.shape == theirs.shape and torch.allclose(ours.cpu(), theirs, atol=1e-4)
+        # Split layers add in another order, and doubled weights make it larger.
+        limit = 2e-5 * float(theirs.abs().max())
+        same = ours.shape == theirs.shape and torch.allclose(ours.cpu(), theirs, 0.0, limit)
         differing = [] if same else ["logits"]
     elif isinstance(theirs, torch.Tensor):
         differing = [] if torch.equal(ours.cpu(), theirs) else ["tokens"]
