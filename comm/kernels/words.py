@@ -8,15 +8,16 @@ are. Words are unsigned on CPUs, signed in torch and Triton.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-with suppress(ModuleNotFoundError):  # an extra: `SparseComm` says so
+try:
     import numba
+except ModuleNotFoundError:  # an extra: `SparseComm` says so
+    numba = None
 
 _UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
@@ -42,7 +43,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Without numba it stays as it is, far too slow to be called.
     """
-    if "numba" not in globals():
+    if numba is None:
         return function
     try:
         return numba.njit(nogil=True, cache=True)(function)

@@ -44,9 +44,10 @@ def check_picture(option: str, path: Path | None) -> None:
         LaunchError: matplotlib is not installed.
     """
     check_writable(option, path)
-    if path is not None:
-        require("matplotlib", option)
-    if path is not None and path.suffix not in (".png", ".svg"):
+    if path is None:
+        return
+    require("matplotlib", option)
+    if path.suffix not in (".png", ".svg"):
         reason = "a picture's name ends in .png or .svg"
         raise ConfigError(option, str(path), reason, f"Name it {path.stem}.png")
 
