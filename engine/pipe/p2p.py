@@ -35,6 +35,9 @@ Receive = tuple[Kind, int, int]
 _pending: list[deque[tuple[Tensor, Any, bool]]] = []
 """The pending sends of every queue of this process. gloo drops a message whose sender no longer
 holds it, and the receiver would wait for it forever."""
+_awaited: list[deque[tuple[Receive | None, MessageLayout, Tensor, Any]]] = []
+"""The posted receives of every queue of this process. gloo cannot take a message whose receive
+nobody holds any longer: its thread would look at it again and again, and occupy a core."""
 _links = itertools.count()
 """All ranks make their links together, and so count alike."""
 
@@ -55,6 +58,11 @@ def _flush(sends: Iterable[tuple[Tensor, Any, bool]]) -> None:
     with contextlib.suppress(RuntimeError):  # the receiver has gone, or does not take it
         for _, work, _ in sends:
             work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+
+
+def _forget(messages: deque[Any], of_all: list[deque[Any]]) -> None:
+    messages.clear()
+    of_all[:] = [other for other in of_all if other is not messages]
 
 
 class SendQueue:
@@ -79,9 +87,7 @@ class SendQueue:
 
     def close(self) -> None:
         """Forget what is pending, and destroy the group."""
-        self._sends.clear()
-        if any(sends is self._sends for sends in _pending):
-            _pending[:] = [sends for sends in _pending if sends is not self._sends]
+        _forget(self._sends, _pending)
         group, self.group = [self.group], None  # while anything refers to it, it stays open
         destroy_groups(group)
 
@@ -112,7 +118,8 @@ class SendQueue:
 class RecvQueue:
     """Receives from one rank, on the CPU with the next receives posted before they are needed.
 
-    Messages come in the sender's order, and are kept until they are wanted. On a GPU a receive is
+    Messages come in the sender's order, and are kept until they are wanted. What is posted is
+    received even after the queue is garbage-collected. On a GPU a receive is
     posted when it is needed. The host does not wait there, and goes on; but while a posted receive
     waits for its sender, allocating memory or loading a kernel may wait for it, and two stages for
     each other.
@@ -135,6 +142,7 @@ class RecvQueue:
         self._device = device
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._posted: deque[tuple[Receive | None, MessageLayout, Tensor, Any]] = deque()
+        _awaited.append(self._posted)
         self.expected: deque[Receive] = deque()
         self.gates: frozenset[Receive] = frozenset()
         self.has_ended = False
@@ -188,7 +196,7 @@ class RecvQueue:
 
     def close(self) -> None:
         """Forget what is expected, and destroy the group."""
-        self._posted.clear()
+        _forget(self._posted, _awaited)
         self.expected.clear()
         self.arrived.clear()
         group, self.group = [self.group], None  # while anything refers to it, it stays open

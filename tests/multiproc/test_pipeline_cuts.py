@@ -29,6 +29,11 @@ def test_what_a_stage_has_sent_arrives_whatever_it_does_next(launch, then):
     assert finished.result(1) is True
 
 
+def test_a_send_ends_though_the_engine_that_would_receive_it_is_gone(launch):
+    """Else the receiver's thread of gloo would occupy a core, and the sender wait for ever."""
+    launch("messages.py", "loses", own=True, timeout=120).check()
+
+
 @pytest.mark.parametrize("code", [3, pytest.param(0, marks=pytest.mark.nightly)])
 def test_gloos_threads_do_not_abort_a_process_that_ends(launch, code):
     """They give back tensors of Python's while it ends; the interpreter's shutdown forbids it."""

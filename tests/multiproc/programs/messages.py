@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that sends and goes on or ends, and one that receives late."""
+"""A rank that sends and goes on or ends, and one that receives late or loses its queue."""
 
 import gc
 import sys
@@ -20,11 +20,16 @@ if __name__ == "__main__":
     init_distributed()
     rank = distributed.get_rank()
     group = distributed.new_group([0, 1])
-    result, ends = None, sys.argv[2:] == ["end"]
+    case = sys.argv[2]
+    result, ends = None, case == "end"
     if rank == 0:
         queue = SendQueue(1, group, 2)
+        if case == "loses":
+            distributed.barrier()
         queue.send(torch.full((BYTES,), 7, dtype=torch.uint8))
-        if not ends:
+        if case == "loses":
+            queue.flush()
+        elif not ends:
             del queue
             gc.collect()
     else:
@@ -32,6 +37,11 @@ if __name__ == "__main__":
         queue = RecvQueue(0, group, torch.device("cpu"))
         receive = (Kind.RECV_GRAD, 0, 0)
         queue.post(receive, MessageLayout(0, ((BYTES,),), (torch.uint8,)))
-        queue.wait()
-        result = bool((queue.arrived[receive][2] == 7).all())
+        if case == "loses":
+            del queue
+            gc.collect()
+            distributed.barrier()
+        else:
+            queue.wait()
+            result = bool((queue.arrived[receive][2] == 7).all())
     leave(result, part=not ends)
