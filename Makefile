@@ -49,11 +49,15 @@ train: $(READY)
 	$(BIN)/wavemare train gpt $(ARGS)
 
 DEMO := pipeline zero_bubble pipemare sparse wave
+SET_pipeline := wavemare.pipeline.schedule=1f1b
+SET_zero_bubble := wavemare.pipeline.schedule=zb-h1
+SET_pipemare := wavemare.pipeline.schedule=pipemare
+SET_sparse := wavemare.pipeline=null train_micro_batch_size_per_gpu=null \
+    zero_optimization.stage=0 wavemare.sparse_collective.mode=auto
+SET_wave := wavemare.pipeline=null wavemare.tensor_parallel.size=2 wavemare.wavelet.mode=sync
 demo: $(READY)
-	for each in $(DEMO); do \
-	    $(BIN)/wavemare train gpt --config recipes/gpt/pretrain_$$each.json -- --max_steps 20 \
-	        --eval_samples 32 --output runs/demo/$$each $(ARGS) || exit 1; \
-	done
+	set -e; $(foreach each,$(DEMO),$(BIN)/wavemare train gpt -- --max_steps 20 --eval_samples 32 \
+	    --output runs/demo/$(each) --set $(SET_$(each)) $(ARGS);)
 	$(BIN)/wavemare report $(DEMO:%=runs/demo/%) --output runs/demo/report.html
 
 lint: $(DEV)

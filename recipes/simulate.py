@@ -7,13 +7,12 @@ shows what 8 or 32 stages learn. Nothing is exported: the results are curves.
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from wavemare.engine.config.resolve import SECTION, load_config
+from wavemare.engine.config.resolve import SECTION
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.failure import run_main
 from wavemare.observe.quiet import quiet_libraries
@@ -21,8 +20,8 @@ from wavemare.observe.recording import Recording
 from wavemare.recipes.bert import pretrain as bert
 from wavemare.recipes.gpt import pretrain as gpt
 from wavemare.training.arguments import option, parse_arguments
-from wavemare.training.config import fill_schedules, resolve_config
-from wavemare.training.models import read_model_config
+from wavemare.training.config import resolve_config
+from wavemare.training.models import new_causal_model, new_masked_model, read_model_config
 from wavemare.training.text import TrainingText, find_text, read_text
 
 _EVALUATED_AT_ONCE = 32  # samples
@@ -37,10 +36,6 @@ class SimulationOptions:
     delays: str = option(
         "pipeline",
         "pipeline, one-step (PipeDream-2BW) or dataflow (PipeMare's paper, twice the delay)",
-    )
-    set: list[str] = field(
-        default_factory=list,
-        metadata={"help": "changes of the configuration: KEY.KEY=VALUE KEY.KEY=VALUE ..."},
     )
     output: str = option("runs/simulation", "run folder")
     eval_samples: int = option(512, "samples of an evaluation")
@@ -94,12 +89,15 @@ def main(make: Any = None) -> None:
         raise ConfigError("--data", arguments.data, reason, "Give one text")
     transformers.set_seed(arguments.seed)
     if name == "gpt":
-        model = gpt.make_model(arguments, shape, text.tokenizer)
+        model = new_causal_model(arguments, shape, text.tokenizer)
         text.check_fits(arguments.sequence_length, model.config)
         train, validation = text.causal_samples(arguments.sequence_length, 0, arguments.seed)
     else:
-        model = bert.make_model(arguments, shape, text.tokenizer)
-        train, validation = bert.masked_samples(arguments, text, model.config)
+        model = new_masked_model(arguments, shape, text.tokenizer)
+        text.check_fits(arguments.sequence_length, model.config)
+        train, validation = text.masked_samples(
+            arguments.sequence_length, probability=arguments.mask_probability, seed=arguments.seed
+        )
     make = make or partial(SimulatedPipeline, delays=arguments.delays)
     pipeline = make(model, config)
     torch.manual_seed(arguments.seed + 1)
@@ -137,9 +135,6 @@ def refuse_idle(arguments: Any) -> None:
     Raises:
         ConfigError: One of them is given.
     """
-    if sys.argv.count("--set") > 1:  # argparse would take the last alone
-        reason = "it is given more than once"
-        raise ConfigError("--set", arguments.set[0], reason, "Write --set ONE=1 TWO=2 ...")
     for name, idle, reason in (
         ("resume", False, "a simulation saves nothing to resume from"),
         ("balance", "none", "a simulation is one process"),
@@ -160,30 +155,7 @@ def configure(arguments: Any) -> dict[str, Any]:
     if arguments.micro_batches is not None:
         config["gradient_accumulation_steps"] = arguments.micro_batches
         config.pop("train_micro_batch_size_per_gpu", None)
-    for change in arguments.set:
-        _change(config, change)
-    config = load_config(config)
-    fill_schedules(arguments, config)
     return config
-
-
-def _change(config: dict[str, Any], change: str) -> None:
-    path, equals, text = change.partition("=")
-    if not equals or not path:
-        reason = "it is not of the form KEY.KEY=VALUE"
-        raise ConfigError("--set", change, reason, "Write for example optimizer.params.lr=1e-3")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = text
-    *parents, key = path.split(".")
-    place = config
-    for parent in parents:
-        place = place.setdefault(parent, {})
-        if not isinstance(place, dict):
-            reason = f"{parent!r} is not a section"
-            raise ConfigError("--set", change, reason, "Name a key of a section")
-    place[key] = value
 
 
 def finish(

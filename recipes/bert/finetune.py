@@ -14,16 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import wavemare
+from wavemare.data.loader import ResumableLoader
 from wavemare.data.sources import resolve
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.observe.recording import Recording
-from wavemare.recipes.bert.pretrain import finish
-from wavemare.recipes.gpt.pretrain import train
 from wavemare.training.arguments import (
     SIZES,
     ModelArguments,
@@ -32,13 +31,23 @@ from wavemare.training.arguments import (
     parse_arguments,
 )
 from wavemare.training.models import (
+    Evaluation,
     check_model_folder,
-    max_positions,
+    classify,
+    count_parameters,
+    load_classifier,
     read_model_config,
-    reraise_model_errors,
     start_up_panel,
 )
-from wavemare.training.setup import connect, leave, prepare, wait_for_data
+from wavemare.training.setup import (
+    connect,
+    leave,
+    load_run,
+    prepare,
+    save_run,
+    seed_dropout,
+    wait_for_data,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class FinetuneArguments(ModelArguments, TrainArguments):
 
 def main() -> None:
     """Train, evaluate, export and classify."""
+    # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
     check_options(args)
     setup = prepare(args)
@@ -69,6 +79,7 @@ def main() -> None:
     source = resolve(args.data)
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
+    # The texts and the model, whole on every process.
     connect(setup)
 
     from wavemare.data.classification import (
@@ -80,7 +91,7 @@ def main() -> None:
     cache = Path(args.cache).expanduser()
     columns = {"text_column": args.text_column, "label_column": args.label_column}
     corpus = prepare_classification(source, cache, **columns)
-    tokenizer, model = make_model(args, corpus, shape, setup.section.tensor_parallel.size)
+    tokenizer, model = load_classifier(args, corpus, shape, setup.section.tensor_parallel.size)
     samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
     wait_for_data(setup)
     rows = {
@@ -90,16 +101,60 @@ def main() -> None:
     }
     panel = start_up_panel(setup, model, rows)
     recording.screen.panel("wavemare: BERT classification", panel)
-    evaluate = partial(measure, num_classes=len(corpus.label_names))
-    evaluation = train(setup, recording, model, samples, validation, evaluate)
-    if evaluation is not None:
-        exported = finish(setup, recording, model, tokenizer, evaluation, evaluate)
+
+    # The engine. The JSON decides the layout, the optimizer and the learning rate.
+    engine, *_ = wavemare.initialize(model=model, config=setup.config_for(model))
+    recording.screen.note(setup.layout or engine.layout)
+    seed_dropout(engine, args.seed)
+    batches = ResumableLoader.of(engine, samples, seed=args.seed)
+    evaluation = Evaluation(engine, validation)
+    classes = len(corpus.label_names)
+    recording.engine = engine
+    recording.tokens = engine.train_batch_size() * args.sequence_length
+    if setup.resume:
+        load_run(setup, engine, batches, recording)
+
+    # Training, until the last step or SIGTERM.
+    from wavemare.engine import Interruption
+
+    losses: list[Any] = []
+    stop = False
+    with recording, Interruption(lead=engine.step_lead) as interruption:
+        for step in range(engine.global_steps + 1, args.max_steps + 1):
+            with recording.step(step):
+                losses.append(engine.train_batch(batches))
+            stop = step < args.max_steps and interruption.stops_after(step)
+            last = stop or step == args.max_steps
+            if last or step % args.log_interval == 0:
+                # Reading a loss waits for the device: not every step.
+                recording.log(step, loss=float(sum(losses) / len(losses)))
+                losses.clear()
+            if step % args.eval_interval == 0 and not last:
+                with recording.paused():
+                    recording.run.log(step, **measure(evaluation, setup.eval_samples, classes))
+            if last or step % args.save_interval == 0:
+                save_run(setup, engine, batches, recording)
+            if stop:
+                recording.stopped(step)
+                break
+        engine.finish_saving()
+
+    # Evaluation, export, and the model's answer for a text.
+    if not stop:
+        engine.synchronize()  # what is evaluated is what is exported
+        found = measure(evaluation, setup.final_samples, classes)
+        recording.run.log(args.max_steps, **found)
+        folder = setup.folder / "model"
+        wavemare.save_pretrained(engine, folder, tokenizer=tokenizer)
         if setup.rank == 0:
             text, label = corpus.validation[0]["text"], corpus.validation[0]["label"]
-            answer = f"{classify(exported, text)} (it is {corpus.label_names[label]})"
+            answer = f"{classify(folder, text)} (it is {corpus.label_names[label]})"
             recording.screen.note(f"\n{text[:300]}\n-> {answer}\n")
+        figures = {**found, **evaluation.counts(setup.final_samples)}
+        figures["parameters"] = count_parameters(setup, model)
         majority = majority_baseline(corpus)
-        recording.finish({f"majority {name}": value for name, value in majority.items()})
+        figures |= {f"majority {name}": value for name, value in majority.items()}
+        recording.finish(figures)
     leave()
 
 
@@ -121,10 +176,12 @@ def check_options(args: FinetuneArguments) -> None:
             raise ConfigError(f"--{name}", size, reason, "Leave it out")
 
 
-def measure(evaluation: Any, num_samples: int | None, *, num_classes: int) -> Mapping[str, float]:
+def measure(evaluation: Any, num_samples: int | None, num_classes: int) -> Mapping[str, float]:
     """Return loss, accuracy and macro F1 on validation samples, the same on all ranks."""
     import torch
     from torch import distributed
+
+    from wavemare.data.classification import scores
 
     engine = evaluation.engine
     confusion = torch.zeros(num_classes, num_classes, dtype=torch.long, device=engine.device)
@@ -138,54 +195,6 @@ def measure(evaluation: Any, num_samples: int | None, *, num_classes: int) -> Ma
             confusion += torch.bincount(cells, minlength=num_classes**2).view_as(confusion)
     distributed.all_reduce(confusion)
     return {"eval_loss": sum(losses) / len(losses), **scores(confusion)}
-
-
-def scores(confusion: Any) -> dict[str, float]:
-    """Return accuracy and macro F1 of a confusion matrix: rows are labels, columns answers."""
-    right = confusion.diag().double()
-    f1 = 2 * right / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
-    return {"accuracy": float(right.sum() / confusion.sum()), "macro_f1": float(f1.mean())}
-
-
-def make_model(
-    args: FinetuneArguments, corpus: Any, shape: dict[str, Any], tensor_parallel: int
-) -> tuple[Any, Any]:
-    """Return the tokenizer and the model to start from: pretrained, or new."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    from wavemare.data.tokenizer import cached_tokenizer, load_tokenizer
-
-    names = dict(enumerate(corpus.label_names))
-    labels = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
-    if args.model is not None:
-        tokenizer = load_tokenizer(args.model, "--model")
-        with reraise_model_errors("--model", args.model):
-            model = AutoModelForSequenceClassification.from_pretrained(
-                args.model, dtype="float32", num_labels=len(names), **labels
-            )
-        return tokenizer, model
-    cache = Path(args.cache).expanduser()
-    tokenizer = cached_tokenizer(corpus.train, args.vocab_size, "bert", cache)
-    rows = args.padded(len(tokenizer), tensor_parallel)
-    own = {"num_labels": len(names), "pad_token_id": tokenizer.pad_token_id, **labels}
-    with reraise_model_errors("--model_config", args.model_config):
-        config = AutoConfig.for_model(**{"vocab_size": rows, **shape, **own})
-        return tokenizer, AutoModelForSequenceClassification.from_config(config)
-
-
-def classify(folder: Path, text: str) -> str:
-    """Return the exported model's class of a text, and how sure it is."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    room = max_positions(model.config)
-    inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=room)
-    with torch.no_grad():
-        probabilities = model(**inputs).logits[0].softmax(-1)
-    best = int(probabilities.argmax())
-    return f"{model.config.id2label[best]} {float(probabilities[best]):.0%}"
 
 
 if __name__ == "__main__":

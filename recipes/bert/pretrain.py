@@ -4,7 +4,9 @@
 Run it with ``wavemare train bert``, or as any DeepSpeed script::
 
     deepspeed --num_gpus 2 --module wavemare.recipes.bert.pretrain \
-        --deepspeed_config recipes/bert/pretrain_pipeline.json
+        --deepspeed_config recipes/bert/pretrain.json
+
+``pretrain.json`` trains two stages with 1F1B; ``--set`` changes it (docs/recipes.md).
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import wavemare
+from wavemare.data.loader import ResumableLoader
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.observe.recording import Recording
-from wavemare.recipes.gpt.pretrain import Evaluate, eval_loss, train
 from wavemare.training.arguments import (
     ModelArguments,
     TokenizerArguments,
@@ -27,14 +29,24 @@ from wavemare.training.arguments import (
     parse_arguments,
 )
 from wavemare.training.models import (
+    Evaluation,
     count_parameters,
+    fill_gap,
     max_positions,
+    new_masked_model,
     read_model_config,
-    reraise_model_errors,
     start_up_panel,
 )
-from wavemare.training.setup import Setup, connect, leave, prepare, wait_for_data
-from wavemare.training.text import Baselines, TrainingText, find_text, read_text
+from wavemare.training.setup import (
+    connect,
+    leave,
+    load_run,
+    prepare,
+    save_run,
+    seed_dropout,
+    wait_for_data,
+)
+from wavemare.training.text import find_text, read_text
 
 
 @dataclass(frozen=True)
@@ -51,81 +63,77 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
 
 def main() -> None:
     """Pretrain, evaluate, export and fill a gap."""
-    # Options first: most mistakes are refused before torch and DeepSpeed are imported.
+    # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(PretrainArguments)
     setup = prepare(args)
     source = find_text(args)
     shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
+    # The text. One process of each host reads and tokenizes it; the others take it from the cache.
     connect(setup)
     text = read_text(source, args, "bert", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
+    samples, validation = text.masked_samples(
+        args.sequence_length, probability=args.mask_probability, seed=args.seed
+    )
     wait_for_data(setup)
-    model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
-    check_gap(text.tokenizer, args.prompt, max_positions(model.config))
-    samples, validation = masked_samples(args, text, model.config)
 
+    # The model, whole on every process.
+    model = new_masked_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
+    text.check_fits(args.sequence_length, model.config)
+    check_gap(text.tokenizer, args.prompt, max_positions(model.config))
     panel = start_up_panel(setup, model, text.describe())
     recording.screen.panel("wavemare: BERT pretraining", panel)
-    evaluation = train(setup, recording, model, samples, validation, eval_loss)
-    if evaluation is not None:
-        exported = finish(setup, recording, model, text.tokenizer, evaluation, eval_loss)
+
+    # The engine. The JSON decides the layout, the optimizer and the learning rate.
+    engine, *_ = wavemare.initialize(model=model, config=setup.config_for(model))
+    recording.screen.note(setup.layout or engine.layout)
+    seed_dropout(engine, args.seed)
+    batches = ResumableLoader.of(engine, samples, seed=args.seed)
+    evaluation = Evaluation(engine, validation)
+    recording.engine = engine
+    recording.tokens = engine.train_batch_size() * args.sequence_length
+    if setup.resume:
+        load_run(setup, engine, batches, recording)
+
+    # Training, until the last step or SIGTERM.
+    from wavemare.engine import Interruption
+
+    losses: list[Any] = []
+    stop = False
+    with recording, Interruption(lead=engine.step_lead) as interruption:
+        for step in range(engine.global_steps + 1, args.max_steps + 1):
+            with recording.step(step):
+                losses.append(engine.train_batch(batches))
+            stop = step < args.max_steps and interruption.stops_after(step)
+            last = stop or step == args.max_steps
+            if last or step % args.log_interval == 0:
+                # Reading a loss waits for the device: not every step.
+                recording.log(step, loss=float(sum(losses) / len(losses)))
+                losses.clear()
+            if step % args.eval_interval == 0 and not last:
+                with recording.paused():
+                    recording.run.log(step, eval_loss=evaluation.loss(setup.eval_samples))
+            if last or step % args.save_interval == 0:
+                save_run(setup, engine, batches, recording)
+            if stop:
+                recording.stopped(step)
+                break
+        engine.finish_saving()
+
+    # Evaluation, export, and what the model puts into a gap.
+    if not stop:
+        engine.synchronize()  # what is evaluated is what is exported
+        loss = evaluation.loss(setup.final_samples)
+        recording.run.log(args.max_steps, eval_loss=loss)
+        folder = setup.folder / "model"
+        wavemare.save_pretrained(engine, folder, tokenizer=text.tokenizer)
         if setup.rank == 0:
-            recording.screen.note(f"\n{fill(exported, args.prompt)}\n")
-        recording.finish({}, partial(unigrams, text, args.sequence_length))
+            recording.screen.note(f"\n{fill_gap(folder, args.prompt)}\n")
+        figures = {"eval_loss": loss, **evaluation.counts(setup.final_samples)}
+        figures["parameters"] = count_parameters(setup, model)
+        recording.finish(figures, partial(text.unigram_baselines, args.sequence_length))
     leave()
-
-
-def unigrams(text: TrainingText, sequence_length: int) -> Baselines:
-    """Return the baselines of a model that reads both sides of a gap: not the bigrams."""
-    results, losses = text.baselines(sequence_length)
-    kept = {name: value for name, value in results.items() if "bigram" not in name}
-    return kept, {"unigram": losses["unigram"]} if losses else {}
-
-
-def finish(
-    setup: Setup,
-    recording: Recording,
-    model: Any,
-    tokenizer: Any,
-    evaluation: Any,
-    evaluate: Evaluate,
-) -> Path:
-    """Evaluate the trained model and export it; return its folder."""
-    evaluation.engine.synchronize()  # what is evaluated is what is exported
-    found = evaluate(evaluation, setup.final_samples)
-    recording.run.log(setup.arguments.max_steps, **found)
-    counts = evaluation.counts(setup.final_samples)
-    parameters = count_parameters(setup, model)
-    recording.results = {**found, **counts, "parameters": parameters, **recording.results}
-    exported = setup.folder / "model"
-    wavemare.save_pretrained(evaluation.engine, exported, tokenizer=tokenizer)
-    return exported
-
-
-def make_model(
-    args: ModelArguments, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
-) -> Any:
-    """Return a new BERT of a checked configuration, with the tokenizer's vocabulary."""
-    from transformers import AutoConfig, AutoModelForMaskedLM
-
-    rows = args.padded(len(tokenizer), tensor_parallel)
-    config = {"vocab_size": rows, "pad_token_id": tokenizer.pad_token_id, **shape}
-    with reraise_model_errors("--model_config", args.model_config):
-        return AutoModelForMaskedLM.from_config(AutoConfig.for_model(**config))
-
-
-def masked_samples(args: PretrainArguments, text: TrainingText, config: Any) -> tuple[Any, Any]:
-    """Return samples with gaps to fill, to train on and to validate on."""
-    from wavemare.data.samples import MaskedDataset
-
-    stores = text.single()
-    text.check_fits(args.sequence_length, config)
-    options: dict[str, Any] = {"probability": args.mask_probability, "seed": args.seed}
-    train, validation = (
-        MaskedDataset(store, args.sequence_length, text.tokenizer, **options) for store in stores
-    )
-    return train, validation
 
 
 def check_gap(tokenizer: Any, prompt: str, positions: int) -> None:
@@ -138,25 +146,6 @@ def check_gap(tokenizer: Any, prompt: str, positions: int) -> None:
     if tokenizer.mask_token_id not in tokens or len(tokens) > positions:
         reason = f"it has no {tokenizer.mask_token}, or more than the model's {positions} tokens"
         raise ConfigError("--prompt", prompt, reason, "Give a text such as 'def [MASK](self):'")
-
-
-def fill(folder: Path, prompt: str, guesses: int = 5) -> str:
-    """Return the exported model's likeliest words for the gap in a prompt."""
-    import torch
-    from transformers import AutoModelForMaskedLM, AutoTokenizer
-
-    model = AutoModelForMaskedLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    inputs = tokenizer(prompt, return_tensors="pt")
-    gap = (inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero()[:1, 0]
-    with torch.no_grad():
-        probabilities = model(**inputs).logits[0, gap[0]].softmax(-1)
-    best = probabilities.topk(guesses)
-    words = (
-        f"{str(tokenizer.decode([token])).strip()!r} {probability:.0%}"
-        for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    )
-    return f"{prompt}  ->  {', '.join(words)}"
 
 
 if __name__ == "__main__":

@@ -4,29 +4,50 @@
 ::
 
     wavemare train gpt/finetune -- --model runs/gpt-pretrain/model --data 'notes/*.txt'
+
+``finetune.json`` trains two stages with 1F1B; ``--set`` changes it (docs/recipes.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import wavemare
+from wavemare.data.loader import ResumableLoader
 from wavemare.failure import run_main
 from wavemare.observe.recording import Recording
-from wavemare.recipes.gpt.pretrain import learn
 from wavemare.training.arguments import (
     TokenizerArguments,
     TrainArguments,
     option,
     parse_arguments,
 )
-from wavemare.training.models import check_model_folder, reraise_model_errors
-from wavemare.training.setup import connect, prepare, wait_for_data
+from wavemare.training.models import (
+    Evaluation,
+    check_model_folder,
+    continue_text,
+    count_parameters,
+    max_positions,
+    reraise_model_errors,
+    start_up_panel,
+)
+from wavemare.training.setup import (
+    connect,
+    leave,
+    load_run,
+    prepare,
+    save_run,
+    seed_dropout,
+    wait_for_data,
+)
 from wavemare.training.text import find_text, read_text
 
 
 @dataclass(frozen=True)
 class FinetuneArguments(TokenizerArguments, TrainArguments):
-    """Options of GPT finetuning."""
+    """Options of GPT fine-tuning."""
 
     output: str = option("runs/gpt-finetune", "run folder")
     model: str = option(
@@ -38,21 +59,79 @@ class FinetuneArguments(TokenizerArguments, TrainArguments):
 
 def main() -> None:
     """Load, train, evaluate, export and sample."""
+    # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
     setup = prepare(args)
     check_model_folder(args.model, args.sequence_length, causal=True)
     source = find_text(args)
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
+    # The text. One process of each host reads and tokenizes it; the others take it from the cache.
     connect(setup)
     text = read_text(source, args, "gpt", tokenizer=args.tokenizer or args.model)
+    samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
     wait_for_data(setup)
 
+    # The model, whole on every process.
     from transformers import AutoModelForCausalLM
 
     with reraise_model_errors("--model", args.model):
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
-    learn(setup, recording, model, text, args.prompt, "wavemare: GPT finetuning")
+    text.check_fits(args.sequence_length, model.config)
+    prompt = text.check_prompt(args.prompt, max_positions(model.config))
+    panel = start_up_panel(setup, model, text.describe())
+    recording.screen.panel("wavemare: GPT fine-tuning", panel)
+
+    # The engine. The JSON decides the layout, the optimizer and the learning rate.
+    engine, *_ = wavemare.initialize(model=model, config=setup.config_for(model))
+    recording.screen.note(setup.layout or engine.layout)
+    seed_dropout(engine, args.seed)
+    batches = ResumableLoader.of(engine, samples, seed=args.seed, shuffle=text.split is None)
+    evaluation = Evaluation(engine, validation)
+    recording.engine = engine
+    recording.tokens = engine.train_batch_size() * args.sequence_length
+    if setup.resume:
+        load_run(setup, engine, batches, recording)
+
+    # Training, until the last step or SIGTERM.
+    from wavemare.engine import Interruption
+
+    losses: list[Any] = []
+    stop = False
+    with recording, Interruption(lead=engine.step_lead) as interruption:
+        for step in range(engine.global_steps + 1, args.max_steps + 1):
+            with recording.step(step):
+                losses.append(engine.train_batch(batches))
+            stop = step < args.max_steps and interruption.stops_after(step)
+            last = stop or step == args.max_steps
+            if last or step % args.log_interval == 0:
+                # Reading a loss waits for the device: not every step.
+                recording.log(step, loss=float(sum(losses) / len(losses)))
+                losses.clear()
+            if step % args.eval_interval == 0 and not last:
+                with recording.paused():
+                    recording.run.log(step, eval_loss=evaluation.loss(setup.eval_samples))
+            if last or step % args.save_interval == 0:
+                save_run(setup, engine, batches, recording)
+            if stop:
+                recording.stopped(step)
+                break
+        engine.finish_saving()
+
+    # Evaluation, export and a sample of what the model writes.
+    if not stop:
+        engine.synchronize()  # what is evaluated is what is exported
+        loss = evaluation.loss(setup.final_samples)
+        recording.run.log(args.max_steps, eval_loss=loss)
+        folder = setup.folder / "model"
+        wavemare.save_pretrained(engine, folder, tokenizer=text.tokenizer)
+        if setup.rank == 0:
+            recording.screen.note(f"\n{continue_text(folder, prompt, args.seed)}\n")
+        figures = {"eval_loss": loss, **evaluation.counts(setup.final_samples)}
+        figures["parameters"] = count_parameters(setup, model)
+        baselines = partial(text.baselines, args.sequence_length, setup.final_samples)
+        recording.finish(figures, baselines)
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretrain a small Llama on text: the recipe of `wavemare.recipes.gpt.pretrain`, modernized.
+"""Pretrain a Llama on text, from the text to a model that writes.
 
-RMSNorm, rotary positions, grouped-query attention, tied embeddings, bf16 on GPUs, and a learning
-rate that warms up, stays and decays over the last fifth of the steps::
+Unlike `wavemare.recipes.gpt.pretrain` it has RMSNorm, rotary positions, grouped-query attention and
+tied embeddings, computes in bf16 on GPUs, and its learning rate warms up, stays and decays over the
+last fifth of the steps::
 
     wavemare train llama
     wavemare train llama -- --model_config recipes/llama/model_135m.json --vocab_size 49152
 
-Beside it: ``pretrain_pipemare.json``, ``pretrain_pipeline.json``, ``pretrain_zero.json`` and
-``pretrain_wave.json``, all on the same batches; and ``pretrain_experts.json``, which takes
-``--model_config recipes/llama/model_experts.json``.
+``pretrain.json`` trains two asynchronous stages (PipeMare); ``--set`` changes it (docs/recipes.md).
+``model_experts.json`` is a mixture of experts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,41 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import wavemare
+from wavemare.data.loader import ResumableLoader
 from wavemare.failure import run_main
-from wavemare.recipes.gpt import pretrain as gpt
-from wavemare.training.arguments import option
-from wavemare.training.setup import Setup, prefer_bf16
+from wavemare.observe.recording import Recording
+from wavemare.training.arguments import (
+    ModelArguments,
+    TokenizerArguments,
+    TrainArguments,
+    option,
+    parse_arguments,
+)
+from wavemare.training.models import (
+    Evaluation,
+    continue_text,
+    count_parameters,
+    max_positions,
+    new_causal_model,
+    read_model_config,
+    start_up_panel,
+)
+from wavemare.training.setup import (
+    connect,
+    leave,
+    load_run,
+    prefer_bf16,
+    prepare,
+    save_run,
+    seed_dropout,
+    wait_for_data,
+)
+from wavemare.training.text import find_text, read_text
 
 
 @dataclass(frozen=True)
-class PretrainArguments(gpt.PretrainArguments):
+class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     """Options of Llama pretraining."""
 
     output: str = option("runs/llama-pretrain", "run folder")
@@ -36,25 +63,90 @@ class PretrainArguments(gpt.PretrainArguments):
     model_config: str = option(
         str(Path(__file__).with_name("model.json")), "transformers configuration of the model"
     )
+    prompt: str | None = option(None, "start of the sample text; by default a validation text's")
 
 
 def main() -> None:
     """Pretrain, evaluate, export and sample."""
-    gpt.main(PretrainArguments, "wavemare: Llama pretraining", adjust)
+    # Options and configuration. Most mistakes are refused here, before torch is imported.
+    args = parse_arguments(PretrainArguments)
+    setup = prepare(args)
+    source = find_text(args)
+    shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
+    recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
-
-def adjust(setup: Setup) -> Callable[[Any], Any] | None:
-    """Prefer bf16, and a learning rate that warms up, stays and decays.
-
-    Returns:
-        What makes an optimizer's schedule; None if the JSON or an option names another.
-    """
+    # The text. One process of each host reads and tokenizes it; the others take it from the cache.
+    connect(setup)
     prefer_bf16(setup)
-    if "scheduler" in setup.balance.config:
-        return None
+    text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
+    samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
+    wait_for_data(setup)
+
+    # The model, whole on every process.
+    model = new_causal_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
+    text.check_fits(args.sequence_length, model.config)
+    prompt = text.check_prompt(args.prompt, max_positions(model.config))
+    panel = start_up_panel(setup, model, text.describe())
+    recording.screen.panel("wavemare: Llama pretraining", panel)
+
+    # The engine. The JSON decides the layout and the optimizer, and may name a learning rate.
+    config = setup.config_for(model)
+    rate = None if "scheduler" in config else learning_rate(args.max_steps)
+    engine, *_ = wavemare.initialize(model=model, config=config, lr_scheduler=rate)
+    recording.screen.note(setup.layout or engine.layout)
+    seed_dropout(engine, args.seed)
+    batches = ResumableLoader.of(engine, samples, seed=args.seed, shuffle=text.split is None)
+    evaluation = Evaluation(engine, validation)
+    recording.engine = engine
+    recording.tokens = engine.train_batch_size() * args.sequence_length
+    if setup.resume:
+        load_run(setup, engine, batches, recording)
+
+    # Training, until the last step or SIGTERM.
+    from wavemare.engine import Interruption
+
+    losses: list[Any] = []
+    stop = False
+    with recording, Interruption(lead=engine.step_lead) as interruption:
+        for step in range(engine.global_steps + 1, args.max_steps + 1):
+            with recording.step(step):
+                losses.append(engine.train_batch(batches))
+            stop = step < args.max_steps and interruption.stops_after(step)
+            last = stop or step == args.max_steps
+            if last or step % args.log_interval == 0:
+                # Reading a loss waits for the device: not every step.
+                recording.log(step, loss=float(sum(losses) / len(losses)))
+                losses.clear()
+            if step % args.eval_interval == 0 and not last:
+                with recording.paused():
+                    recording.run.log(step, eval_loss=evaluation.loss(setup.eval_samples))
+            if last or step % args.save_interval == 0:
+                save_run(setup, engine, batches, recording)
+            if stop:
+                recording.stopped(step)
+                break
+        engine.finish_saving()
+
+    # Evaluation, export and a sample of what the model writes.
+    if not stop:
+        engine.synchronize()  # what is evaluated is what is exported
+        loss = evaluation.loss(setup.final_samples)
+        recording.run.log(args.max_steps, eval_loss=loss)
+        folder = setup.folder / "model"
+        wavemare.save_pretrained(engine, folder, tokenizer=text.tokenizer)
+        if setup.rank == 0:
+            recording.screen.note(f"\n{continue_text(folder, prompt, args.seed)}\n")
+        figures = {"eval_loss": loss, **evaluation.counts(setup.final_samples)}
+        figures["parameters"] = count_parameters(setup, model)
+        baselines = partial(text.baselines, args.sequence_length, setup.final_samples)
+        recording.finish(figures, baselines)
+    leave()
+
+
+def learning_rate(steps: int) -> Callable[[Any], Any]:
+    """Return what makes the schedule of an optimizer: a tenth to warm up, a fifth to decay."""
     from transformers import get_wsd_schedule
 
-    steps = setup.arguments.max_steps
     warmup, decay = max(steps // 10, 1), steps // 5
     return partial(
         get_wsd_schedule,

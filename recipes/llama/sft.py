@@ -13,16 +13,14 @@ mean over all trained tokens of a step.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
 from wavemare.data.sources import resolve
-from wavemare.errors import ConfigError, ModelError
+from wavemare.errors import ConfigError
 from wavemare.extras import require
 from wavemare.failure import run_main
 from wavemare.files import atomic_write_text
@@ -31,18 +29,19 @@ from wavemare.training.arguments import TrainArguments, option, parse_arguments
 from wavemare.training.models import (
     Evaluation,
     check_model_folder,
+    check_packing,
     continue_text,
     count_parameters,
-    reraise_model_errors,
+    load_chat_model,
     start_up_panel,
 )
 from wavemare.training.setup import (
-    Setup,
     connect,
     leave,
     load_run,
     prefer_bf16,
     prepare,
+    save_run,
     seed_dropout,
     wait_for_data,
 )
@@ -70,6 +69,7 @@ class SftArguments(TrainArguments):
 
 def main() -> None:
     """Load, format, train, evaluate, export and answer."""
+    # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(SftArguments)
     check_options(args)
     setup = prepare(args)
@@ -77,44 +77,101 @@ def main() -> None:
     source = resolve(args.data)
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
+    # The model, whole on every process, and the rows. One process of each host formats them.
     connect(setup)
     prefer_bf16(setup)
 
-    from wavemare.data.chat import ChatSamples, describe_fates, mark_trained, prepare_chats
-
-    tokenizer, model = make_model(args)
-    cache = Path(args.cache).expanduser()
-    train_rows, rows = prepare_chats(
-        source, tokenizer, args.sequence_length, cache, long_rows=args.long_rows
+    from wavemare.data.chat import (
+        ChatSamples,
+        describe_fates,
+        last_question,
+        mark_trained,
+        prepare_chats,
     )
-    wait_for_data(setup)
+
+    tokenizer, model = load_chat_model(args)
     packs = not args.no_packing
     if packs:
         check_packing(model)
-    complete(setup.balance.config, lora=args.lora_r is not None, packs=packs)
+    cache = Path(args.cache).expanduser()
+    rows, validation_rows = prepare_chats(
+        source, tokenizer, args.sequence_length, cache, long_rows=args.long_rows
+    )
+    wait_for_data(setup)
     fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     shape: dict[str, Any] = {"max_length": args.sequence_length, "fill": fill, "positions": packs}
-    samples = ChatSamples(train_rows, packs=packs, **shape)
-    validation = ChatSamples(rows, packs=False, **shape)
+    samples = ChatSamples(rows, packs=packs, **shape)
+    validation = ChatSamples(validation_rows, packs=False, **shape)
     corpus = {
         "name": source.name,
-        "rows": f"{len(train_rows)} to train in {len(samples)} samples, {len(rows)} for validation",
+        "rows": f"{len(rows)} to train in {len(samples)} samples, "
+        f"{len(validation_rows)} for validation",
     }
     panel = start_up_panel(setup, model, corpus)
     recording.screen.panel("wavemare: supervised fine-tuning", panel)
-    recording.screen.note(describe_fates((train_rows, rows), args.sequence_length))
-    marked = mark_trained(train_rows[0], tokenizer)
+    recording.screen.note(describe_fates((rows, validation_rows), args.sequence_length))
+    marked = mark_trained(rows[0], tokenizer)
     recording.screen.note(f"\nThe first row, with what is trained in »«:\n{marked}\n")
 
-    exported = setup.folder / "model"
-    export = partial(
-        wavemare.save_pretrained, folder=exported, tokenizer=tokenizer, merge=args.merge
-    )
-    best = train(setup, recording, model, samples, validation, export)
-    if best is not None:
+    # The engine. The loss of a step is the mean over its trained tokens on all ranks.
+    from wavemare.engine import Interruption
+    from wavemare.hf.steps import TokenMean
+
+    config = complete(setup.config_for(model), lora=args.lora_r is not None, packs=packs)
+    engine, *_ = wavemare.initialize(model=model, config=config)
+    recording.screen.note(engine.layout)
+    seed_dropout(engine, args.seed)
+    loader = ResumableLoader.of(engine, samples, seed=args.seed)
+    batches = TokenMean(engine, loader)
+    evaluation = Evaluation(engine, validation)
+    recording.engine = engine
+    recording.tokens = engine.train_batch_size() * args.sequence_length
+    best: dict[str, Any] = {}
+    best_file = setup.folder / "best.json"
+    if setup.resume:
+        load_run(setup, engine, loader, recording)
+        if best_file.is_file():
+            best = json.loads(best_file.read_text())
+
+    # Training, until the last step or SIGTERM. The model of the best evaluation is exported.
+    folder = setup.folder / "model"
+    losses: list[Any] = []
+    stop = False
+    with recording, Interruption(lead=engine.step_lead) as interruption:
+        for step in range(engine.global_steps + 1, args.max_steps + 1):
+            with recording.step(step):
+                losses.append(engine.train_batch(batches))
+            stop = step < args.max_steps and interruption.stops_after(step)
+            last = stop or step == args.max_steps
+            if last or step % args.log_interval == 0:
+                # Reading a loss waits for the device: not every step.
+                recording.log(step, loss=float(sum(losses) / len(losses)))
+                losses.clear()
+            if not stop and (last or step % args.eval_interval == 0):
+                with recording.paused():
+                    engine.synchronize()  # what is evaluated is what is exported
+                    loss = batches.loss(evaluation.batches(setup.eval_samples))
+                    recording.run.log(step, eval_loss=loss)
+                    if not best or loss < best["eval_loss"]:
+                        best = {"eval_loss": loss, "step": step}
+                        wavemare.save_pretrained(
+                            engine, folder, tokenizer=tokenizer, merge=args.merge
+                        )
+                        if setup.rank == 0:
+                            atomic_write_text(best_file, json.dumps(best))
+            if last or step % args.save_interval == 0:
+                # After the evaluation: a run that resumes here evaluates later steps only.
+                save_run(setup, engine, loader, recording)
+            if stop:
+                recording.stopped(step)
+                break
+        engine.finish_saving()
+
+    # An answer of the exported model.
+    if not stop:
         if setup.rank == 0:
-            asked = question(rows.first, tokenizer)
-            recording.screen.note(f"\n{continue_text(exported, asked, args.seed)}\n")
+            asked = last_question(validation_rows.first, tokenizer)
+            recording.screen.note(f"\n{continue_text(folder, asked, args.seed)}\n")
         figures = {"eval_loss": best["eval_loss"], "best step": best["step"]}
         recording.finish({**figures, "parameters": count_parameters(setup, model)})
     leave()
@@ -138,156 +195,15 @@ def check_options(args: SftArguments) -> None:
         require("peft", "--lora-r")
 
 
-def complete(config: dict[str, Any], *, lora: bool, packs: bool) -> None:
-    """Fill in the learning rate, and what travels through a pipeline, in place."""
+def complete(config: dict[str, Any], *, lora: bool, packs: bool) -> dict[str, Any]:
+    """Fill in the learning rate, and what travels through a pipeline."""
     rates = config.get("optimizer", {}).get("params", {})
     if rates.get("lr") == "auto":
         rates["lr"] = 2e-4 if lora else 2e-5
     pipeline = config.get("wavemare", {}).get("pipeline")
     if pipeline is not None:
         pipeline["inputs"] = ["input_ids", "position_ids"] if packs else ["input_ids"]
-
-
-def make_model(args: SftArguments) -> tuple[Any, Any]:
-    """Return the tokenizer and the model to start from, with LoRA's layers if they are wanted.
-
-    Raises:
-        ConfigError: The file of the chat template cannot be read.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from wavemare.data.tokenizer import load_tokenizer
-
-    tokenizer: Any = load_tokenizer(args.model, "--model")
-    if args.chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                "--chat-template", args.chat_template, f"it cannot be read ({error})", "Name a file"
-            ) from None
-    with reraise_model_errors("--model", args.model):
-        folder = Path(args.model).resolve()  # adapters name it
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    if args.lora_r is None:
-        return tokenizer, model
-    from peft import LoraConfig, get_peft_model
-
-    targets: Any = (
-        args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
-    )
-    lora = LoraConfig(
-        r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets, task_type="CAUSAL_LM"
-    )
-    with reraise_model_errors("--lora-targets", args.lora_targets):
-        return tokenizer, get_peft_model(model, lora)
-
-
-def check_packing(model: Any) -> None:
-    """Check on a few tokens that rows of a packed sample do not see each other.
-
-    Raises:
-        ModelError: The second of two rows differs from the same row alone.
-    """
-    import torch
-
-    training = model.training
-    ids, length = torch.arange(16)[None] % model.config.vocab_size, 8
-    positions = torch.arange(length).repeat(2)[None]
-    try:
-        with torch.no_grad():
-            model.eval()
-            packed = model(ids, position_ids=positions, use_cache=False).logits[:, length:]
-            alone = model(ids[:, length:], use_cache=False).logits
-        apart = bool(torch.allclose(packed, alone, atol=1e-3 * float(alone.abs().max())))
-    except TypeError:  # it takes no positions
-        apart = False
-    model.train(training)
-    if not apart:
-        reason = "it does not keep the rows of a packed sample apart"
-        raise ModelError("--model", type(model).__name__, reason, "Give --no-packing")
-
-
-def train(
-    setup: Setup,
-    recording: Recording,
-    model: Any,
-    samples: Any,
-    validation: Any,
-    export: Callable[[Any], None],
-) -> Mapping[str, float] | None:
-    """Train, with evaluations and checkpoints on the way; export the engine at the best one.
-
-    Returns:
-        The best loss and its step; None if SIGTERM has ended the training early.
-    """
-    from wavemare.engine import Interruption
-    from wavemare.hf.steps import TokenMean
-
-    args, checkpoints = setup.arguments, setup.folder / "checkpoints"
-    engine, *_ = wavemare.initialize(model=model, config=setup.balance.config)
-    seed_dropout(engine, args.seed)
-    evaluation = Evaluation(engine, validation)
-    loader = ResumableLoader(
-        samples,
-        micro_batch_size=engine.train_micro_batch_size_per_gpu(),
-        data_rank=engine.data_rank,
-        data_world_size=engine.data_world_size,
-        seed=args.seed,
-    )
-    batches = TokenMean(engine, loader)
-    best: dict[str, Any] = {}
-    if setup.resume:
-        recording.seconds = load_run(engine, checkpoints, loader, args.max_steps)
-        if (setup.folder / "best.json").is_file():
-            best = json.loads((setup.folder / "best.json").read_text())
-        recording.screen.note(f"resumed after step {engine.global_steps}")
-
-    recording.engine = engine
-    recording.tokens = engine.train_batch_size() * args.sequence_length
-    losses: list[Any] = []
-    stop = False
-    with recording, Interruption(lead=engine.step_lead) as interruption:
-        for step in range(engine.global_steps + 1, args.max_steps + 1):
-            with recording.step(step):
-                losses.append(engine.train_batch(batches))
-            stop = step < args.max_steps and interruption.stops_after(step)
-            last = stop or step == args.max_steps
-            if step % args.log_interval == 0 or last:
-                recording.log(step, loss=float(sum(losses) / len(losses)))
-                losses.clear()
-            better = False
-            if (step % args.eval_interval == 0 or last) and not stop:
-                with recording.paused():
-                    engine.synchronize()  # what is evaluated is what is exported
-                    loss = batches.loss(evaluation.batches(setup.eval_samples))
-                recording.run.log(step, eval_loss=loss)
-                better = "step" not in best or loss < best["eval_loss"]
-            if better:  # before the checkpoint: a run that resumes there evaluates later steps only
-                best = {"eval_loss": loss, "step": step}
-                with recording.paused():
-                    export(engine)
-                if setup.rank == 0:
-                    atomic_write_text(setup.folder / "best.json", json.dumps(best))
-            if step % args.save_interval == 0 or last:
-                with recording.saving(step, f"step-{step:06d}") as tag:
-                    state = {"loader": loader.state_dict(), "seconds": recording.training_seconds}
-                    engine.save_checkpoint(str(checkpoints), tag, client_state=state)
-            if stop:  # by SIGTERM
-                recording.stopped(step)
-                break
-        engine.finish_saving()
-    return None if stop else best
-
-
-def question(row: Mapping[str, Any], tokenizer: Any) -> str:
-    """Return what the assistant is asked by a row: all before its last answer."""
-    if "messages" not in row:
-        return str(row.get("prompt") or row.get("text", row.get("completion"))[:40])
-    turns: Sequence[Any] = row["messages"]
-    while len(turns) > 1 and turns[-1]["role"] != "user":
-        turns = turns[:-1]
-    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return config
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from wavemare.engine.config.resolve import load_config
 from wavemare.engine.launch.environment import free_port
+from wavemare.training.config import change_config
 
 sys.path.append(str(Path(__file__).parents[1] / "mpi"))  # of mpi_jobs
 from mpi_jobs import needed_mpi, remove_left, segments
@@ -211,10 +213,38 @@ def small_options(text_folder, tmp_path_factory):
     return options
 
 
+ALONE = ("wavemare.pipeline=null", "train_micro_batch_size_per_gpu=null")
+LAYOUTS = {
+    "pipeline": ("wavemare.pipeline.stages=2", "wavemare.pipeline.schedule=1f1b"),
+    "pipemare": (
+        "wavemare.pipeline.schedule=pipemare",
+        "wavemare.pipeline.pipemare.warmup_steps=auto",
+    ),
+    "zero": ALONE,
+    "wave": (
+        "wavemare.pipeline=null",
+        "wavemare.tensor_parallel.size=2",
+        "wavemare.wavelet.mode=sync",
+    ),
+    "sparse": (*ALONE, "zero_optimization.stage=0", "wavemare.sparse_collective.mode=auto"),
+    "experts": (*ALONE, "wavemare.expert_parallel.size=2"),
+    "local_steps": (*ALONE, "wavemare.local_steps.mode=diloco"),
+}
+"""Changes of a recipe's JSON, as docs/recipes.md gives them."""
+
+
 @pytest.fixture
-def recipe_config():
-    """The JSON that stands beside a recipe."""
-    return lambda recipe, engine: RECIPES / f"{recipe}_{engine}.json"
+def recipe_config(tmp_path_factory):
+    """The JSON of a recipe, changed to another layout by the words of ``--set``."""
+
+    def write(recipe, layout):
+        config = load_config(RECIPES / f"{recipe}.json")
+        changed = change_config(config, LAYOUTS[layout])
+        file = tmp_path_factory.mktemp("config") / f"{layout}.json"
+        file.write_text(json.dumps(changed))
+        return file
+
+    return write
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 
 import json
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from wavemare.data.tokenizer import train_tokenizer
 from wavemare.report import read_run
 from wavemare.report.runs import category
 
+RECIPES = Path(str(files("wavemare.recipes")))
 SLOW = pytest.mark.nightly
 GPT_ENGINES = ["pipeline", pytest.param("zero", marks=SLOW), pytest.param("wave", marks=SLOW)]
 BERT_ENGINES = ["zero", pytest.param("pipeline", marks=SLOW), pytest.param("wave", marks=SLOW)]
@@ -113,7 +115,7 @@ def test_gpt_pretraining_and_finetuning(
 def test_experts_are_pretrained_on_two_ranks(command, small_options, recipe_config, tmp_path):
     options = small_options("llama", tmp_path / "run")
     config = recipe_config("llama/pretrain", "experts")
-    shape = json.loads(config.with_name("model_experts.json").read_text())
+    shape = json.loads((RECIPES / "llama" / "model_experts.json").read_text())
     shape |= {"hidden_size": 32, "moe_intermediate_size": 32, "head_dim": 8}
     Path(options[options.index("--model_config") + 1]).write_text(json.dumps(shape))
     command("wavemare", "train", "llama", "--config", config, *options).check()

@@ -94,7 +94,7 @@ def number_of_modules():
 def test_wheel_and_archive_hold_the_tree(built):
     archive, wheel = built
     wanted = packaged_files()
-    assert {"wavemare/py.typed", "wavemare/recipes/gpt/pretrain_pipemare.json"} <= wanted
+    assert {"wavemare/py.typed", "wavemare/recipes/gpt/pretrain.json"} <= wanted
     with zipfile.ZipFile(wheel) as opened:
         (information,) = {name.split("/")[0] for name in opened.namelist() if "dist-info" in name}
         held = {name for name in opened.namelist() if not name.startswith(information)}

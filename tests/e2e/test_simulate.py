@@ -87,7 +87,6 @@ MISTAKES = {
     "resume": (["gpt", "--resume"], "--resume"),
     "split": (["gpt", "--split", "8,1,1"], "--split"),
     "no value": (["gpt", "--set", "lr"], "KEY.KEY=VALUE"),
-    "twice": (["gpt", "--set", "optimizer.type=SGD", "--set", "a=1"], "more than once"),
     "schedule": (["gpt", "--set", "wavemare.pipeline.schedule=pipemore"], "pipemare"),
     "misspelt": (["gpt", "--delay", "x"], "delays"),
     "batches": (["gpt", "--eval-iters", "2"], "--eval_samples"),

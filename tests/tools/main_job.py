@@ -29,7 +29,7 @@ SYSTEMS = {"zero": None, "pipemare": {"pipemare": {"warmup_steps": 2}}, "1f1b": 
 
 
 def configuration(name: str, changes: dict[str, Any] | None) -> dict[str, Any]:
-    config = json.loads((RECIPE / "pretrain_pipemare.json").read_text())
+    config = json.loads((RECIPE / "pretrain.json").read_text())
     config["scheduler"]["params"] |= {"total_num_steps": 1000, "warmup_num_steps": 20}
     pipeline = config["wavemare"].pop("pipeline")
     del pipeline["pipemare"]

@@ -30,7 +30,7 @@ STEPS, RANKS, BLOCKS = 800, 8, 8
 PERIOD = 6  # ticks; a stage of a V has one for each of F, B and W
 OPTIONS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 2 --vocab_size 320 --sequence_length 64 "
-    "--lr 8e-3 --deepspeed_config recipes/gpt/pretrain_pipemare.json"
+    "--lr 8e-3 --deepspeed_config recipes/gpt/pretrain.json"
 )
 
 

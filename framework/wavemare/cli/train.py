@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Recipe(NamedTuple):
-    """A module of ``wavemare.recipes``, and its default JSON configuration."""
+    """A module of ``wavemare.recipes``, and its JSON configuration."""
 
     module: str
     config: Path
@@ -41,16 +42,18 @@ class Recipe(NamedTuple):
 
 _FOLDER = Path(str(files("wavemare.recipes")))
 RECIPES = {
-    name: Recipe(f"wavemare.recipes.{name.replace('/', '.')}", _FOLDER / f"{name}_{layout}.json")
-    for name, layout in (
-        ("gpt/pretrain", "pipemare"),
-        ("gpt/finetune", "pipeline"),
-        ("bert/pretrain", "pipeline"),
-        ("bert/finetune", "pipeline"),
-        ("llama/pretrain", "pipemare"),
-        ("llama/sft", "zero"),
+    name: Recipe(f"wavemare.recipes.{name.replace('/', '.')}", _FOLDER / f"{name}.json")
+    for name in (
+        "gpt/pretrain",
+        "gpt/finetune",
+        "bert/pretrain",
+        "bert/finetune",
+        "llama/pretrain",
+        "llama/sft",
     )
 }
+WHOLE_MODELS = ("wavemare={}", "train_micro_batch_size_per_gpu=null")
+"""Changes of a recipe's JSON that train a whole model on each process."""
 _SHORT_NAMES = {name: f"{name}/pretrain" for name in ("gpt", "bert", "llama")}
 
 
@@ -74,27 +77,34 @@ def _given_sizes(options: Sequence[str]) -> dict[str, int]:
     return {name: int(size) for name, size in found}
 
 
-def default_config(recipe: Recipe, options: Sequence[str]) -> Path:
-    """Return a recipe's JSON, a synchronous one where Megatron's sizes are given."""
+def changes_for_sizes(options: Sequence[str]) -> tuple[str, ...]:
+    """Return how Megatron's sizes change a recipe's own JSON: to its synchronous layouts."""
     sizes = _given_sizes(options)
     if not sizes:
-        return recipe.config
-    stages = sizes.get("pipeline-model-parallel-size", 1)
-    return _beside(recipe, "pipeline" if stages > 1 else "zero")
+        return ()
+    if sizes.get("pipeline-model-parallel-size", 1) > 1:
+        return ("wavemare.pipeline.schedule=1f1b", "wavemare.pipeline.partition=compute")
+    return WHOLE_MODELS
 
 
-def _beside(recipe: Recipe, layout: str) -> Path:
-    name = recipe.module.rpartition(".")[2]
-    return recipe.config.with_name(f"{name}_{layout}.json")
+def given_changes(options: Sequence[str]) -> list[str]:
+    """Return the changes of the JSON that are among the options of a recipe, after ``--set``."""
+    changes: list[str] = []
+    inside = False
+    for word in options:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            inside = name == "--set"
+            changes += [value] * (inside and bool(equals))
+        elif inside:
+            changes.append(word)
+    return changes
 
 
-def check_processes(
-    recipe: Recipe, section: WavemareConfig, options: Sequence[str], processes: int
-) -> None:
+def check_processes(section: WavemareConfig, options: Sequence[str], processes: int) -> None:
     """Check that the ranks of a job make whole models, before any is started.
 
     Args:
-        recipe: The recipe, whose configuration without stages the remedy names.
         section: Our section of the configuration, from `check_early`.
         options: Of the recipe; Megatron's sizes replace those of the configuration.
         processes: Ranks of the job.
@@ -112,7 +122,7 @@ def check_processes(
     if stages == 1:
         key, value = "wavemare.tensor_parallel.size", shared
     reason = f"a model takes {needed} processes, one on each GPU, and this job would have"
-    remedy = f"Train whole models: --config {_beside(recipe, 'zero')}"
+    remedy = f"Train whole models: --set {' '.join(map(shlex.quote, WHOLE_MODELS))}"
     if processes > needed:
         remedy += f"; or give --nproc {processes // needed * needed}"
     raise ConfigError(key, value, f"{reason} {processes}", remedy)
@@ -140,17 +150,23 @@ def train(
 
     For example: wavemare train gpt --nproc 4 --data corpus.txt --output runs/one
 
+    Another schedule: wavemare train gpt --set wavemare.pipeline.schedule=1f1b
+
     Started by mpirun, each process becomes one rank: mpirun -n 4 wavemare train gpt
 
     The recipe's own options: wavemare train gpt -- --help
     """
     from wavemare.engine.config.resolve import load_config
+    from wavemare.training.config import change_config
 
     chosen = find_recipe(recipe)
     options = list(context.args)
     refuse_options(options)
-    file = config if config is not None else default_config(chosen, options)
-    section = check_early(load_config(file, key="--config"))  # before any rank is started
+    file = config or chosen.config
+    if config is None and (changes := changes_for_sizes(options)):
+        options = ["--set", *changes, *options]
+    changed = change_config(load_config(file, key="--config"), given_changes(options))
+    section = check_early(changed)  # before any rank is started
     own, options = options, ["--deepspeed_config", str(file), *options]
     given = launcher_rank(os.environ)
     if given is not None and given.by_mpi and not print_command:
@@ -175,7 +191,7 @@ def train(
         max_restarts=max_restarts,
     )
     if (processes := job.processes()) is not None:
-        check_processes(chosen, section, own, processes)
+        check_processes(section, own, processes)
     start(job, print_command=print_command)
 
 

@@ -399,3 +399,13 @@ class ChatSamples(Dataset[dict[str, torch.Tensor]]):
         if self._positions:
             sample["position_ids"] = torch.cat([torch.arange(len(row.ids)) for row in rows])
         return sample
+
+
+def last_question(row: Mapping[str, Any], tokenizer: Any) -> str:
+    """Return what the assistant is asked by a row: all before its last answer."""
+    if "messages" not in row:
+        return str(row.get("prompt") or row.get("text", row.get("completion"))[:40])
+    turns: Sequence[Any] = row["messages"]
+    while len(turns) > 1 and turns[-1]["role"] != "user":
+        turns = turns[:-1]
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)

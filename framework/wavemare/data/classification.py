@@ -291,3 +291,10 @@ def _cut(text: str) -> Iterator[str]:
     lines = [line for line in text.splitlines() if line.strip()]
     for start in range(0, len(lines) - _LINES_PER_SNIPPET + 1, _LINES_PER_SNIPPET):
         yield "\n".join(lines[start : start + _LINES_PER_SNIPPET])
+
+
+def scores(confusion: Any) -> dict[str, float]:
+    """Return accuracy and macro F1 of a confusion matrix: rows are labels, columns answers."""
+    right = confusion.diag().double()
+    f1 = 2 * right / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
+    return {"accuracy": float(right.sum() / confusion.sum()), "macro_f1": float(f1.mean())}

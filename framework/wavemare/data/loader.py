@@ -87,6 +87,19 @@ class ResumableLoader(Iterator[Any]):
         # A global batch may straddle two epochs.
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
+    @classmethod
+    def of(cls, engine: Any, dataset: IndexedDataset, *, seed: int, shuffle: bool = True) -> Self:
+        """Return the micro-batches of this rank of an engine; see the class."""
+        return cls(
+            dataset,
+            micro_batch_size=engine.train_micro_batch_size_per_gpu(),
+            data_rank=engine.data_rank,
+            data_world_size=engine.data_world_size,
+            seed=seed,
+            shuffle=shuffle,
+            shares=engine.settings.balance.shares,
+        )
+
     def __iter__(self) -> Self:
         return self
 

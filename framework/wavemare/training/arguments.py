@@ -81,6 +81,13 @@ class TrainArguments(MegatronArguments):
     """Options of every recipe."""
 
     deepspeed_config: str = option("", "JSON configuration (DeepSpeed's and ours)")
+    set: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "changes of the JSON: KEY.KEY=VALUE KEY.KEY=VALUE ...; null removes a key",
+            "action": "extend",
+        },
+    )
     data: str | None = option(
         None,
         "text to learn from: a file, folder, glob, datasets name or Megatron prefix; the Python "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "wandb_project": ("wandb", "project"),
 }
 """Keys of the JSON by Megatron's options."""
+_AUTO_WARMUP = {"warmup_steps": "auto"}
 _SCHEDULES = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR"}
 
 
@@ -42,6 +44,8 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
         ConfigError: The file cannot be read, or an option is incompatible with it.
     """
     config: dict[str, Any] = load_config(arguments.deepspeed_config)
+    if arguments.set:
+        config = load_config(change_config(config, arguments.set))
     for name, path in _KEYS.items():
         value = getattr(arguments, name)
         if value is not None:
@@ -68,6 +72,40 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
     if isinstance(watchdog, dict):  # another type is refused by name later
         watchdog.setdefault("folder", str(Path(arguments.output).resolve() / "watchdog"))
     return config
+
+
+def change_config(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Return a configuration with changes of the form ``KEY.KEY=VALUE``, made one after the other.
+
+    A value is JSON, or else a word. ``null`` removes the key.
+
+    Raises:
+        ConfigError: A change has another form, or names a key inside of a value.
+    """
+    changed = copy.deepcopy(dict(config))
+    for change in changes:
+        path, equals, text = change.partition("=")
+        *parents, key = path.split(".")
+        if not equals or not all((*parents, key)):
+            reason = "it is not of the form KEY.KEY=VALUE"
+            raise ConfigError("--set", change, reason, "Write for example optimizer.params.lr=1e-3")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = text
+        place = changed
+        for parent in parents:
+            if value is None and parent not in place:
+                break  # there is nothing to remove
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                reason = f"{parent!r} is not a section"
+                raise ConfigError("--set", change, reason, "Name a key of a section")
+        if value is None:
+            place.pop(key, None)
+        else:
+            place[key] = value
+    return changed
 
 
 def _interleave(arguments: TrainArguments, config: dict[str, Any]) -> None:
@@ -134,6 +172,9 @@ def fill_schedules(arguments: TrainArguments, config: dict[str, Any]) -> None:
     warmup = max(steps // 10 if share is None else round(steps * share), 1)
     if arguments.lr_warmup_iters is not None:
         warmup = max(arguments.lr_warmup_iters, 1)
+    pipeline = config.get(SECTION, {}).get("pipeline", {})
+    if pipeline.get("schedule") != "pipemare" and pipeline.get("pipemare") == _AUTO_WARMUP:
+        del pipeline["pipemare"]  # a recipe's own: --set has chosen another schedule
     values = {
         "scheduler.params.total_num_steps": steps,
         "scheduler.params.warmup_num_steps": warmup,
@@ -165,6 +206,7 @@ class BalanceController:
     Attributes:
         config: DeepSpeed's configuration, completed by the plan as soon as there is one.
         plan: The plan; None without one.
+        measured: The plan if it was measured in this process, else None.
 
     Raises:
         ConfigError: The file cannot be read, or the configuration cannot be balanced.
@@ -174,6 +216,7 @@ class BalanceController:
     def __init__(self, choice: str, config: dict[str, Any], folder: Path, *, resume: bool) -> None:
         self.config = config
         self.plan: Layout | None = None
+        self.measured: Layout | None = None
         self._choice = choice
         self._file = folder / "plan.json"
         self._measures = choice == AUTO
@@ -195,24 +238,21 @@ class BalanceController:
         """Samples per micro-batch of each rank; None for equal ones."""
         return WavemareConfig.of(self.config).balance.shares
 
-    def measure(self, model: Any, batch: dict[str, int], *, sequence_length: int) -> Layout | None:
+    def measure(self, model: Any, batch: dict[str, int], *, sequence_length: int) -> None:
         """Measure the devices and make the plan, if the option asks for it; complete `config`.
-
-        Returns:
-            The measured plan; None if nothing was measured.
 
         Raises:
             ConfigError: The configuration cannot be balanced.
             PlanError: The ranks have read different plans.
         """
         if self._choice == NONE:
-            return None
+            return
         self._agree()
         if self._measures:
             self._measure(model, batch, sequence_length)
         if self.plan is not None and not type(model).__name__.endswith("ForSequenceClassification"):
             self._weight_by_tokens(self.plan)
-        return self.plan if self._measures else None
+        self.measured = self.plan if self._measures else None
 
     def _agree(self) -> None:
         # The run folder may be local to each machine, and hold a plan on some of them.

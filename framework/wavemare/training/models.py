@@ -14,6 +14,7 @@ from wavemare.data.tokens import check_length
 from wavemare.engine.config.resolve import zero_section
 from wavemare.errors import ConfigError, ModelError, did_you_mean
 from wavemare.files import read_json
+from wavemare.training.arguments import ModelArguments
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -94,6 +95,130 @@ def read_model_config(
         config = AutoConfig.for_model(**values)
     check_length(sequence_length, max_positions(config))
     return values
+
+
+def new_causal_model(
+    args: ModelArguments, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
+) -> Any:
+    """Return a new model that continues text; without a vocabulary size, the tokenizer's.
+
+    Args:
+        args: Options of the model.
+        shape: Of `read_model_config`.
+        tokenizer: The tokenizer.
+        tensor_parallel: Ranks that share a layer; the vocabulary is padded for them.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    end, rows = tokenizer.eos_token_id, args.padded(len(tokenizer), tensor_parallel)
+    config = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end, **shape}
+    with reraise_model_errors("--model_config", args.model_config):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+
+
+def new_masked_model(
+    args: ModelArguments, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
+) -> Any:
+    """Return a new model that fills gaps in text, as `new_causal_model` does."""
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    rows = args.padded(len(tokenizer), tensor_parallel)
+    config = {"vocab_size": rows, "pad_token_id": tokenizer.pad_token_id, **shape}
+    with reraise_model_errors("--model_config", args.model_config):
+        return AutoModelForMaskedLM.from_config(AutoConfig.for_model(**config))
+
+
+def load_classifier(
+    args: Any, corpus: Any, shape: dict[str, Any], tensor_parallel: int
+) -> tuple[Any, Any]:
+    """Return the tokenizer and the model to start from: of the folder ``--model``, or new.
+
+    Args:
+        args: The recipe's options.
+        corpus: The labelled texts, whose names the model gets.
+        shape: Of `read_model_config`, for a new model.
+        tensor_parallel: Ranks that share a layer; the vocabulary is padded for them.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from wavemare.data.tokenizer import cached_tokenizer, load_tokenizer
+
+    names = dict(enumerate(corpus.label_names))
+    labels = {"id2label": names, "label2id": {name: index for index, name in names.items()}}
+    if args.model is not None:
+        tokenizer = load_tokenizer(args.model, "--model")
+        with reraise_model_errors("--model", args.model):
+            model = AutoModelForSequenceClassification.from_pretrained(
+                args.model, dtype="float32", num_labels=len(names), **labels
+            )
+        return tokenizer, model
+    cache = Path(args.cache).expanduser()
+    tokenizer = cached_tokenizer(corpus.train, args.vocab_size, "bert", cache)
+    rows = args.padded(len(tokenizer), tensor_parallel)
+    own = {"num_labels": len(names), "pad_token_id": tokenizer.pad_token_id, **labels}
+    with reraise_model_errors("--model_config", args.model_config):
+        config = AutoConfig.for_model(**{"vocab_size": rows, **shape, **own})
+        return tokenizer, AutoModelForSequenceClassification.from_config(config)
+
+
+def load_chat_model(args: Any) -> tuple[Any, Any]:
+    """Return the tokenizer and the model to start from, with LoRA's layers if they are wanted.
+
+    Raises:
+        ConfigError: The file of the chat template cannot be read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from wavemare.data.tokenizer import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(args.model, "--model")
+    if args.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                "--chat-template", args.chat_template, f"it cannot be read ({error})", "Name a file"
+            ) from None
+    with reraise_model_errors("--model", args.model):
+        folder = Path(args.model).resolve()  # adapters name it
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    if args.lora_r is None:
+        return tokenizer, model
+    from peft import LoraConfig, get_peft_model
+
+    targets: Any = (
+        args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
+    )
+    lora = LoraConfig(
+        r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets, task_type="CAUSAL_LM"
+    )
+    with reraise_model_errors("--lora-targets", args.lora_targets):
+        return tokenizer, get_peft_model(model, lora)
+
+
+def check_packing(model: Any) -> None:
+    """Check on a few tokens that rows of a packed sample do not see each other.
+
+    Raises:
+        ModelError: The second of two rows differs from the same row alone.
+    """
+    import torch
+
+    training = model.training
+    ids, length = torch.arange(16)[None] % model.config.vocab_size, 8
+    positions = torch.arange(length).repeat(2)[None]
+    try:
+        with torch.no_grad():
+            model.eval()
+            packed = model(ids, position_ids=positions, use_cache=False).logits[:, length:]
+            alone = model(ids[:, length:], use_cache=False).logits
+        apart = bool(torch.allclose(packed, alone, atol=1e-3 * float(alone.abs().max())))
+    except TypeError:  # it takes no positions
+        apart = False
+    model.train(training)
+    if not apart:
+        reason = "it does not keep the rows of a packed sample apart"
+        raise ModelError("--model", type(model).__name__, reason, "Give --no-packing")
 
 
 def max_positions(config: Any) -> int:
@@ -254,3 +379,37 @@ def continue_text(folder: Path, prompt: str, seed: int, tokens: int = 48) -> str
         pad_token_id=tokenizer.eos_token_id,
     )
     return str(tokenizer.decode(output[0]))
+
+
+def fill_gap(folder: Path, prompt: str, guesses: int = 5) -> str:
+    """Return the exported model's likeliest words for the gap in a prompt."""
+    import torch
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    model = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    gap = (inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero()[:1, 0]
+    with torch.no_grad():
+        probabilities = model(**inputs).logits[0, gap[0]].softmax(-1)
+    best = probabilities.topk(guesses)
+    words = (
+        f"{str(tokenizer.decode([token])).strip()!r} {probability:.0%}"
+        for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    )
+    return f"{prompt}  ->  {', '.join(words)}"
+
+
+def classify(folder: Path, text: str) -> str:
+    """Return the exported model's class of a text, and how sure it is."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    room = max_positions(model.config)
+    inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=room)
+    with torch.no_grad():
+        probabilities = model(**inputs).logits[0].softmax(-1)
+    best = int(probabilities.argmax())
+    return f"{model.config.id2label[best]} {float(probabilities[best]):.0%}"

@@ -26,6 +26,7 @@ from wavemare.engine.launch.group import (
 from wavemare.errors import CheckpointError, ConfigError
 from wavemare.files import atomic_write_text, remove_leftovers, replace_folder, temporary_sibling
 from wavemare.observe.quiet import quiet_libraries
+from wavemare.observe.recording import Recording
 from wavemare.training.arguments import ALL, TrainArguments
 from wavemare.training.config import BalanceController, resolve_config
 
@@ -82,6 +83,25 @@ class Setup:
             return self.eval_samples
         given = self.arguments.final_eval_samples
         return None if given == ALL else int(given)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def layout(self) -> Any:
+        """The layout that ``--balance auto`` has measured for the model; None if none was."""
+        return self.balance.measured
+
+    def config_for(self, model: Any) -> dict[str, Any]:
+        """Return DeepSpeed's configuration for a model.
+
+        ``--balance auto`` measures the devices for it; all ranks call this.
+        """
+        length = self.arguments.sequence_length
+        self.balance.measure(model, self.batch, sequence_length=length)
+        return self.balance.config
 
     @property
     def data_ranks(self) -> int:
@@ -259,19 +279,32 @@ def adapt_accumulation(config: dict[str, Any], data_ranks: int) -> None:
         config.pop("gradient_accumulation_steps", None)
 
 
-def load_run(engine: Any, checkpoints: str | Path, batches: Any, steps: int) -> float:
-    """Load the newest checkpoint into an engine and a `ResumableLoader`.
+def load_run(setup: Setup, engine: Any, batches: Any, recording: Recording) -> None:
+    """Go on from the newest checkpoint: engine, order of the data and training time.
 
-    Returns:
-        Seconds that the run has trained before.
+    Args:
+        setup: Of the run.
+        engine: The engine.
+        batches: A `wavemare.data.loader.ResumableLoader`.
+        recording: Of the run.
 
     Raises:
         CheckpointError: The checkpoint is of another topology or of other data.
-        ConfigError: The checkpoint is past ``steps``.
+        ConfigError: The checkpoint is past the last step.
     """
-    _, state = engine.load_checkpoint(str(checkpoints))
-    if engine.global_steps > steps:
+    _, state = engine.load_checkpoint(str(setup.checkpoints))
+    if engine.global_steps > setup.arguments.max_steps:
         reason = f"the checkpoint is at step {engine.global_steps} already"
-        raise ConfigError("--max_steps", steps, reason, "Give more steps")
+        raise ConfigError("--max_steps", setup.arguments.max_steps, reason, "Give more steps")
     batches.load_state_dict({**state["loader"], "consumed_samples": engine.global_samples})
-    return float(state.get("seconds", 0.0))
+    recording.seconds = float(state.get("seconds", 0.0))
+    recording.screen.note(f"resumed after step {engine.global_steps}")
+
+
+def save_run(setup: Setup, engine: Any, batches: Any, recording: Recording) -> None:
+    """Save a checkpoint of all that `load_run` needs, and the layout that was measured."""
+    setup.balance.save(setup.rank)
+    step = engine.global_steps
+    state = {"loader": batches.state_dict(), "seconds": recording.training_seconds}
+    with recording.saving(step, f"step-{step:06d}") as tag:
+        engine.save_checkpoint(str(setup.checkpoints), tag, client_state=state)

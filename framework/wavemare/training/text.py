@@ -121,6 +121,28 @@ class TrainingText:
         parts = [blended_samples([store], None, num_samples=None, **options) for store in filled]
         return samples, ConcatDataset(parts)
 
+    def masked_samples(
+        self, sequence_length: int, *, probability: float, seed: int
+    ) -> tuple[Any, Any]:
+        """Return samples with gaps to fill, to train on and to validate on.
+
+        Args:
+            sequence_length: Tokens of a sample.
+            probability: Share of the tokens that are gaps.
+            seed: Determines the gaps.
+
+        Raises:
+            ConfigError: The data is a blend.
+        """
+        from wavemare.data.samples import MaskedDataset
+
+        options: dict[str, Any] = {"probability": probability, "seed": seed}
+        train, validation = (
+            MaskedDataset(store, sequence_length, self.tokenizer, **options)
+            for store in self.single()
+        )
+        return train, validation
+
     def check_prompt(self, prompt: str | None, positions: int) -> str:
         """Return the start of a text to write: the given one, or the validation text's.
 
@@ -159,6 +181,12 @@ class TrainingText:
             "tokens": count("num_tokens"),
             "vocabulary": len(self.tokenizer),
         }
+
+    def unigram_baselines(self, sequence_length: int) -> Baselines:
+        """Return the `baselines` of a model that reads both sides of a gap: not the bigrams."""
+        results, losses = self.baselines(sequence_length)
+        kept = {name: value for name, value in results.items() if "bigram" not in name}
+        return kept, {"unigram": losses["unigram"]} if losses else {}
 
     def baselines(self, sequence_length: int, windows: int | None = None) -> Baselines:
         """Count n-grams, as results of a run and as losses to compare with.

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import __main__ as benchmarks
 from wavemare import cli
+from wavemare.cli.train import WHOLE_MODELS
 from wavemare.failure import run_main
 from wavemare.recipes.bert import finetune
 from wavemare.recipes.gpt import pretrain
@@ -181,10 +182,10 @@ def launched(monkeypatch):
 @pytest.fixture
 def recipe(ended, launched, monkeypatch, tmp_path):
     monkeypatch.setattr("wavemare.training.setup.quiet_libraries", lambda: None)
-    config = str(pretrain.__file__).replace("pretrain.py", "pretrain_zero.json")
+    config = str(pretrain.__file__).replace(".py", ".json")
 
     def run(main, *words):
-        start = ["--deepspeed_config", config, "--output", tmp_path / "run"]
+        start = ["--deepspeed_config", config, "--set", *WHOLE_MODELS, "--output", tmp_path / "run"]
         return ended(lambda: run_main(main, grace_s=0), *start, *words)
 
     return run

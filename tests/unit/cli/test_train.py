@@ -9,9 +9,18 @@ import pytest
 from typer.testing import CliRunner
 
 from wavemare.cli import app, launch
-from wavemare.cli.train import RECIPES, check_early, default_config, find_recipe
-from wavemare.engine.config.resolve import check_batch_sizes
+from wavemare.cli.train import (
+    RECIPES,
+    WHOLE_MODELS,
+    changes_for_sizes,
+    check_early,
+    find_recipe,
+    given_changes,
+)
+from wavemare.engine.config.resolve import check_batch_sizes, load_config
 from wavemare.errors import ConfigError, LaunchError
+from wavemare.training.arguments import TrainArguments, parse_arguments
+from wavemare.training.config import change_config
 
 
 @pytest.fixture
@@ -84,19 +93,36 @@ def test_recipes_are_found_by_both_names():
 
 
 @pytest.mark.parametrize(
-    ("words", "layout"),
+    ("words", "stages", "schedule"),
     [
-        ("--lr 1", "pipemare"),
-        ("--pipeline-model-parallel-size 2", "pipeline"),
-        ("--pipeline_model_parallel_size=2 --tensor-model-parallel-size 2", "pipeline"),
-        ("--pipeline-model-parallel-size 1", "zero"),
-        ("--tensor-model-parallel-size 2", "zero"),
-        ("--num-virtual-stages-per-pipeline-rank 2", "zero"),  # refused: there is no pipeline
+        ("--lr 1", 2, "pipemare"),
+        ("--pipeline-model-parallel-size 2", 2, "1f1b"),
+        ("--pipeline_model_parallel_size=2 --tensor-model-parallel-size 2", 2, "1f1b"),
+        ("--pipeline-model-parallel-size 1", 1, "1f1b"),
+        ("--tensor-model-parallel-size 2", 1, "1f1b"),
+        # Refused by the recipe: there is no pipeline.
+        ("--num-virtual-stages-per-pipeline-rank 2", 1, "1f1b"),
     ],
 )
-def test_megatrons_sizes_mean_its_synchronous_schedules(words, layout):
-    found = default_config(RECIPES["gpt/pretrain"], words.split())
-    assert found.name == f"pretrain_{layout}.json"
+def test_megatrons_sizes_mean_its_synchronous_schedules(words, stages, schedule):
+    config = load_config(RECIPES["gpt/pretrain"].config)
+    found = check_early(change_config(config, changes_for_sizes(words.split()))).pipeline
+    assert (found.stages, found.schedule) == (stages, schedule)
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("--set a=1 b.c=2 --lr 3 --set d=x", ["a=1", "b.c=2", "d=x"]),
+        ("--set=a=1 --lr=2 e=3", ["a=1"]),
+        ("--lr 1", []),
+    ],
+)
+def test_changes_of_the_json_are_those_that_the_recipe_reads(words, changes):
+    assert given_changes(words.split()) == changes
+    if "e=3" not in words:
+        read = parse_arguments(TrainArguments, ["--deepspeed_config=x", *words.split()])
+        assert read.set == changes
 
 
 @pytest.fixture
@@ -126,22 +152,24 @@ def test_each_gpu_gets_a_process(gpus):
     assert started(gpus(1, "llama/sft")) == 1  # data-parallel
 
 
+TWO = [
+    ("wavemare.pipeline.stages=2",),
+    ("wavemare.pipeline=null", "wavemare.tensor_parallel.size=2", "wavemare.wavelet.mode=sync"),
+]
+
+
 @pytest.mark.parametrize("name", [*RECIPES])
-@pytest.mark.parametrize("layout", ["pipeline", "wave"])
-def test_a_layout_for_which_there_are_too_few_gpus_is_refused_at_once(gpus, name, layout):
-    recipe = RECIPES[name]
-    file = recipe.config.with_name(f"{recipe.module.rpartition('.')[2]}_{layout}.json")
-    if not file.exists():
-        pytest.skip("no such layout")
-    options = (name, "--config", str(file))
+@pytest.mark.parametrize("changes", TWO, ids=["pipeline", "wave"])
+def test_a_layout_for_which_there_are_too_few_gpus_is_refused_at_once(gpus, name, changes):
+    options = (name, "--set", *changes)
     assert started(gpus(2, *options)) == 2
     with pytest.raises(ConfigError) as caught:
         gpus(1, *options)
     assert caught.value.key.startswith("wavemare.")
     assert caught.value.value == 2
     # Its remedy works.
-    (other,) = re.findall(r"--config (\S+\.json)", caught.value.remedy)
-    assert started(gpus(1, name, "--config", other)) == 1
+    (words,) = re.findall(r"(--set .*)$", caught.value.remedy)
+    assert started(gpus(1, name, *shlex.split(words))) == 1
     with pytest.raises(ConfigError) as caught:
         gpus(3, *options)
     (fewer,) = re.findall(r"--nproc (\d+)", caught.value.remedy)
@@ -155,16 +183,13 @@ def test_megatrons_sizes_count_too(gpus):
     assert "--nproc 4" in caught.value.remedy
 
 
+@pytest.mark.parametrize("name", [*RECIPES])
 @pytest.mark.parametrize("processes", [1, 2, 4, 8, 16])
-def test_a_data_parallel_recipe_takes_any_number_of_gpus(processes):
-    files = {file for recipe in RECIPES.values() for file in recipe.config.parent.glob("*_*.json")}
-    configs = [json.loads(file.read_text()) for file in files if not file.stem.startswith("model")]
-    for config in configs:
-        if config.get("wavemare", {}).keys() & {"pipeline", "tensor_parallel", "wavelet"}:
-            continue
-        sizes = check_batch_sizes(config, data_world_size=processes)
-        train, micro, steps = sizes.values()
-        assert (train, train) == (config["train_batch_size"], micro * steps * processes)
+def test_whole_models_train_on_any_number_of_gpus(name, processes):
+    config = change_config(load_config(RECIPES[name].config), WHOLE_MODELS)
+    sizes = check_batch_sizes(config, data_world_size=processes)
+    train, micro, steps = sizes.values()
+    assert (train, train) == (config["train_batch_size"], micro * steps * processes)
 
 
 def test_gpus_are_counted_as_ranks_will_see_them(monkeypatch):
@@ -199,11 +224,9 @@ def test_what_no_option_mends_is_refused_before_a_launcher_is_sought(
     assert caught.value.key == key
 
 
-def test_the_recipes_own_files_are_not_refused():
-    files = [file for recipe in RECIPES.values() for file in recipe.config.parent.glob("*_*.json")]
-    assert len(files) >= 8
-    for file in files:
-        check_early(json.loads(file.read_text()))
+@pytest.mark.parametrize("name", [*RECIPES])
+def test_the_recipes_own_files_are_not_refused(name):
+    check_early(load_config(RECIPES[name].config))
 
 
 @pytest.fixture

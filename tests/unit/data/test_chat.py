@@ -35,7 +35,7 @@ from wavemare.data.chat import (
 from wavemare.data.sources import resolve
 from wavemare.data.tokenizer import train_tokenizer
 from wavemare.errors import DataError, ModelError
-from wavemare.recipes.llama.sft import check_packing
+from wavemare.training.models import check_packing
 
 END = "<|endoftext|>"
 PLAIN = (

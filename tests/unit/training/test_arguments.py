@@ -11,18 +11,16 @@ import pytest
 
 from wavemare.engine.config.resolve import check_batch_sizes, check_config
 from wavemare.errors import ConfigError, DataError
-from wavemare.recipes.bert import finetune
 from wavemare.recipes.bert.finetune import FinetuneArguments as Classification
 from wavemare.recipes.bert.finetune import check_options
 from wavemare.recipes.gpt.finetune import FinetuneArguments
 from wavemare.recipes.gpt.pretrain import PretrainArguments
-from wavemare.recipes.llama import sft
 from wavemare.recipes.llama.sft import SftArguments
 from wavemare.training.arguments import parse_arguments
 from wavemare.training.config import resolve_config
-from wavemare.training.models import read_model_config
+from wavemare.training.models import load_chat_model, load_classifier, read_model_config
 
-CONFIG = str(files("wavemare.recipes") / "gpt" / "pretrain_pipeline.json")
+CONFIG = str(files("wavemare.recipes") / "gpt" / "finetune.json")
 
 WARMUP = {"warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr"}
 
@@ -210,12 +208,18 @@ def test_a_size_beside_a_folder_is_refused_by_the_name_of_its_option(name):
     check_options(parsed("--model folder", Classification))  # without it, as the remedy says
 
 
-@pytest.mark.parametrize("recipe", [finetune, sft], ids=["bert/finetune", "llama/sft"])
+NO_CORPUS = SimpleNamespace(label_names=("a", "b"))
+LOADERS = {
+    "bert/finetune": (Classification, lambda args: load_classifier(args, NO_CORPUS, {}, 1)),
+    "llama/sft": (SftArguments, load_chat_model),
+}
+
+
+@pytest.mark.parametrize("recipe", [*LOADERS])
 def test_a_tokenizer_is_refused_by_the_option_that_names_it(recipe, tmp_path):
-    kind = {finetune: Classification, sft: SftArguments}[recipe]
-    made = {finetune: (SimpleNamespace(label_names=("a", "b")), {}, 1), sft: ()}[recipe]
+    kind, load = LOADERS[recipe]
     with pytest.raises(DataError) as caught:
-        recipe.make_model(parsed(f"--model {tmp_path}", kind), *made)
+        load(parsed(f"--model {tmp_path}", kind))
     assert parsed(f"{caught.value.key} other", kind).model == "other"
 
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from wavemare.data.classification import scores
 from wavemare.data.indexed import IndexedWriter
 from wavemare.data.tokenizer import train_tokenizer
 from wavemare.errors import ConfigError, DataError
-from wavemare.recipes.bert.finetune import scores
 from wavemare.recipes.gpt.pretrain import PretrainArguments
 from wavemare.training.arguments import parse_arguments
 from wavemare.training.models import Evaluation

@@ -9,7 +9,14 @@ import pytest
 from torch import distributed as dist
 
 from wavemare.errors import ConfigError
-from wavemare.training.setup import adapt_accumulation, connect, load_run, resumes_after_restart
+from wavemare.training.arguments import TrainArguments
+from wavemare.training.setup import (
+    Setup,
+    adapt_accumulation,
+    connect,
+    load_run,
+    resumes_after_restart,
+)
 
 
 def test_no_time_limit_counts_while_the_first_rank_converts(tmp_path, monkeypatch):
@@ -55,7 +62,9 @@ def test_the_batch_is_accumulated_over_fewer_ranks():
 
 def test_a_run_that_is_past_the_last_step_is_not_continued():
     engine = SimpleNamespace(global_steps=20, load_checkpoint=lambda folder: (folder, {}))
+    arguments = TrainArguments(max_steps=19)
+    setup = Setup(arguments, None, None, {}, resume=True, foreign=None, rank=0, world_size=1)
     with pytest.raises(
         ConfigError, match=r"--max_steps = 19: the checkpoint is at step 20 already"
     ):
-        load_run(engine, "checkpoints", None, 19)
+        load_run(setup, engine, None, None)
