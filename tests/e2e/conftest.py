@@ -228,7 +228,10 @@ LAYOUTS = {
     ),
     "sparse": (*ALONE, "zero_optimization.stage=0", "wavemare.sparse_collective.mode=auto"),
     "experts": (*ALONE, "wavemare.expert_parallel.size=2"),
-    "local_steps": (*ALONE, "wavemare.local_steps.mode=diloco"),
+    "local_steps": (
+        *ALONE,
+        'wavemare.local_steps={"mode": "diloco", "every": 32, "fragments": 4, "overlap": 8}',
+    ),
 }
 """Changes of a recipe's JSON, as docs/recipes.md gives them."""
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
+from wavemare.engine.config.shape import SECTION
 from wavemare.engine.launch.group import environment_rank
 from wavemare.errors import ConfigError, did_you_mean
 
@@ -74,6 +75,20 @@ class MegatronArguments:
     save: str | None = option(None, "--output")
     load: str | None = option(None, "--output, and --resume if it has a checkpoint")
     deepspeed: bool = option(False, "ignored: all recipes use DeepSpeed")
+
+
+JSON_KEYS: dict[str, tuple[str, ...]] = {
+    "micro_batch_size": ("train_micro_batch_size_per_gpu",),
+    "global_batch_size": ("train_batch_size",),
+    "lr": ("optimizer", "params", "lr"),
+    "weight_decay": ("optimizer", "params", "weight_decay"),
+    "clip_grad": ("gradient_clipping",),
+    "tensor_model_parallel_size": (SECTION, "tensor_parallel", "size"),
+    "pipeline_model_parallel_size": (SECTION, "pipeline", "stages"),
+    "tensorboard_dir": ("tensorboard", "output_path"),
+    "wandb_project": ("wandb", "project"),
+}
+"""Keys of the JSON that Megatron's options replace."""
 
 
 @dataclass(frozen=True)

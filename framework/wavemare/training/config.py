@@ -15,24 +15,12 @@ from wavemare.engine.launch.group import gather
 from wavemare.errors import ConfigError, PlanError
 from wavemare.files import atomic_write_text
 from wavemare.parallel.layout.layout import Layout
-from wavemare.training.arguments import TrainArguments
+from wavemare.training.arguments import JSON_KEYS, TrainArguments
 
 if TYPE_CHECKING:
     import torch
 
 
-_KEYS: dict[str, tuple[str, ...]] = {
-    "micro_batch_size": ("train_micro_batch_size_per_gpu",),
-    "global_batch_size": ("train_batch_size",),
-    "lr": ("optimizer", "params", "lr"),
-    "weight_decay": ("optimizer", "params", "weight_decay"),
-    "clip_grad": ("gradient_clipping",),
-    "tensor_model_parallel_size": (SECTION, "tensor_parallel", "size"),
-    "pipeline_model_parallel_size": (SECTION, "pipeline", "stages"),
-    "tensorboard_dir": ("tensorboard", "output_path"),
-    "wandb_project": ("wandb", "project"),
-}
-"""Keys of the JSON by Megatron's options."""
 _AUTO_WARMUP = {"warmup_steps": "auto"}
 _SCHEDULES = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR"}
 
@@ -46,7 +34,7 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
     config: dict[str, Any] = load_config(arguments.deepspeed_config)
     if arguments.set:
         config = load_config(change_config(config, arguments.set))
-    for name, path in _KEYS.items():
+    for name, path in JSON_KEYS.items():
         value = getattr(arguments, name)
         if value is not None:
             _put(config, path, value)
