@@ -19,8 +19,9 @@ from wavemare.comm.collective_queue import CollectiveQueue, Handle
 from wavemare.comm.compressor import Compressor, make_compressor
 from wavemare.comm.config import HALVES, MODES, CompressorConfig, Mode
 from wavemare.comm.executors import EXECUTORS_BY_MODE, Scratch
+from wavemare.comm.executors.hierarchy import Hierarchy
 from wavemare.comm.kernels import DTYPES, num_blocks
-from wavemare.comm.reduction import Bucket, Hierarchy, Reduction
+from wavemare.comm.reduction import Bucket, Reduction
 from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
 from wavemare.comm.selection.selector import ExecutorChoice, calibrate, choose_executor
 from wavemare.comm.statistics import Statistics, Timer, Totals
@@ -121,14 +122,14 @@ class SparseComm:
         self._scratch = Scratch()
         self._reduction = Reduction(
             self.transport,
-            self._hierarchy,
             block=block,
             mode=mode,
             constants=self.constants,
             allowed=IN_ORDER if deterministic else EXECUTORS,
-            compressor=compressor,
             scratch=self._scratch,
+            compressor=compressor,
             always_checks=check_blocks,
+            hierarchy=self._hierarchy,
         )
         self._rows = RowReducer(self.transport, self._scratch, self.constants, mode)
         self._transports = [self.transport]

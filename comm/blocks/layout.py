@@ -105,7 +105,8 @@ def assign_owners(masks: Masks) -> BlockLayout:
     differ by at most one block of each multiplicity, which balances push and pull (Zen, OSDI'25,
     balances both by hashing).
     """
-    return BlockLayout(*_deal(masks.bits, masks.num_blocks), masks)
+    blocks, edges = _deal(masks.bits, masks.num_blocks)
+    return BlockLayout(blocks, edges, masks)
 
 
 @compiled
@@ -116,8 +117,8 @@ def _deal(bits: Any, blocks: int) -> Any:
     for rank in range(ranks):
         for byte, eight in enumerate(bits[rank]):
             if eight:
-                for place in range(8):
-                    multiplicity[8 * byte + place] += np.uint16((eight >> place) & 1)
+                for bit in range(8):
+                    multiplicity[8 * byte + bit] += np.uint16((eight >> bit) & 1)
     # Where the next block of each multiplicity stands in the sorted order.
     place = np.zeros(ranks + 2, np.int64)
     for block in range(blocks):

@@ -57,6 +57,7 @@ class CollectiveCall:
         transport: To the other ranks.
         scratch: Memory to use.
         stats: Its phases are filled in.
+        key: Name of the bucket.
     """
 
     flat: Tensor
@@ -65,6 +66,7 @@ class CollectiveCall:
     transport: Transport
     scratch: Scratch
     stats: Statistics = field(default_factory=Statistics)
+    key: str = ""
 
     @property
     def kernels(self) -> BlockKernels:
@@ -85,6 +87,11 @@ class CollectiveCall:
     def num_blocks(self) -> int:
         """Blocks of the bucket."""
         return num_blocks(self.flat.numel(), self.block)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.block * self.flat.element_size()
 
     @property
     def on_device(self) -> bool:
