@@ -55,7 +55,9 @@ class Network:
 
 def open_network(request: SparseRequest, timeout_s: float) -> Network:
     """Open it; collective over all processes."""
-    everyone = open_transport(choice="mpi", timeout_s=timeout_s)
+    from benchmarks.sparse.peers.any_source import AnySourceMpi
+
+    everyone = AnySourceMpi(timeout_s=timeout_s)
     if not request.aggregators:
         return Network(everyone, everyone, None)
     ranks = everyone.split(int(everyone.rank >= request.ranks))
@@ -79,6 +81,7 @@ class _Wavemare(Bench):
             mode=mode,  # type: ignore[arg-type]
             average=False,
             deterministic=mode != "packed",
+            device="cpu",
             **options,
         )
 

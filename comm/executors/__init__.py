@@ -20,7 +20,6 @@ from wavemare.comm.executors.ranges import (
     reduce_ranges,
     reduce_scatter,
 )
-from wavemare.comm.executors.streaming import streaming
 
 __all__ = ["EXECUTORS_BY_MODE", "CollectiveCall", "Executor", "Scratch"]
 
@@ -55,5 +54,4 @@ EXECUTORS_BY_MODE: Mapping[str, Executor] = {
     "packed": Executor(packed, deterministic=False),
     "pushpull": Executor(push_pull, reduce_scatter=reduce_scatter),
     "allgather": Executor(block_allgather),
-    "streaming": Executor(streaming, needs_masks=False),
 }

@@ -19,6 +19,7 @@ from benchmarks.sparse.peers.sparcml import (
     recursive_double,
     split_allgather,
 )
+from benchmarks.sparse.peers.streaming import Streaming
 from benchmarks.sparse.peers.zen import zen
 
 __all__ = ["PEERS", "OmniReduce", "Peer"]
@@ -35,6 +36,7 @@ PEERS: Mapping[str, type[Peer]] = {
     "hitopk": HiTopK,
     "deepreduce8": DeepReduce8,
     "deepreduce4": DeepReduce4,
+    "streaming": Streaming,
     "omnireduce": OmniReduce,
 }
 """By the names of `benchmarks.sparse.request.PEERS`."""

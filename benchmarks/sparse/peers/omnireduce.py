@@ -2,7 +2,7 @@
 """OmniReduce (SIGCOMM'21) with dedicated aggregators: processes that hold no gradient.
 
 Workers push non-zero blocks to the aggregator of their slot, and get the union back. The protocol
-is `wavemare.comm.executors.streaming_protocol`; messages over MPI need none of its retransmission.
+is `benchmarks.sparse.peers.streaming_protocol`; messages over MPI need none of its retransmission.
 A worker's link carries d S up and u S down whatever the number of workers. The aggregators' links
 must carry that for all workers: `SparseRequest.run` makes them together as fast as all workers'.
 """
@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.sparse.peers.base import Peer
-from benchmarks.sparse.request import SparseRequest
-from wavemare.comm.executors.streaming_protocol import (
+from benchmarks.sparse.peers.base import AnySource, Peer
+from benchmarks.sparse.peers.streaming_protocol import (
     Aggregator,
     Lanes,
     Message,
@@ -25,7 +24,7 @@ from wavemare.comm.executors.streaming_protocol import (
     Reply,
     Worker,
 )
-from wavemare.comm.transport import Transport
+from benchmarks.sparse.request import SparseRequest
 from wavemare.comm.transport.base import Exchange
 
 _SLOTS_PER_AGGREGATOR = 2
@@ -54,7 +53,9 @@ class OmniReduce(Peer):
         request: Has N and K.
     """
 
-    def __init__(self, name: str, transport: Transport, request: SparseRequest) -> None:
+    transport: AnySource
+
+    def __init__(self, name: str, transport: AnySource, request: SparseRequest) -> None:
         super().__init__(name, transport, request)
         blocks, slots = request.numel // request.block, _SLOTS_PER_AGGREGATOR * request.aggregators
         width = max(blocks // (slots * _DEPTH), 1)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams blocks to aggregators and sums back, without an exchange of masks.
+"""OmniReduce's protocol (SIGCOMM'21) with the ranks as aggregators, as its colocated ones.
 
-See `wavemare.comm.executors.streaming_protocol`. Each rank is worker and aggregator, as with
-OmniReduce's colocated aggregators. Messages are handled in the order of arrival.
+See `benchmarks.sparse.peers.streaming_protocol`. No masks are exchanged; messages are handled in
+the order of arrival. Each rank sends (N-1)/N (d + u) of the bucket in each direction, in many small
+messages. Sums overlap with messages; on fast links, handling the messages takes longer than sending
+the bytes.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import CollectiveCall, Scratch
-from wavemare.comm.executors.streaming_protocol import (
+from benchmarks.sparse.peers.base import AnySource, Peer
+from benchmarks.sparse.peers.streaming_protocol import (
     Aggregator,
     Lanes,
     Message,
@@ -24,6 +25,8 @@ from wavemare.comm.executors.streaming_protocol import (
     Reply,
     Worker,
 )
+from benchmarks.sparse.request import SparseRequest
+from wavemare.comm.executors.base import Scratch
 from wavemare.comm.kernels import kernels_for
 from wavemare.comm.transport.base import Exchange
 
@@ -40,35 +43,46 @@ _FIXED = 3
 """Numbers that each message has: slot, kind and number of blocks."""
 
 
-def streaming(call: CollectiveCall, masks: Masks | None = None) -> None:
-    """Stream until all sums are there.
+class Streaming(Peer):
+    """Streams blocks to the aggregators of their slots, and sums back; arguments as for `Peer`."""
 
-    Sends (N-1)/N (d + u) of the bucket in each direction, in many small messages. Sums overlap with
-    messages and no rank waits for masks, which helps on slow links with many ranks. On fast links,
-    handling the messages takes longer than sending the bytes.
-    """
-    blocks, slots = call.num_blocks, _SLOTS_PER_RANK * call.size
-    lanes = Lanes(blocks, call.size, slots, min(max(blocks // (slots * _DEPTH), 1), _WIDTH))
-    bits = call.mask().cpu().numpy()
-    with call.phase("plan"):
-        nonzero = np.unpackbits(bits, count=blocks, bitorder="little").astype(np.bool_)
-        stream = _Stream(call, lanes, nonzero)
-    stream.run()
+    transport: AnySource
+
+    def __init__(self, name: str, transport: AnySource, request: SparseRequest) -> None:
+        super().__init__(name, transport, request)
+        self._scratch = Scratch()
+
+    def sum_blocks(self, table: Tensor, blocks: Tensor) -> None:
+        """Stream until all sums are there."""
+        slots = _SLOTS_PER_RANK * self.transport.size
+        width = min(max(len(table) // (slots * _DEPTH), 1), _WIDTH)
+        lanes = Lanes(len(table), self.transport.size, slots, width)
+        nonzero = np.zeros(len(table), np.bool_)
+        nonzero[blocks.numpy()] = True
+        _Stream(self.transport, table, lanes, nonzero, self._scratch).run()
 
 
 class _Stream:
-    """One call of one rank: runs its worker and its aggregator."""
+    """One sum of one rank: runs its worker and its aggregator."""
 
-    def __init__(self, call: CollectiveCall, lanes: Lanes, nonzero: npt.NDArray[np.bool_]) -> None:
-        self._call = call
+    def __init__(
+        self,
+        transport: AnySource,
+        table: Tensor,
+        lanes: Lanes,
+        nonzero: npt.NDArray[np.bool_],
+        scratch: Scratch,
+    ) -> None:
+        self._transport = transport
+        self._table = table
         self._lanes = lanes
         self._worker = Worker(lanes, nonzero)
-        self._aggregator = Aggregator(lanes, call.rank)
+        self._aggregator = Aggregator(lanes, transport.rank)
         # One frame to receive and one for the end; per slot one message up; per owned slot the
         # contributions of all ranks and the pending replies.
-        owned = -(-lanes.num_slots // call.size)
-        frames = 2 + lanes.num_slots + owned * (call.size + lanes.answer_interval + 1)
-        self._frames = _Frames(frames, lanes.width, call.block, call.flat.dtype, call.scratch)
+        owned = -(-lanes.num_slots // transport.size)
+        number = 2 + lanes.num_slots + owned * (transport.size + lanes.answer_interval + 1)
+        self._frames = _Frames(number, lanes.width, table.shape[1], scratch)
         self._arrival = self._frames.take()
         self._own: deque[tuple[Message, int]] = deque()
         self._up: dict[int, _Sent] = {}
@@ -81,22 +95,21 @@ class _Stream:
 
     def run(self) -> None:
         """Send the first messages, answer all messages, and end together with the other ranks."""
-        for message in self._worker.start(self._call.rank + 1):
+        for message in self._worker.start(self._transport.rank + 1):
             self._send_up(message)
         while True:
             while self._own:
-                self._contribute(self._call.rank, *self._own.popleft())
+                self._contribute(self._transport.rank, *self._own.popleft())
             if self._worker.done and self._aggregator.done:
                 break
             self._receive()
         self._end()
 
     def _receive(self) -> None:
-        with self._call.phase("push"):
-            frame = self._arrival
-            peer = self._call.transport.receive_any(self._frames.whole(frame))
-            message = self._frames.read(frame)
-            self._call.transport.bytes_down += self._frames.num_bytes(message)
+        frame = self._arrival
+        peer = self._transport.receive_any(self._frames.whole(frame))
+        message = self._frames.read(frame)
+        self._transport.bytes_down += self._frames.num_bytes(message)
         if message.kind == MessageKind.UP:
             self._arrival = self._frames.take()
             self._contribute(peer, message, frame)
@@ -108,16 +121,19 @@ class _Stream:
     def _send_up(self, message: Message) -> None:
         frame = self._frames.take()
         data = self._frames.write(frame, message)
-        with self._call.phase("pack"):
-            self._gather(message.blocks, self._frames.blocks(frame, message.blocks.size))
+        torch.index_select(
+            self._table,
+            0,
+            torch.from_numpy(message.blocks),
+            out=self._frames.blocks(frame, message.blocks.size),
+        )
         owner = self._lanes.owner(message.slot)
-        if owner == self._call.rank:
+        if owner == self._transport.rank:
             self._own.append((message, frame))
             return
-        with self._call.phase("push"):
-            exchange = self._call.transport.begin()
-            exchange.send(owner, data)
-            exchange.start()
+        exchange = self._transport.begin()
+        exchange.send(owner, data)
+        exchange.start()
         self._up[message.slot] = frame, exchange
 
     def _contribute(self, worker: int, message: Message, frame: int) -> None:
@@ -128,7 +144,7 @@ class _Stream:
             self._reply(reply)
 
     def _reply(self, reply: Reply) -> None:
-        call, message = self._call, reply.message
+        message = reply.message
         sent = self._down[message.slot]
         if reply.all_answered:
             # All replies so far were received: this does not wait.
@@ -136,19 +152,17 @@ class _Stream:
         frame = self._frames.take()
         data = self._frames.write(frame, message)
         contributions = self._contributions[message.slot]
-        with call.phase("reduce"):
-            firsts = np.zeros((call.size, 1), dtype=np.int64)
-            for worker, (_, position) in contributions.items():
-                firsts[worker] = position
-            positions = np.where(reply.sources < 0, -1, reply.sources + firsts)
-            summed = self._frames.blocks(frame, message.blocks.size)
-            memory, host = self._frames.memory, kernels_for("cpu")
-            host.reduce(memory, torch.from_numpy(positions), call.block, call.scale, summed)
-        with call.phase("pull"):
-            exchange = call.transport.begin()
-            for peer in call.transport.peers():
-                exchange.send(peer, data)
-            exchange.start()
+        firsts = np.zeros((self._transport.size, 1), dtype=np.int64)
+        for worker, (_, position) in contributions.items():
+            firsts[worker] = position
+        positions = torch.from_numpy(np.where(reply.sources < 0, -1, reply.sources + firsts))
+        summed = self._frames.blocks(frame, message.blocks.size).view(-1)
+        block = self._table.shape[1]
+        kernels_for("cpu").reduce(self._frames.memory, positions, block, 1.0, summed)
+        exchange = self._transport.begin()
+        for peer in self._transport.peers():
+            exchange.send(peer, data)
+        exchange.start()
         sent.append((frame, exchange))
         for used, _ in contributions.values():
             self._frames.give_back(used)
@@ -159,8 +173,8 @@ class _Stream:
         if message.slot in self._up:
             # Received before the reply was sent: this does not wait.
             self._free([self._up.pop(message.slot)])
-        with self._call.phase("unpack"):
-            self._scatter(self._frames.blocks(frame, message.blocks.size), message.blocks)
+        sums = self._frames.blocks(frame, message.blocks.size)
+        self._table.index_copy_(0, torch.from_numpy(message.blocks), sums)
         answer = self._worker.answer(message)
         if answer is not None:
             self._send_up(answer)
@@ -170,46 +184,23 @@ class _Stream:
 
         A rank that still receives from any peer would otherwise receive the next collective.
         """
-        call, frames = self._call, self._frames
         none = np.empty(0, dtype=np.int64)
-        data = frames.write(frames.take(), Message(0, MessageKind.END, none, none))
-        ends = call.scratch("ends", call.size * data.numel(), data).view(call.size, -1)
-        with call.phase("push"):
-            exchange = call.transport.begin()
-            for peer in call.transport.peers():
-                if peer not in self._ended:
-                    exchange.receive(peer, ends[peer])
-                exchange.send(peer, data)
-            exchange.wait()
-            for sent in self._down.values():
-                self._free(sent)
+        data = self._frames.write(self._frames.take(), Message(0, MessageKind.END, none, none))
+        ends = data.new_empty(self._transport.size, data.numel())
+        exchange = self._transport.begin()
+        for peer in self._transport.peers():
+            if peer not in self._ended:
+                exchange.receive(peer, ends[peer])
+            exchange.send(peer, data)
+        exchange.wait()
+        for sent in self._down.values():
+            self._free(sent)
 
     def _free(self, messages: list[_Sent]) -> None:
         while messages:
             frame, exchange = messages.pop()
-            with self._call.phase("pull"):
-                exchange.wait()
+            exchange.wait()
             self._frames.give_back(frame)
-
-    def _gather(self, blocks: npt.NDArray[np.int64], packed: Tensor) -> None:
-        call = self._call
-        on_device = self._staged(packed)
-        call.kernels.gather(call.flat, call.block, call.index(blocks), on_device)
-        if on_device is not packed:
-            packed.copy_(on_device)
-
-    def _scatter(self, packed: Tensor, blocks: npt.NDArray[np.int64]) -> None:
-        call = self._call
-        on_device = self._staged(packed)
-        if on_device is not packed:
-            on_device.copy_(packed)
-        call.kernels.scatter(on_device, call.block, call.index(blocks), call.flat)
-
-    def _staged(self, packed: Tensor) -> Tensor:
-        """Return memory on the bucket's device for blocks of a frame, which is on the host."""
-        if self._call.flat.device == packed.device:
-            return packed
-        return self._call.scratch("streamed", packed.numel(), self._call.flat)
 
 
 class _Frames:
@@ -222,20 +213,16 @@ class _Frames:
     Args:
         number: Frames.
         width: Most blocks of a message.
-        block: Elements per block.
-        dtype: Of the elements.
+        block: Elements per block, float32.
         scratch: Memory to use.
     """
 
-    def __init__(
-        self, number: int, width: int, block: int, dtype: torch.dtype, scratch: Scratch
-    ) -> None:
-        self._block_bytes = block * dtype.itemsize
+    def __init__(self, number: int, width: int, block: int, scratch: Scratch) -> None:
+        self._block_bytes = block * torch.float32.itemsize
         self._block = block
         # Numbers must be aligned to 8 bytes for any block size.
         self._frame_blocks = -(-(self._header_blocks(width) + width) // 8) * 8
-        like = torch.empty(0, dtype=dtype)
-        self.memory = scratch("frames", number * self._frame_blocks * block, like)
+        self.memory = scratch("frames", number * self._frame_blocks * block, torch.empty(0))
         self._rows = self.memory.view(number, -1)
         self._bytes = self._rows.view(torch.uint8).numpy()
         # Reuse the last freed frame first: it is still in the cache.
@@ -278,9 +265,9 @@ class _Frames:
         return (self._header_blocks(count) + count) * self._block_bytes
 
     def blocks(self, frame: int, count: int) -> Tensor:
-        """Return the (count * block,) elements of a message's blocks."""
+        """Return a message's blocks, (count, block)."""
         start = self._header_blocks(count) * self._block
-        return self._rows[frame, start : start + count * self._block]
+        return self._rows[frame, start : start + count * self._block].view(count, self._block)
 
     def position(self, frame: int, count: int) -> int:
         """Return the first block of a message of ``count`` blocks in `memory`, in blocks."""
