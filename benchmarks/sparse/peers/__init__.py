@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from benchmarks.sparse.peers.base import Peer, agsparse, plain
 from benchmarks.sparse.peers.deepreduce import DeepReduce4, DeepReduce8
 from benchmarks.sparse.peers.hitopk import HiTopK
-from benchmarks.sparse.peers.omnireduce import OmniReduce
+from benchmarks.sparse.peers.omnireduce import OmniReduce, Streaming
 from benchmarks.sparse.peers.parallax import parallax
 from benchmarks.sparse.peers.sparcml import (
     Qsgd4,
@@ -19,7 +19,6 @@ from benchmarks.sparse.peers.sparcml import (
     recursive_double,
     split_allgather,
 )
-from benchmarks.sparse.peers.streaming import Streaming
 from benchmarks.sparse.peers.zen import zen
 
 __all__ = ["PEERS", "OmniReduce", "Peer"]
