@@ -6,7 +6,9 @@ from __future__ import annotations
 import zlib
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wavemare.comm.blocks.masks import Masks, mask_bytes
@@ -39,6 +41,15 @@ class Reported(NamedTuple):
     dense_blocks: int = -1
     stray: int = -1
     searched: int = 1
+
+
+class Reports(NamedTuple):
+    """What all ranks report, as `Reported`: one number of each rank, (N,), int64."""
+
+    took_ns: NDArray[np.int64]
+    dense_blocks: NDArray[np.int64]
+    stray: NDArray[np.int64]
+    searched: NDArray[np.int64]
 
 
 class Agreement:
@@ -84,7 +95,7 @@ class Agreement:
         self._table = mine.new_empty(self._transport.size, _FIELDS)
         self._gathering = self._transport.begin_gather(mine, self._table)
 
-    def wait(self) -> list[Reported]:
+    def wait(self) -> Reports:
         """Wait for the messages of all ranks.
 
         Returns:
@@ -94,20 +105,20 @@ class Agreement:
             CommError: A rank makes another call; the message names the rank.
         """
         self._gathering.wait()
-        headers = self._table.tolist()
-        same = len(self._call)
-        for rank, numbers in enumerate(headers):
-            if numbers[:same] != self._call:
-                own, other = _spell(self._call), _spell(numbers[:same])
-                if other == own:
-                    other = "it with another key, partition, mode, average, staging or cost model"
-                raise CommError(
-                    "collective",
-                    own,
-                    f"rank {rank} calls {other} instead",
-                    "Let all ranks call the same collectives, on equal buckets, in the same order",
-                )
-        return [Reported(*numbers[same:]) for numbers in headers]
+        table, same = self._table.numpy(), len(self._call)
+        differs = (table[:, :same] != self._call).any(axis=1)
+        if differs.any():
+            rank = int(differs.argmax())
+            own, other = _spell(self._call), _spell(table[rank, :same].tolist())
+            if other == own:
+                other = "it with another key, partition, mode, average, staging or cost model"
+            raise CommError(
+                "collective",
+                own,
+                f"rank {rank} calls {other} instead",
+                "Let all ranks call the same collectives, on equal buckets, in the same order",
+            )
+        return Reports(*table[:, same:].T)
 
     def agree(self) -> None:
         """Send the message and wait for the others'."""

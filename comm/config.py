@@ -11,15 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from wavemare.section import Section
 
-Mode = Literal[
-    "auto",
-    "dense",
-    "ordered",
-    "packed",
-    "pushpull",
-    "allgather",
-    "streaming",
-]
+Mode = Literal["auto", "dense", "ordered", "packed", "pushpull", "allgather"]
 MODES: tuple[str, ...] = Mode.__args__  # type: ignore[attr-defined]
 LOOSE_MODES = frozenset({"dense", "packed"})
 """Modes that do not sum in the order of the ranks."""

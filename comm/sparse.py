@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -19,8 +20,9 @@ from wavemare.comm.collective_queue import CollectiveQueue, Handle
 from wavemare.comm.compressor import Compressor, make_compressor
 from wavemare.comm.config import HALVES, MODES, CompressorConfig, Mode
 from wavemare.comm.executors import EXECUTORS_BY_MODE, Scratch
+from wavemare.comm.executors.hierarchy import Hierarchy
 from wavemare.comm.kernels import DTYPES, num_blocks
-from wavemare.comm.reduction import Bucket, Hierarchy, Reduction
+from wavemare.comm.reduction import Bucket, Reduction
 from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
 from wavemare.comm.selection.selector import ExecutorChoice, calibrate, choose_executor
 from wavemare.comm.statistics import Statistics, Timer, Totals
@@ -121,14 +123,14 @@ class SparseComm:
         self._scratch = Scratch()
         self._reduction = Reduction(
             self.transport,
-            self._hierarchy,
             block=block,
             mode=mode,
             constants=self.constants,
             allowed=IN_ORDER if deterministic else EXECUTORS,
-            compressor=compressor,
             scratch=self._scratch,
+            compressor=compressor,
             always_checks=check_blocks,
+            hierarchy=self._hierarchy,
         )
         self._rows = RowReducer(self.transport, self._scratch, self.constants, mode)
         self._transports = [self.transport]
@@ -189,7 +191,7 @@ class SparseComm:
             CommError: A peer was lost, or calls another collective.
         """
         bucket = self._bucket(flat, key, weights, blocks)
-        work = partial(self._reduction.all_reduce, bucket)
+        work = partial(self._reduction.reduce, bucket)
         inputs = weights, blocks
         return self._submit("allreduce_", flat, work, async_op, key=bucket.key, inputs=inputs)
 
@@ -223,7 +225,7 @@ class SparseComm:
             raise ConfigError("mode", self.mode, reason, f"Choose auto, {' or '.join(HALVES)}")
         bucket = self._bucket(flat, key, weights, blocks, prefix="scatter ")
         ranges = ranges_of(partition, flat.numel(), self.size)
-        work = partial(self._reduction.reduce_scatter, bucket, ranges)
+        work = partial(self._reduction.reduce, replace(bucket, ranges=ranges))
         inputs = weights, blocks
         return self._submit(
             "reduce_scatter_", flat, work, async_op, ranges, key=bucket.key, inputs=inputs
@@ -245,7 +247,8 @@ class SparseComm:
         """
         check_bucket(flat)
         ranges = ranges_of(partition, flat.numel(), self.size)
-        work = partial(self._reduction.all_gather, flat.detach(), ranges)
+        bucket = Bucket(flat.detach(), "", 1.0, ranges=ranges)
+        work = partial(self._reduction.all_gather, bucket)
         return self._submit("allgather_", flat, work, async_op, ranges)
 
     def allreduce_rows_(

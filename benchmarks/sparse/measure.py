@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.ranks import interleaved, ratio_row
 from benchmarks.sparse.peers import PEERS, OmniReduce
-from benchmarks.sparse.peers.base import Bench, nonzero_rows
+from benchmarks.sparse.peers.base import AnySource, Bench, nonzero_rows
 from benchmarks.sparse.request import DENSE, DUELIST, TOPK_SHARE, Case, SparseRequest
 from wavemare.comm import SparseComm
 from wavemare.comm.blocks.masks import Masks
@@ -42,7 +42,7 @@ class Network:
         group: The ranks, for torch; None if all processes are ranks.
     """
 
-    everyone: Transport
+    everyone: AnySource
     ranks: Transport
     group: dist.ProcessGroup | None
 
@@ -55,7 +55,9 @@ class Network:
 
 def open_network(request: SparseRequest, timeout_s: float) -> Network:
     """Open it; collective over all processes."""
-    everyone = open_transport(choice="mpi", timeout_s=timeout_s)
+    from benchmarks.sparse.peers.any_source import AnySourceMpi
+
+    everyone = AnySourceMpi(timeout_s=timeout_s)
     if not request.aggregators:
         return Network(everyone, everyone, None)
     ranks = everyone.split(int(everyone.rank >= request.ranks))
@@ -79,6 +81,7 @@ class _Wavemare(Bench):
             mode=mode,  # type: ignore[arg-type]
             average=False,
             deterministic=mode != "packed",
+            device="cpu",
             **options,
         )
 

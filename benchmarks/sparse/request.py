@@ -18,9 +18,11 @@ DUELIST = "wavemare-auto"
 DENSE = ("mpi-dense", "mpi-dense-blocking", "gloo-dense")
 """Systems that send everything; the fastest of them in each case is the baseline."""
 _STOCK = ("torch-sparse", "deepspeed-sparse")
-_MODES = ("ordered", "packed", "pushpull", "allgather", "auto", "auto-search", "streaming")
+_MODES = ("ordered", "packed", "pushpull", "allgather", "auto", "auto-search")
 _TOPK = "wavemare-hierarchical-topk"
 _DEDICATED = "omnireduce"
+_BY_MPI = ("streaming", _DEDICATED)
+"""Peers that receive from whichever rank comes first."""
 PEERS = (
     "agsparse",
     "sparcml",
@@ -33,7 +35,7 @@ PEERS = (
     "hitopk",
     "deepreduce8",
     "deepreduce4",
-    _DEDICATED,
+    *_BY_MPI,
 )
 """Systems of papers."""
 DEFAULT_SYSTEMS = (*DENSE, *_STOCK, *(f"wavemare-{name}" for name in _MODES), *PEERS[:2])
@@ -42,11 +44,11 @@ SYSTEMS = (
     _TOPK,
     *PEERS[2:],
     *(f"wavemare-{name}-gloo" for name in _MODES),
-    *(f"{name}-gloo" for name in PEERS if name != _DEDICATED),
+    *(f"{name}-gloo" for name in PEERS if name not in _BY_MPI),
 )
 """Systems of sums. Those of wavemare and the peers without a suffix use MPI. All but the dense
 ones and ``auto-search`` get the numbers of the non-zero blocks."""
-_SLOW = ("wavemare-streaming", "agsparse", "sparcml", "sparcml-split", *_STOCK)
+_SLOW = ("streaming", "agsparse", "sparcml", "sparcml-split", *_STOCK)
 _DENSE_LIMIT = 0.4
 """Above this density the slow systems send several times the dense bytes."""
 PATTERNS = ("random", "identical", "zipf")

@@ -29,45 +29,52 @@ class BlockLayout:
         blocks: (B,), int64: block numbers. A block that two owners share is in both groups (see
             `assign_ranges`).
         edges: (N + 1,), int64: the group of owner o is ``blocks[edges[o]:edges[o + 1]]``.
-        present: (N, B), bool: whether the rank has that block, and so sends it.
+        masks: Of all ranks: a rank sends the blocks that are not zero there.
     """
 
     blocks: Index
     edges: Index
-    present: npt.NDArray[np.bool_]
-
-    @property
-    def num_ranks(self) -> int:
-        """N."""
-        return self.present.shape[0]
+    masks: Masks
 
     def group(self, owner: int) -> slice:
         """Return the slice of `blocks` that an owner has."""
         return slice(int(self.edges[owner]), int(self.edges[owner + 1]))
 
-    def pushed(self, source: int, owner: int) -> Index:
-        """Return the blocks that a rank sends to an owner, in message order."""
-        group = self.group(owner)
-        return self.blocks[group][self.present[source, group]]
+    def pushed(self, source: int, owner: int | None = None) -> Index:
+        """Return the blocks that a rank sends to an owner, or to all in turn, in message order."""
+        blocks = self.blocks if owner is None else self.blocks[self.group(owner)]
+        return blocks[self.masks.holds(blocks, slice(source, source + 1))[0]]
 
     def chunks(self, count: int) -> list[BlockLayout]:
         """Split each group into ``count`` parts; layout i has the i-th part of each group."""
         if count == 1:
             return [self]
         cuts = np.linspace(self.edges[:-1], self.edges[1:], count + 1).astype(np.int64)
-        layouts = []
-        for starts, stops in pairwise(cuts):
-            index = np.concatenate(
-                [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
+        return [
+            BlockLayout(
+                self.blocks[_spans(starts, stops)],
+                np.concatenate([[0], np.cumsum(stops - starts)]),
+                self.masks,
             )
-            edges = np.concatenate([[0], np.cumsum(stops - starts)])
-            layouts.append(BlockLayout(self.blocks[index], edges, self.present[:, index]))
-        return layouts
+            for starts, stops in pairwise(cuts)
+        ]
 
-    def push_counts(self) -> Index:
-        """Return (N senders, N owners), int64: blocks per message, also of a rank to itself."""
-        groups = np.split(self.present, self.edges[1:-1], axis=1)
-        return np.stack([np.count_nonzero(group, axis=1) for group in groups], axis=1)
+    def push_counts(self, sources: slice = slice(None)) -> Index:
+        """Return (senders, N owners), int64: blocks per message, also of a rank to itself.
+
+        Args:
+            sources: Senders; by default all N ranks.
+        """
+        present = self.masks.holds(self.blocks, sources)
+        counts = np.zeros((len(present), self.edges.size - 1), dtype=np.int64)
+        some = np.flatnonzero(np.diff(self.edges))  # `reduceat` knows no empty groups
+        if some.size:
+            counts[:, some] = np.add.reduceat(present, self.edges[some], axis=1, dtype=np.int64)
+        return counts
+
+    def arriving_counts(self, owner: int) -> Index:
+        """Return (N,), int64: the blocks that each rank sends to an owner."""
+        return np.count_nonzero(self.masks.holds(self.blocks[self.group(owner)]), axis=1)
 
     def sources(self, owner: int) -> Index:
         """Return where an owner finds the blocks that it sums.
@@ -76,14 +83,19 @@ class BlockLayout:
             (N, m), int64: for each rank and owned block, the block's number in the concatenated
             messages of all ranks, from the owner's own on; -1 where the rank sent none.
         """
-        group = self.present[:, self.group(owner)]
-        present = np.concatenate((group[owner:], group[:owner]))
+        present = np.roll(self.masks.holds(self.blocks[self.group(owner)]), -owner, axis=0)
         # Messages stand one after the other, each in the order of the group.
         number = np.cumsum(present.ravel(), dtype=np.int64).reshape(present.shape)
         number *= present
         number -= 1
-        others = self.num_ranks - owner
-        return np.concatenate((number[others:], number[:others]))
+        return np.roll(number, owner, axis=0)
+
+
+def _spans(starts: Index, stops: Index) -> Index:
+    """Return the numbers of some ranges, ``range(start, stop)``, one range after the other."""
+    lengths = stops - starts
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum(), dtype=np.int64) + np.repeat(starts - before, lengths)
 
 
 def assign_owners(masks: Masks) -> BlockLayout:
@@ -93,18 +105,20 @@ def assign_owners(masks: Masks) -> BlockLayout:
     differ by at most one block of each multiplicity, which balances push and pull (Zen, OSDI'25,
     balances both by hashing).
     """
-    blocks, edges = _deal(masks.matrix)
-    return BlockLayout(blocks, edges, masks.matrix.take(blocks, axis=1))
+    blocks, edges = _deal(masks.bits, masks.num_blocks)
+    return BlockLayout(blocks, edges, masks)
 
 
 @compiled
-def _deal(matrix: Any) -> Any:
+def _deal(bits: Any, blocks: int) -> Any:
     """Return the blocks of `assign_owners` and their edges, by counting instead of sorting."""
-    ranks, blocks = matrix.shape
-    multiplicity = np.zeros(blocks, np.uint16)
+    ranks = len(bits)
+    multiplicity = np.zeros(8 * bits.shape[1], np.uint16)
     for rank in range(ranks):
-        for block in range(blocks):
-            multiplicity[block] = np.uint16(multiplicity[block] + matrix[rank, block])
+        for byte, eight in enumerate(bits[rank]):
+            if eight:
+                for bit in range(8):
+                    multiplicity[8 * byte + bit] += np.uint16((eight >> bit) & 1)
     # Where the next block of each multiplicity stands in the sorted order.
     place = np.zeros(ranks + 2, np.int64)
     for block in range(blocks):
@@ -177,21 +191,19 @@ def assign_ranges(masks: Masks, block: int, ranges: Sequence[OwnedRange]) -> Blo
         block: Elements per block.
         ranges: Ranges that do not overlap; blocks in none of them do not travel.
     """
-    groups = []
-    any_rank = masks.matrix.any(axis=0)
-    for owner in range(masks.num_ranks):
-        covered = np.zeros(masks.num_blocks, dtype=bool)
-        for owned in ranges:
-            if owned.owner == owner and owned.stop > owned.start:
-                covered[owned.start // block : -(-owned.stop // block)] = True
-        groups.append(np.flatnonzero(covered & any_rank))
-    blocks = np.concatenate(groups) if groups else np.empty(0, dtype=np.int64)
-    edges = np.cumsum([0, *(len(group) for group in groups)], dtype=np.int64)
-    return BlockLayout(blocks, edges, masks.matrix.take(blocks, axis=1))
+    held = sorted(
+        (p.owner, p.start // block, -(-p.stop // block)) for p in ranges if p.stop > p.start
+    )
+    owners, starts, stops = np.array(held, dtype=np.int64).reshape(-1, 3).T
+    first, last = np.searchsorted(masks.union, starts), np.searchsorted(masks.union, stops)
+    blocks, owner = masks.union[_spans(first, last)], np.repeat(owners, last - first)
+    # Two ranges of an owner may share a block.
+    once = np.ones(blocks.size, dtype=bool)
+    once[1:] = (blocks[1:] != blocks[:-1]) | (owner[1:] != owner[:-1])
+    edges = np.searchsorted(owner[once], np.arange(masks.num_ranks + 1))
+    return BlockLayout(blocks[once], edges, masks)
 
 
 def gathered(masks: Masks) -> BlockLayout:
     """Return the layout of a gather to all ranks: one group, the union."""
-    blocks = masks.union
-    edges = np.array([0, blocks.size], dtype=np.int64)
-    return BlockLayout(blocks, edges, masks.matrix.take(blocks, axis=1))
+    return BlockLayout(masks.union, np.array([0, masks.union.size], dtype=np.int64), masks)

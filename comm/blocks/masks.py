@@ -80,10 +80,10 @@ class Masks:
         """N."""
         return self.bits.shape[0]
 
-    @cached_property
+    @property
     def matrix(self) -> npt.NDArray[np.bool_]:
-        """(N, nb), bool: whether a rank's block is not zero."""
-        return np.unpackbits(self.bits, axis=1, count=self.num_blocks, bitorder="little").view(bool)
+        """(N, nb), bool: whether a rank's block is not zero; 8 times as large as the masks."""
+        return self._unpacked(self.bits)
 
     @cached_property
     def counts(self) -> npt.NDArray[np.int64]:
@@ -93,13 +93,29 @@ class Masks:
     @cached_property
     def union_size(self) -> int:
         """Number of blocks that are non-zero on some rank."""
-        return int(np.bitwise_count(np.bitwise_or.reduce(self.bits, axis=0)).sum())
+        return int(np.bitwise_count(self._union_bits).sum())
 
     @cached_property
     def union(self) -> npt.NDArray[np.int64]:
         """(U,), int64: the blocks that are non-zero on some rank, ascending."""
-        return np.flatnonzero(self.matrix.any(axis=0))
+        return np.flatnonzero(self._unpacked(self._union_bits))
 
     def of_rank(self, rank: int) -> npt.NDArray[np.int64]:
         """Return a rank's non-zero blocks, ascending."""
-        return np.flatnonzero(self.matrix[rank])
+        return np.flatnonzero(self._unpacked(self.bits[rank]))
+
+    def holds(
+        self, blocks: npt.NDArray[np.int64], ranks: slice = slice(None)
+    ) -> npt.NDArray[np.bool_]:
+        """Return (ranks, k), bool: whether each of k blocks is non-zero on each of some ranks."""
+        found = self.bits[ranks].take(blocks >> 3, axis=1)
+        found >>= (blocks & 7).astype(np.uint8)
+        found &= 1
+        return found.view(bool)
+
+    @cached_property
+    def _union_bits(self) -> Bits:
+        return np.bitwise_or.reduce(self.bits, axis=0)
+
+    def _unpacked(self, bits: Bits) -> npt.NDArray[np.bool_]:
+        return np.unpackbits(bits, axis=-1, count=self.num_blocks, bitorder="little").view(bool)

@@ -7,7 +7,6 @@ the same id, in the order of their positions, so all runs give the same bits.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -164,8 +163,7 @@ class RowReducer:
         with call.phase("plan"):
             union, columns = torch.unique(torch.cat(parts).cpu(), return_inverse=True)
             present = np.zeros((call.size, union.numel()), dtype=bool)
-            for row, part in zip(present, columns.split([p.numel() for p in parts]), strict=True):
-                row[part.numpy()] = True
+            present[np.repeat(np.arange(call.size), lengths[:, 0]), columns.numpy()] = True
         return union.to(ids.device), Masks.of(present)
 
     def _masks(self, call: CollectiveCall, ids: Tensor, num_rows: int) -> Masks:
@@ -180,8 +178,6 @@ class RowReducer:
         own = ids.cpu().numpy()
         with call.phase("plan"):
             layout = assign_owners(masks) if chosen == "pushpull" else gathered(masks)
-            # The bucket holds this rank's rows alone.
-            local = replace(layout, blocks=np.searchsorted(own, layout.blocks))
         out = call.flat.new_empty(layout.blocks.size * call.block)
         if chosen == "pushpull":
 
@@ -190,7 +186,7 @@ class RowReducer:
                     rows = np.searchsorted(masks.union, part.blocks)
                     call.kernels.scatter(summed, call.block, call.index(rows), out)
 
-            push_and_pull(call, layout, put, local=local)
+            push_and_pull(call, layout, put, held=own)
         else:
             gather_and_sum(call, masks, np.arange(own.size), layout, out)
         return call.index(masks.union), out.view(-1, call.block)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.blocks.masks import mask_bytes
 from wavemare.comm.kernels import BlockKernels, kernels_for, num_blocks
 from wavemare.comm.statistics import Statistics, Timer
@@ -57,6 +58,8 @@ class CollectiveCall:
         transport: To the other ranks.
         scratch: Memory to use.
         stats: Its phases are filled in.
+        key: Name of the bucket.
+        ranges: A partition of the bucket with its owners, if that is what is summed or sent.
     """
 
     flat: Tensor
@@ -65,6 +68,8 @@ class CollectiveCall:
     transport: Transport
     scratch: Scratch
     stats: Statistics = field(default_factory=Statistics)
+    key: str = ""
+    ranges: Sequence[OwnedRange] | None = None
 
     @property
     def kernels(self) -> BlockKernels:

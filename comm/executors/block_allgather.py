@@ -39,7 +39,7 @@ def gather_and_sum(
     """
     with call.phase("pack"):
         received = call.packed("received", int(masks.counts.sum()))
-        parts = received.split([int(count) * call.block for count in masks.counts])
+        parts = received.split((masks.counts * call.block).tolist())
         call.kernels.gather(call.flat, call.block, call.index(own), parts[call.rank])
     with call.phase("push"):
         call.transport.all_gather_parts(parts)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 from torch import Tensor
 
-from wavemare.comm.blocks.layout import BlockLayout, assign_owners
+from wavemare.comm.blocks.layout import BlockLayout, Index, assign_owners
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import CollectiveCall, num_chunks, pipelined
 
@@ -37,7 +36,7 @@ def push_and_pull(
     call: CollectiveCall,
     layout: BlockLayout,
     use: Callable[[BlockLayout, Tensor], None],
-    local: BlockLayout | None = None,
+    held: Index | None = None,
 ) -> None:
     """Sum blocks at their owners and send the sums to all ranks, chunk by chunk.
 
@@ -46,26 +45,29 @@ def push_and_pull(
         layout: Who owns what; no block twice.
         use: Called for each chunk with its part of the layout and (B * block,) sums in its order,
             when the chunk's blocks in the bucket are no longer read.
-        local: The layout with the block numbers of this rank's bucket, if they differ.
+        held: (k,), the blocks that this rank's bucket consists of, ascending; None if of all.
     """
     owned = layout.blocks.size / call.size * call.block * call.flat.element_size()
     count = num_chunks(owned)
-    local_parts = (local or layout).chunks(count)
     first, second = [], []
     summed = call.packed("summed", layout.blocks.size)
     start = 0
-    for number, (part, source) in enumerate(zip(layout.chunks(count), local_parts, strict=True)):
+    for number, part in enumerate(layout.chunks(count)):
         sums = summed[start : start + part.blocks.size * call.block]
         start += sums.numel()
         group = part.group(call.rank)
         own = sums[group.start * call.block : group.stop * call.block]
-        first.append(partial(begin_push, call, source, own, number))
+        first.append(partial(begin_push, call, part, own, number, held))
         second.append(partial(_begin_pull, call, part, sums, use))
     pipelined(first, second)
 
 
 def begin_push(
-    call: CollectiveCall, layout: BlockLayout, out: Tensor, number: int = 0
+    call: CollectiveCall,
+    layout: BlockLayout,
+    out: Tensor,
+    number: int = 0,
+    held: Index | None = None,
 ) -> Callable[[], None]:
     """Send non-zero blocks to their owners; the result sums the blocks that this rank owns.
 
@@ -74,18 +76,20 @@ def begin_push(
         layout: Who owns what.
         out: (m * block,), written: the scaled sums of this rank's m blocks, in layout order.
         number: Of the chunk, whose memory it uses.
+        held: As for `push_and_pull`.
     """
     rank, block, kernels, peers = call.rank, call.block, call.kernels, call.transport.peers()
-    counts = layout.push_counts()
-    to, came = counts[rank].tolist(), counts[:, rank].tolist()
-    leaving = [to[owner] for owner in (*peers, rank)]
-    arriving = [came[source] for source in peers]
+    with call.phase("plan"):
+        # From the next rank on, as the peers, and this rank last.
+        to = layout.push_counts(slice(rank, rank + 1))[0]
+        leaving = np.roll(to, -rank - 1).tolist()
+        *arriving, _ = np.roll(layout.arriving_counts(rank), -rank - 1).tolist()
+        blocks = np.roll(layout.pushed(rank), -to[: rank + 1].sum())
+        index = call.index(blocks if held is None else np.searchsorted(held, blocks))
     # What leaves, this rank's own blocks, what arrives: one gather can fill the first two.
     memory = call.packed(f"pushed {number}", sum(leaving) + sum(arriving))
     parts = memory.split([count * block for count in (*leaving, *arriving)])
     received = memory[sum(leaving[:-1]) * block :]
-    with call.phase("plan"):
-        index = call.index(np.concatenate([layout.pushed(rank, owner) for owner in (*peers, rank)]))
     exchange = call.transport.begin()
     for peer, part in zip(peers, parts[len(leaving) :], strict=True):
         exchange.receive(peer, part)
@@ -93,6 +97,8 @@ def begin_push(
         with call.phase("pack"):
             kernels.gather(call.flat, block, index, memory[: index.numel() * block])
     for owner, part, own in zip((*peers, rank), parts, index.split(leaving), strict=False):
+        if not own.numel():
+            continue
         if not call.on_device:
             # Pack for one peer while sending to the previous one.
             with call.phase("pack"):
@@ -119,8 +125,7 @@ def _begin_pull(
     summed: Tensor,
     use: Callable[[BlockLayout, Tensor], None],
 ) -> Callable[[], None]:
-    edges = (layout.edges * np.int64(call.block)).tolist()
-    parts = [summed[start:stop] for start, stop in pairwise(edges)]
+    parts = summed.split((np.diff(layout.edges) * call.block).tolist())
     with call.phase("pull"):
         exchange = call.transport.begin_all_gather(parts)
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
-from wavemare.comm.blocks.layout import OwnedRange, assign_ranges
+from wavemare.comm.blocks.layout import Index, OwnedRange, assign_ranges
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.executors.base import CollectiveCall, num_chunks, pipelined
 from wavemare.comm.executors.push_pull import begin_push
@@ -20,9 +20,31 @@ from wavemare.comm.kernels import num_blocks
 
 def equal_ranges(numel: int, block: int, num_ranks: int) -> list[OwnedRange]:
     """Return one range of whole blocks for each rank, all of about the same size."""
+    cuts = pairwise(_equal_cuts(numel, block, num_ranks).tolist())
+    return [OwnedRange(*pair, owner) for owner, pair in enumerate(cuts)]
+
+
+def _equal_cuts(numel: int, block: int, count: int) -> Index:
+    """Return (count + 1,): the borders of ranges of whole blocks."""
     blocks = num_blocks(numel, block)
-    cuts = [min(blocks * owner // num_ranks * block, numel) for owner in range(num_ranks + 1)]
-    return [OwnedRange(*pair, owner) for owner, pair in enumerate(pairwise(cuts))]
+    return np.minimum(blocks * np.arange(count + 1) // count * block, numel)
+
+
+Parts = Sequence[Sequence[Tensor]]
+"""By rank, the parts of a bucket that it owns; empty ones do not travel."""
+
+
+def _equal_parts(flat: Tensor, block: int, count: int) -> Parts:
+    """Return one part for each rank, as `equal_ranges`."""
+    sizes = np.diff(_equal_cuts(flat.numel(), block, count)).tolist()
+    return [[part] for part in flat.split(sizes)]
+
+
+def _parts_of(call: CollectiveCall) -> Parts:
+    parts: list[list[Tensor]] = [[] for _ in range(call.size)]
+    for owned in call.ranges or ():
+        parts[owned.owner].append(call.flat[owned.start : owned.stop])
+    return parts
 
 
 def reduce_and_gather(call: CollectiveCall, masks: Masks | None = None) -> None:
@@ -31,51 +53,29 @@ def reduce_and_gather(call: CollectiveCall, masks: Masks | None = None) -> None:
     It sends 2 (N-1)/N of the bucket, as few bytes as any dense reduction. The network only moves
     bytes, so any type works.
     """
-    flat, size = call.flat, call.size
-    count = num_chunks(flat.nbytes / size)
+    chunks = _equal_parts(call.flat, call.block, num_chunks(call.flat.nbytes / call.size))
     # Each rank owns a part of each chunk.
-    cuts = [owned.start for owned in equal_ranges(flat.numel(), call.block, count)]
-    first, second = [], []
-    for number, (start, stop) in enumerate(zip(cuts, [*cuts[1:], flat.numel()], strict=True)):
-        ranges = [
-            OwnedRange(start + owned.start, start + owned.stop, owned.owner)
-            for owned in equal_ranges(stop - start, call.block, size)
-        ]
-        first.append(partial(_begin_reduce, call, ranges, number))
-        second.append(partial(_begin_gather, call, ranges))
-    pipelined(first, second)
+    parts = [_equal_parts(chunk, call.block, call.size) for (chunk,) in chunks]
+    pipelined(
+        [partial(_begin_reduce, call, part, number) for number, part in enumerate(parts)],
+        [partial(_begin_gather, call, part) for part in parts],
+    )
 
 
-def reduce_ranges(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> None:
-    """Sum all elements at their owners, in rank order.
-
-    Args:
-        call: Afterwards its bucket's own ranges hold the scaled sums; the others are unchanged.
-        ranges: With their owners.
-    """
-    _begin_reduce(call, ranges, 0)()
+def reduce_ranges(call: CollectiveCall, masks: Masks | None = None) -> None:
+    """Sum all elements of the ranges at their owners, in rank order; the others are unchanged."""
+    _begin_reduce(call, _parts_of(call), 0)()
 
 
-def gather_ranges(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> None:
-    """Copy each range from its owner to all ranks.
-
-    Args:
-        call: The ranges of other owners are written in its bucket.
-        ranges: With their owners.
-    """
-    _begin_gather(call, ranges)()
+def gather_ranges(call: CollectiveCall) -> None:
+    """Copy each range from its owner to all ranks."""
+    _begin_gather(call, _parts_of(call))()
 
 
-def reduce_scatter(call: CollectiveCall, masks: Masks, ranges: Sequence[OwnedRange]) -> None:
-    """Sum the non-zero blocks at the owners of their ranges.
-
-    Args:
-        call: Afterwards its bucket's own ranges hold the scaled sums; the others are undefined.
-        masks: Of all ranks.
-        ranges: With their owners.
-    """
+def reduce_scatter(call: CollectiveCall, masks: Masks) -> None:
+    """Sum the non-zero blocks at the owners of their ranges; others are undefined afterwards."""
     with call.phase("plan"):
-        layout = assign_ranges(masks, call.block, ranges)
+        layout = assign_ranges(masks, call.block, call.ranges or ())
     own = layout.group(call.rank)
     summed = call.packed("summed", own.stop - own.start)
     begin_push(call, layout, summed)()
@@ -83,10 +83,8 @@ def reduce_scatter(call: CollectiveCall, masks: Masks, ranges: Sequence[OwnedRan
         call.kernels.scatter(summed, call.block, call.index(layout.blocks[own]), call.flat)
 
 
-def _begin_reduce(
-    call: CollectiveCall, ranges: Sequence[OwnedRange], number: int
-) -> Callable[[], None]:
-    own = _views(call.flat, ranges, call.rank)
+def _begin_reduce(call: CollectiveCall, parts: Parts, number: int) -> Callable[[], None]:
+    own = parts[call.rank]
     numel = sum(view.numel() for view in own)
     # Kernels take whole blocks: pad each rank's contribution.
     blocks = num_blocks(numel, call.block)
@@ -94,7 +92,7 @@ def _begin_reduce(
     with call.phase("push"):
         exchange = call.transport.begin_messages(
             lambda peer: _cut_alike(received[peer], own),
-            lambda peer: _views(call.flat, ranges, peer),
+            lambda peer: parts[peer],
         )
         for part, view in zip(_cut_alike(received[call.rank], own), own, strict=True):
             part.copy_(view)
@@ -121,11 +119,10 @@ def _sum(
             view.copy_(part)
 
 
-def _begin_gather(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> Callable[[], None]:
+def _begin_gather(call: CollectiveCall, parts: Parts) -> Callable[[], None]:
     with call.phase("pull"):
         exchange = call.transport.begin_messages(
-            lambda peer: _views(call.flat, ranges, peer),
-            lambda _: _views(call.flat, ranges, call.rank),
+            lambda peer: parts[peer], lambda _: parts[call.rank]
         )
 
     def finish() -> None:
@@ -133,10 +130,6 @@ def _begin_gather(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> Callabl
             exchange.wait()
 
     return finish
-
-
-def _views(flat: Tensor, ranges: Sequence[OwnedRange], owner: int) -> list[Tensor]:
-    return [flat[p.start : p.stop] for p in ranges if p.owner == owner and p.stop > p.start]
 
 
 def _cut_alike(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:

@@ -283,7 +283,9 @@ def _kernels(transport: Transport, block: int, device: torch.device) -> list[flo
 
     def planned() -> None:
         layout = assign_owners(masks)
-        layout.push_counts()
+        layout.push_counts(slice(1))
+        layout.arriving_counts(0)
+        layout.pushed(0)
         layout.sources(0)
 
     measured = [

@@ -81,19 +81,6 @@ class Transport(ABC):
         """Start an exchange of messages."""
 
     @abstractmethod
-    def receive_any(self, tensor: Tensor) -> int:
-        """Receive the next message of any peer; it may be shorter than the tensor.
-
-        No other receive may be pending.
-
-        Returns:
-            The peer.
-
-        Raises:
-            CommError: As `Exchange.wait`, or the network does not support it.
-        """
-
-    @abstractmethod
     def reduces(self, dtype: torch.dtype) -> bool:
         """Whether `all_reduce` supports this type at full precision."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from mpi4py import MPI
@@ -15,7 +15,7 @@ from wavemare.comm.transport.base import Gathering, Transport, as_bytes, message
 from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
-_TAG = 7
+TAG = 7
 _PROBE_TAG = 8
 _SPINS = 20
 """Polls without a pause: a short message arrives before a sleeping thread wakes up. More of them
@@ -79,11 +79,6 @@ class MpiTransport(Transport):
         exchange.posted.append((request, None, None))
         return exchange
 
-    def receive_any(self, tensor: Tensor) -> int:
-        """Receive the next message of any peer."""
-        request = self._comm.Irecv(buffer_of(tensor), MPI.ANY_SOURCE, _TAG)
-        return self.finish([request], []).Get_source()
-
     def reduces(self, dtype: torch.dtype) -> bool:
         """Whether `all_reduce` takes tensors of this type: MPI knows no 16-bit floats."""
         return dtype in _TYPES
@@ -94,10 +89,10 @@ class MpiTransport(Transport):
             request = self._comm.Iallreduce(MPI.IN_PLACE, [buffer_of(part)[0], kind])
             self.finish([request], [])
 
-    def split(self, colour: int) -> MpiTransport:
+    def split(self, colour: int) -> Self:
         """Return a transport among the ranks of one colour; collective."""
         part = self._comm.Split(colour, self.rank)
-        transport = MpiTransport(part, self.timeout_s, self.takes_device)
+        transport = type(self)(part, self.timeout_s, self.takes_device)
         part.Free()
         return transport
 
@@ -216,7 +211,7 @@ class _MpiExchange:
         comm = self._transport._comm
         function = comm.Irecv if receives else comm.Isend
         for part in message_parts(tensor):
-            request = function(buffer_of(part), peer, _TAG)
+            request = function(buffer_of(part), peer, TAG)
             self.posted.append((request, peer, part.nbytes if receives else None))
 
     def wait(self) -> None:

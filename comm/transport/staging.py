@@ -60,15 +60,6 @@ class StagedTransport(Transport):
         """Whether a message is copied through the host."""
         return (tensor.is_cuda and not self._inner.takes_device) or self._stages_host
 
-    def receive_any(self, tensor: Tensor) -> int:
-        """Receive the next message of any peer."""
-        if not self.stages(tensor):
-            return self._inner.receive_any(tensor)
-        staged = pinned(tensor.nbytes)
-        peer = self._inner.receive_any(staged)
-        tensor.view(-1).view(torch.uint8).copy_(staged, non_blocking=True)
-        return peer
-
     def reduces(self, dtype: torch.dtype) -> bool:
         """Whether `all_reduce` supports this type at full precision."""
         return self._inner.reduces(dtype)

@@ -97,19 +97,6 @@ class TorchTransport(Transport):
         self.bytes_down += (self.size - 1) * mine.nbytes
         return _Gathering(self, mine.to(self._device, non_blocking=True), out)
 
-    def receive_any(self, tensor: Tensor) -> int:
-        """Receive the next message of any peer."""
-        if self.on_stream:
-            raise CommError(
-                "executor",
-                "streaming",
-                "NCCL cannot receive from whichever rank comes first",
-                "Use gloo or MPI, or another executor",
-            )
-        work = self._group.recv_anysource([tensor], _TAG)
-        self.finish(work, None)
-        return int(work._source_rank())
-
     def reduces(self, dtype: torch.dtype) -> bool:
         """Whether `all_reduce` adds tensors of this type in enough precision."""
         return dtype not in (torch.bfloat16, torch.float16)

@@ -103,6 +103,11 @@ REMOVED: Mapping[str, Removed] = {
         'Set "stage" to 3 in zero_optimization, and leave out the mode',
         value="model_parallel",
     ),
+    "sparse_collective.mode": Removed(
+        "it was OmniReduce's protocol, to compare with: auto never chose it",
+        'Set "auto", or "pushpull", which sends as many bytes and gives the same sums',
+        value="streaming",
+    ),
 }
 """By the key, counted from the section."""
 _OPTIONS = "chunks", "memory_limit"

@@ -3,7 +3,7 @@
 
 import pytest
 
-STAGED_MODES = ["ordered", "pushpull", "streaming", "allgather", "packed", "dense"]
+STAGED_MODES = ["ordered", "pushpull", "allgather", "packed", "dense"]
 
 
 @pytest.mark.world_size(3)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from benchmarks.sparse.peers.base import Peer, agsparse, plain
 from benchmarks.sparse.peers.deepreduce import DeepReduce4, DeepReduce8
 from benchmarks.sparse.peers.hitopk import HiTopK
-from benchmarks.sparse.peers.omnireduce import OmniReduce
+from benchmarks.sparse.peers.omnireduce import OmniReduce, Streaming
 from benchmarks.sparse.peers.parallax import parallax
 from benchmarks.sparse.peers.sparcml import (
     Qsgd4,
@@ -35,6 +35,7 @@ PEERS: Mapping[str, type[Peer]] = {
     "hitopk": HiTopK,
     "deepreduce8": DeepReduce8,
     "deepreduce4": DeepReduce4,
+    "streaming": Streaming,
     "omnireduce": OmniReduce,
 }
 """By the names of `benchmarks.sparse.request.PEERS`."""

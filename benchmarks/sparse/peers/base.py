@@ -62,6 +62,20 @@ def nonzero_rows(table: Tensor) -> Tensor:
     return table.abs().amax(dim=1).nonzero().flatten()
 
 
+class AnySource(Transport):
+    """A network that can receive from whichever rank comes first, as aggregators do."""
+
+    @abstractmethod
+    def receive_any(self, tensor: Tensor) -> int:
+        """Receive the next message of any peer; it may be shorter than the tensor.
+
+        No other receive may be pending. Its bytes are not counted.
+
+        Returns:
+            The peer.
+        """
+
+
 Summation = Callable[[Tensor, Tensor, Transport], None]
 """Sums a bucket in place: its blocks (nb, block), the numbers of the non-zero ones, transport."""
 

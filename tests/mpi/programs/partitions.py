@@ -15,7 +15,7 @@ from wavemare.errors import ConfigError
 
 BLOCK = 64
 NUMEL = BLOCK * 31 + 13
-MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense", "streaming")
+MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense")
 
 
 def partitions(ranks):

@@ -100,11 +100,6 @@ def few(world, checks, sizes):
     reductions(world, checks, sizes, (256, 100))
 
 
-def streaming(world, checks, sizes):
-    """The streaming executor, at two sizes of blocks."""
-    reductions(world, checks, sizes, (256, 100), ("streaming",))
-
-
 def chunks(world, checks, sizes):
     """Buckets that are sent in several chunks, of which some are empty for some owners."""
     sizes = [min(max(sizes), 2)]

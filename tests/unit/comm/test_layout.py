@@ -99,6 +99,34 @@ def test_chunks_part_each_owners_blocks(table, count):
         check_messages(part, table)
 
 
+@pytest.mark.parametrize("density", [0.0005, 0.05])
+def test_layouts_of_a_thousand_ranks_are_those_of_loops_over_ranks(density):
+    ranks, blocks, block = 1024, 2000, 7
+    rng = np.random.default_rng(0)
+    table = rng.random((ranks, blocks)) < density * np.linspace(0, 2, ranks)[:, None]
+    cuts = np.sort(rng.choice(blocks * block, 3000)).tolist()
+    owners = rng.integers(ranks, size=2999).tolist()
+    ranges = [OwnedRange(*pair, owner) for pair, owner in zip(pairwise(cuts), owners, strict=True)]
+    masks, union = Masks.of(table), set(np.flatnonzero(table.any(axis=0)).tolist())
+    touched = [set() for _ in range(ranks)]
+    for owned in ranges:
+        touched[owned.owner].update(i // block for i in range(owned.start, owned.stop))
+    wanted = [sorted(each & union) for each in touched]
+    by_ranges = assign_ranges(masks, block, [ranges[i] for i in rng.permutation(2999)])
+    assert [by_ranges.blocks[by_ranges.group(o)].tolist() for o in range(ranks)] == wanted
+
+    for layout in (assign_owners(masks), by_ranges):
+        groups = [layout.blocks[layout.group(owner)].tolist() for owner in range(ranks)]
+        counts = layout.push_counts()
+        for rank in range(0, ranks, 93):
+            sent = [[block for block in group if table[rank, block]] for group in groups]
+            assert layout.pushed(rank).tolist() == [block for part in sent for block in part]
+            assert counts[rank].tolist() == [len(part) for part in sent]
+            assert layout.push_counts(slice(rank, rank + 1)).tolist() == [counts[rank].tolist()]
+            arriving = [sum(bool(row[block]) for block in groups[rank]) for row in table]
+            assert layout.arriving_counts(rank).tolist() == arriving
+
+
 @pytest.mark.parametrize("density", [0.02, 0.1])
 def test_owners_of_a_skewed_table_are_balanced(density):
     ranks, blocks = 16, 20_000

@@ -24,6 +24,8 @@ def test_masks_hold_what_was_packed(table):
     assert masks.union_size == len(union)
     for rank, row in enumerate(table):
         assert masks.of_rank(rank).tolist() == [j for j in range(blocks) if row[j]]
+        backwards = np.arange(blocks)[::-1]
+        assert masks.holds(backwards, slice(rank, None)).tolist() == [r[::-1] for r in table[rank:]]
 
 
 @given(table=TABLES)

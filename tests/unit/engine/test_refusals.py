@@ -283,6 +283,7 @@ REMOVED = [
     ("wavelet", {"mode": "model_parallel"}, "mode"),
     ("wavelet", {"mode": "sync", "compile": True}, "compile"),
     ("wavelet", {"compile": "yes"}, "compile"),
+    ("sparse_collective", {"mode": "streaming"}, "mode"),
 ]
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wavemare.comm.config import LOOSE_MODES, SparseCollectiveConfig
+from wavemare.comm.config import HALVES, LOOSE_MODES, SparseCollectiveConfig
 from wavemare.comm.executors import EXECUTORS_BY_MODE
 from wavemare.comm.statistics import Statistics, Totals
 from wavemare.engine.sparse.attach import attach_sparse_gradients
@@ -64,6 +64,10 @@ def test_figures_are_of_all_calls_of_a_step(boundary, calls):
 def test_the_loose_modes_are_those_of_the_executors():
     loose = {name for name, kind in EXECUTORS_BY_MODE.items() if not kind.deterministic}
     assert loose == LOOSE_MODES
+
+
+def test_the_modes_with_halves_are_those_of_the_executors():
+    assert HALVES == tuple(n for n, kind in EXECUTORS_BY_MODE.items() if kind.reduce_scatter)
 
 
 def engine(module=None, **changes):

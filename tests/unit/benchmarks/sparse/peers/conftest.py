@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from wavemare.comm.transport.base import Transport, as_bytes
+from benchmarks.sparse.peers.base import AnySource
+from wavemare.comm.transport.base import as_bytes
 
 
 class Mail:
@@ -37,7 +38,7 @@ class Mail:
             return found
 
 
-class Threads(Transport):
+class Threads(AnySource):
     """One rank.
 
     Args:

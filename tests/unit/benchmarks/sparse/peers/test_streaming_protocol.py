@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wavemare.comm.executors.streaming_protocol import Aggregator, Lanes, MessageKind, Worker
+from benchmarks.sparse.peers.streaming_protocol import Aggregator, Lanes, MessageKind, Worker
 
 
 class Network:
