@@ -308,7 +308,9 @@ Hostfile = Annotated[Path | None, typer.Option(help="DeepSpeed hostfile: run on 
 LauncherArguments = Annotated[
     str, typer.Option(help="More options of deepspeed, as one quoted text.")
 ]
-PrintCommand = Annotated[bool, typer.Option("--print-command", help="Show the command and leave.")]
+PrintCommand = Annotated[
+    bool, typer.Option("--print-command", help="Show the command of deepspeed, and leave.")
+]
 
 
 def launch_script(
