@@ -171,9 +171,10 @@ class _Attempt:
             # SIGTERM ends the remote processes.
             is_launcher = self._by_launcher and process.pid in self._pids
             _send(process, signal.SIGTERM if is_launcher else number)
-        limit_s = seconds_to_stop if ranks else _SECONDS_TO_END
-        alive = self._await(family, limit_s, signals=1)
-        self._kill(alive)
+        # What a rank has started, and leaves, is not waited for.
+        waited = [p for p in family if not ranks or p in ranks or p.pid in self._pids]
+        alive = self._await(waited, seconds_to_stop if ranks else _SECONDS_TO_END, signals=1)
+        self._kill([*family, *self._family()])
         return exit_code(self._codes()) if not alive and (ranks or not family) else 128 + number
 
     @property

@@ -47,11 +47,11 @@ signal.signal(signal.SIGTERM, end)
 signal.signal(signal.SIGINT, end)
 while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
     time.sleep(0.02)
-if None in codes:
-    [code] = [code for code in codes if code]
-    ranks[codes.index(None)].kill()
-    sys.exit(code)
-sys.exit(max(codes))
+for rank in ranks:
+    rank.terminate()
+for rank in ranks:
+    rank.wait()
+sys.exit(next((code for code in codes if code), 0))
 """
 # A rank with a helper process, which takes some seconds to "save" after SIGTERM.
 RANK = """
@@ -66,7 +66,6 @@ while not stop:
 open(f"{folder}/told{rank}", "w").close()
 time.sleep(float(seconds))
 helper_lived = helper.poll() is None
-helper.kill()
 open(f"{folder}/saved{rank}", "w").write(str(helper_lived))
 sys.exit(int(code))
 """
