@@ -174,13 +174,16 @@ class Transport(ABC):
         """Return the other ranks from the next one on: each rank starts with a different peer."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def lost(self, peers: Sequence[int], how: str) -> CommError:
-        """Return the error for lost peers, with the launcher's numbers.
+    def lost(self, suspects: Sequence[int], how: str, absent: Sequence[int] = ()) -> CommError:
+        """Return the error that names the lost peers, with the launcher's numbers.
 
         Args:
-            peers: Their ranks in this group; empty if unknown.
+            suspects: Ranks of this group that were waited for in vain; empty if unknown.
             how: The symptom, such as ``it has closed its connection``.
+            absent: Ranks that do not answer. A suspect that answers has only lost a peer itself,
+                and a rank that is absent, but not suspect, may only be late.
         """
+        peers = [peer for peer in absent if peer in suspects] or absent or suspects
         names = self.world_ranks
         named = ", ".join(str(names[peer]) for peer in peers) or "unknown"
         return CommError(

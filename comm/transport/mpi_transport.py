@@ -153,10 +153,8 @@ class MpiTransport(Transport):
 
     def _silent(self, requests: Sequence[MPI.Request], peers: Sequence[int | None]) -> CommError:
         # A peer that waits for the lost rank is silent too: ask which ranks answer.
-        pending, absent = _pending(requests, peers), self._absent()
-        # Prefer absent ranks that this rank waits for; others may only be late.
-        lost = [peer for peer in absent if peer in pending] or absent or pending
-        return self.lost(lost, f"nothing came within {self.timeout_s:g} s")
+        how = f"nothing came within {self.timeout_s:g} s"
+        return self.lost(_pending(requests, peers), how, self._absent())
 
     def _absent(self, timeout_s: float = 2.0) -> list[int]:
         """Return the peers that do not answer; all remaining ranks call it together."""

@@ -22,6 +22,9 @@ from wavemare.comm.transport.base import Gathering, Transport, message_parts
 from wavemare.comm.waits import waiting
 from wavemare.errors import CommError
 
+Answer = tuple[list[int], list[int]]
+"""Whom ranks suspect, and which say nothing."""
+
 _TAG = 0
 _KEY = "wavemare-attempt"
 _PAUSE_S = 0.01
@@ -145,12 +148,13 @@ class TorchTransport(Transport):
     def failed(self, error: Exception, peer: int | None) -> CommError:
         """Return the error for torch's failure, with the lost ranks."""
         how = str(error).strip().splitlines()[-1]
-        culprits = _ask_around(self._label, self.rank, self.size, peer)
-        if culprits is None:
+        answer = _ask_around(self._label, self.rank, self.size, peer)
+        if answer is None:
             # The store's host is lost; the peer may have given up because of it.
             host = self.world_ranks.index(0) if 0 in self.world_ranks else peer
-            culprits = [] if host is None else [host]
-        return self.lost(culprits, how)
+            answer = ([] if host is None else [host]), []
+        suspects, absent = answer
+        return self.lost(suspects, how, absent)
 
 
 class _TorchExchange:
@@ -237,8 +241,8 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> s
     return "gloo" if beside or "gloo" in backends.values() else None
 
 
-def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int] | None:
-    """Find the lost ranks: the ranks that report no failure of their own in the store.
+def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Answer | None:
+    """Ask in the store which ranks are lost: those that report no failure of their own.
 
     A rank that stops after losing a peer looks lost to the others, so each rank writes its suspect
     into the store and reads the others'.
@@ -246,10 +250,10 @@ def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequen
     ``suspect`` is the rank whose loss this rank noticed, if known.
 
     Returns:
-        The ranks that reported nothing; if all did, the first suspect; empty if unknown. None if
-        the store does not answer at all.
+        The suspects, and the ranks that reported nothing; the first suspect alone if all did. None
+        if the store does not answer at all.
     """
-    answers: list[Sequence[int] | None] = []
+    answers: list[Answer | None] = []
 
     def ask() -> None:
         answers.append(_ask_store(label, rank, size, suspect))
@@ -261,7 +265,7 @@ def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Sequen
     return answers[0] if answers else None
 
 
-def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Sequence[int] | None:
+def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Answer | None:
     store = dist.distributed_c10d._get_default_store()
     key = f"{label}/lost"
     suspects_by_rank: dict[int, int] = {}
@@ -279,13 +283,10 @@ def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Sequenc
             time.sleep(0.05)
     except RuntimeError:
         # It was there when this rank noticed: the store's host ended later.
-        return [] if suspect is None else [suspect]
+        return ([] if suspect is None else [suspect]), []
     silent = [other for other in range(size) if other not in suspects_by_rank]
     suspects = [other for other in suspects_by_rank.values() if other >= 0]
-    if silent:
-        # Of several silent ranks some may only be slow to notice.
-        return [other for other in silent if other in suspects] or silent
-    return suspects[:1]
+    return (suspects if silent else suspects[:1]), silent
 
 
 @waiting("the other ranks, to agree on a name")

@@ -41,6 +41,12 @@ RANK_VARIABLES = ("RANK", *(names[0] for names in _LAUNCHERS.values()), "PMIX_RA
 SIZE_VARIABLES = ("WORLD_SIZE", *(names[1] for names in _LAUNCHERS.values()))
 """Variables that may hold the number of ranks, in order of preference."""
 
+# torchrun's names; `wavemare train --max-restarts` uses them, too.
+MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+JOB_STARTED = "WAVEMARE_JOB_STARTED"
+"""When ``wavemare train --max-restarts`` has started (Unix time)."""
+
 _SWITCHES = ("WAVEMARE_COMPILED_OPS", "WAVEMARE_VERBOSE")
 _RANGES = {
     "RANK": (0, None),

@@ -17,7 +17,10 @@ from weakref import WeakKeyDictionary
 
 from wavemare.comm.waits import failing, waiting
 from wavemare.engine.launch.environment import (
+    JOB_STARTED,
+    MAX_RESTARTS,
     RANK_VARIABLES,
+    RESTART_COUNT,
     SIZE_VARIABLES,
     TORCH_VARIABLES,
     check_environment,
@@ -171,15 +174,17 @@ def init_distributed(distributed_port: int | None = None) -> None:
 
 
 def may_restart() -> bool:
-    """Whether torch's elastic agent (``--max-restarts``) starts the ranks again after a failure."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    """Whether the ranks are started again after a failure (``--max-restarts``)."""
+    return int(os.environ.get(MAX_RESTARTS, "0")) > 0
 
 
-def agent_started() -> float:
-    """Return when the elastic agent started (Unix time): older checkpoints are of another run."""
+def job_started() -> float:
+    """Return when a job that may restart began (Unix time); older checkpoints are another job's."""
     import psutil
 
-    return float(psutil.Process(os.getppid()).create_time()) - _CLOCK_SLACK_S
+    # torchrun does not say it, but it is the parent of its ranks.
+    started = os.environ.get(JOB_STARTED) or psutil.Process(os.getppid()).create_time()
+    return float(started) - _CLOCK_SLACK_S
 
 
 def init_attempt(backend: str) -> None:
@@ -201,13 +206,13 @@ def init_attempt(backend: str) -> None:
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         raise LaunchError(
             "--max-restarts",
-            os.environ["TORCHELASTIC_MAX_RESTARTS"],
+            os.environ[MAX_RESTARTS],
             "on several hosts restarted ranks may read the addresses of dead ranks in torchrun's "
             "store",
             "Export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and give torchrun --rdzv-backend c10d",
         )
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    store = PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    store = PrefixStore(f"attempt-{os.environ[RESTART_COUNT]}", store)
     init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 

@@ -28,6 +28,7 @@ from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.seams import destroy_groups, hold_grid, noting_groups
 from wavemare.errors import ConfigError, PlanError
+from wavemare.extras import naming_compiler
 from wavemare.failure import watch_failures
 from wavemare.parallel import ProcessGrid
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
@@ -55,10 +56,12 @@ def init_distributed(distributed_port: int | None = None) -> None:
         distributed_port: TCP port of rank 0, used only where no launcher named one.
 
     Raises:
-        LaunchError: No launcher started this process, or the processes cannot find each other.
+        LaunchError: No launcher started this process, or the processes cannot find each other, or
+            DeepSpeed is to build a part without a compiler.
     """
     watch_failures()
-    engine.init_distributed(distributed_port)
+    with naming_compiler():
+        engine.init_distributed(distributed_port)
 
 
 def initialize(
@@ -110,7 +113,7 @@ def initialize(
     Raises:
         ConfigError: A key or value that cannot work, before the model is touched.
         PlanError: Annotations that do not go together, with the model or with the processes.
-        LaunchError: No launcher started this process.
+        LaunchError: No launcher started this process, or DeepSpeed finds no compiler for a part.
     """
     watch_failures()
     values = read_config(args, config, config_params)
@@ -119,7 +122,7 @@ def initialize(
     watchdog = acquire(ours.watchdog) if SECTION in values and ours.watchdog.enabled else None
     made: list[Any] = []
     try:
-        with PROGRESS.doing("initialize"):
+        with naming_compiler(), PROGRESS.doing("initialize"):
             if dist_init_required is not False:
                 init_distributed(distributed_port)
             if watchdog is not None and dist.is_initialized():

@@ -37,6 +37,7 @@ from wavemare.engine.launch.group import (
     peer_loss,
 )
 from wavemare.errors import CommError, WavemareError
+from wavemare.extras import missing_compiler
 
 _STORE_KEY = "wavemare/failure"
 _STORE_SECONDS = 2.0
@@ -99,6 +100,7 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
     if (watchdog := _watchdog()) is not None and watchdog.ending:
         # The watchdog ends this process; the error is a consequence.
         threading.Event().wait(_ENDING_SECONDS)
+    error = missing_compiler(error) or error
     if isinstance(error, WavemareError):
         if isinstance(error, CommError) and error.__cause__ and peer_loss(error.__cause__):
             time.sleep(grace_s)  # in which that peer claims its failure

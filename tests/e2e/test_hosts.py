@@ -20,7 +20,6 @@ import pytest
 from mpi_jobs import needed_mpi
 
 from benchmarks.cluster import EmulatedCluster
-from wavemare.cli.launch import end_job
 from wavemare.report import read_run
 
 BIN = Path(sys.executable).parent
@@ -141,7 +140,7 @@ class Cluster:
         try:
             output, _ = process.communicate(timeout=600)
         except subprocess.TimeoutExpired:
-            end_job(process, [signal.SIGINT])
+            process.terminate()
             pytest.fail(f"it does not end: {process.communicate()[0][-4000:]}")
         return process.returncode, output
 
@@ -168,19 +167,6 @@ def words_of(launcher, cluster):
 
 
 LAUNCHERS = ["pdsh", "mpich", "openmpi", "launch", "mpirun"]
-
-
-@over_ssh
-def test_doctor_sees_all_hosts(cluster, tmp_path):
-    code, output = cluster.run(
-        tmp_path, "wavemare", "doctor", "--json", "--hostfile", cluster.hostfile
-    )
-    rows = {row["check"]: row for row in json.loads(output[output.index("[\n") :])}
-    for host, address in (("node0", "10.77.0.1"), ("node1", "10.77.0.2")):
-        row = rows[f"host {host}"]
-        assert row["status"] == "ok", row
-        assert row["value"].startswith(f"{address} by ssh: python ")
-    assert code == any(row["status"] == "fail" for row in rows.values())
 
 
 @over_ssh

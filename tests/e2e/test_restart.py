@@ -36,13 +36,13 @@ def column(lines, name):
 
 
 def ranks_of(process):
-    """Return the processes that an elastic agent has started for a job, in no order."""
+    """Return the ranks of a job, in no order."""
     return [p for p in psutil.Process(process.pid).children(recursive=True) if is_rank(p)]
 
 
 def is_rank(process):
     try:
-        return "TORCHELASTIC_RUN_ID" in process.environ() and "--output" in process.cmdline()
+        return "RANK" in process.environ() and "--output" in process.cmdline()
     except psutil.Error:
         return False
 

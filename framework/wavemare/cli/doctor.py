@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import ipaddress
 import json
 import os
@@ -11,23 +10,20 @@ import platform
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from wavemare.cli.job import Host, is_this_host_alone, read_hosts
+from wavemare.cli.job import is_this_host_alone, read_hosts
 from wavemare.cli.launch import find_deepspeed
 from wavemare.errors import LaunchError
 from wavemare.extras import EXTRAS, is_installed
@@ -35,6 +31,7 @@ from wavemare.extras import EXTRAS, is_installed
 if TYPE_CHECKING:
     from wavemare.comm.mpi_library import MpiInfo
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "mpi4py")
 _CUDA = {True: "CUDA-aware", False: "not CUDA-aware", None: "CUDA support unknown"}
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -57,7 +54,7 @@ class Finding:
 def doctor(
     hostfile: Annotated[
         Path | None,
-        typer.Option(help="DeepSpeed hostfile: check its lines, and its hosts by ssh."),
+        typer.Option(help="DeepSpeed hostfile: check its lines."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -195,14 +192,26 @@ def check_launchers() -> Iterator[Finding]:
 
 def check_network() -> Iterator[Finding]:
     """Check where gloo would listen: the interface that the user names, else the host's name."""
-    facts, chosen = host_facts(), os.environ.get(INTERFACE)
-    address = facts["address"]
-    problem = network_problem(facts, alone=address is not None and facts["interfaces"] == ["lo"])
+    interfaces, chosen = [name for _, name in socket.if_nameindex()], os.environ.get(INTERFACE)
+    it_has = f"(it has {', '.join(interfaces)})"
+    remedy = f"Name the interface between the hosts: export {INTERFACE}=..."
+    if chosen in interfaces:
+        yield Finding(INTERFACE, "ok", chosen)
+        return
     if chosen:
-        yield Finding(INTERFACE, "fail" if problem else "ok", *(problem or (chosen,)))
+        yield Finding(INTERFACE, "fail", f"there is no interface {chosen} {it_has}", remedy)
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        yield Finding("host name", "warn", f"the address of {name} is unknown {it_has}", remedy)
+        return
+    if ipaddress.ip_address(address).is_loopback and interfaces != ["lo"]:
+        value = f"{name} leads to {address}, where no other host reaches it {it_has}"
+        yield Finding("host name", "warn", value, remedy)
     else:
-        told = problem or (f"{socket.gethostname()} is {address}",)
-        yield Finding("host name", "warn" if problem else "ok", *told)
+        yield Finding("host name", "ok", f"{name} is {address}")
 
 
 def check_extension_locks() -> Iterator[Finding]:
@@ -220,16 +229,8 @@ def check_extension_locks() -> Iterator[Finding]:
         yield Finding("extension locks", "warn", value, remedy)
 
 
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
-_SECONDS = 30.0
-_PARALLEL = 64
-_SSH_FAILED = 255
-_NOT_FOUND = (126, 127)
-INTERFACE = "GLOO_SOCKET_IFNAME"
-
-
-def check_hostfile(file: Path, limit_s: float = _SECONDS) -> Iterator[Finding]:
-    """Check a hostfile, log in to all its hosts at once, and compare them with this one."""
+def check_hostfile(file: Path) -> Iterator[Finding]:
+    """Check the lines of a hostfile, and that the programs that log in to its hosts are here."""
     try:
         hosts = read_hosts(file)
     except LaunchError as error:
@@ -240,96 +241,8 @@ def check_hostfile(file: Path, limit_s: float = _SECONDS) -> Iterator[Finding]:
     if is_this_host_alone(hosts):
         yield Finding(f"host {hosts[0].name}", "ok", "this host: ranks are started without ssh")
         return
-    if shutil.which("pdsh") is None:
-        yield Finding("pdsh", "warn", "not found", "Install pdsh, or start the ranks by mpirun")
-    if shutil.which("ssh") is None:
-        yield Finding("ssh", "fail", "not found", "Install ssh")
-    else:
-        here = host_facts()["versions"]
-        check = partial(_check_host, here=here, alone=len(hosts) == 1, limit_s=limit_s)
-        with ThreadPoolExecutor(min(_PARALLEL, len(hosts))) as pool:
-            yield from pool.map(check, hosts)
-
-
-def _check_host(host: Host, *, here: dict[str, str], alone: bool, limit_s: float) -> Finding:
-    name = f"host {host.name}"
-    # wavemare may be missing there: the function alone goes there, as text.
-    program = (
-        f"from __future__ import annotations\n{inspect.getsource(host_facts)}\n"
-        "import json\nprint(json.dumps(host_facts()))"
-    )
-    # As DeepSpeed starts the ranks there: with this interpreter, in this folder.
-    words = shlex.join([sys.executable, "-c", program])
-    command = [*_SSH, "--", host.name, f"cd {shlex.quote(os.getcwd())} && exec {words}"]
-    try:
-        done = subprocess.run(
-            command,
-            timeout=limit_s,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        value = f"its check took longer than {limit_s:g} s"
-        return Finding(name, "fail", value, f"Try: ssh {host.name} hostname")
-    if done.returncode:
-        return Finding(name, "fail", *_failure(host, done))
-    facts = json.loads(done.stdout.splitlines()[-1])  # a login script may print a greeting first
-    there, problem = facts["versions"], network_problem(facts, alone=alone)
-    differences = [f"{k} {there[k]} (here {v})" for k, v in here.items() if there[k] != v]
-    if differences:
-        problem = ", ".join(differences), "Install the same versions on all hosts"
-    if problem is not None:
-        return Finding(name, "fail", *problem)
-    versions = ", ".join(f"{key} {version}" for key, version in there.items())
-    return Finding(name, "ok", f"{facts['address']} by ssh: {versions}")
-
-
-def _failure(host: Host, done: subprocess.CompletedProcess[str]) -> tuple[str, str]:
-    """Return why the program did not run on a host, and the remedy."""
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    if done.returncode == _SSH_FAILED:
-        return f"ssh: {last}", f"Let this user in without a password: ssh-copy-id {host.name}"
-    if done.returncode in _NOT_FOUND:
-        remedy = "Install the same environment there, at the same path"
-        return f"it has no {sys.executable} ({last})", remedy
-    return last, f"Share {os.getcwd()} and {sys.prefix} between the hosts, or copy them there"
-
-
-def network_problem(facts: dict[str, Any], *, alone: bool) -> tuple[str, str] | None:
-    """Return why other hosts cannot reach a host, and the remedy; None if they can.
-
-    A host that is ``alone`` may have any address.
-    """
-    interface, listed = os.environ.get(INTERFACE), ", ".join(facts["interfaces"])
-    remedy = f"Name the interface between the hosts: export {INTERFACE}=..."
-    if interface:
-        if interface in facts["interfaces"]:
-            return None
-        return f"there is no interface {interface} (it has {listed})", remedy
-    address = facts["address"]
-    if alone or (address and not ipaddress.ip_address(address).is_loopback):
-        return None
-    problem = f"leads to {address}, where no other host reaches it" if address else "is unknown"
-    return f"its own name {problem} (it has {listed})", remedy
-
-
-def host_facts() -> dict[str, Any]:
-    """Return versions (``missing`` if not installed), address (None if unknown), interfaces."""
-    import platform
-    import socket
-    from importlib import metadata
-
-    versions = {"python": platform.python_version()}
-    for name in ("torch", "deepspeed", "wavemare"):  # they must be the same on all hosts
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "missing"
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = None
-    interfaces = [name for _, name in socket.if_nameindex()]
-    return {"versions": versions, "address": address, "interfaces": interfaces}
+    for name in ("ssh", "pdsh"):  # other launchers of DeepSpeed need no pdsh
+        found = shutil.which(name)
+        missing: Literal["warn", "fail"] = "fail" if name == "ssh" else "warn"
+        remedy = "" if found else f"Install {name}, or start the ranks by mpirun"
+        yield Finding(name, "ok" if found else missing, found or "not found", remedy)

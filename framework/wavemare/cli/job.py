@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare launch``, and the command that starts a program as ranks on one or several hosts."""
+"""``wavemare launch``, and a program as ranks: on this host, or by DeepSpeed's launcher on several.
+
+The supervisor starts and watches either.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,45 @@ import re
 import shlex
 import shutil
 import socket
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from wavemare.cli import launch
-from wavemare.engine.launch.environment import free_port
+from wavemare.cli.supervisor import Command, supervise
+from wavemare.engine.launch.environment import (
+    JOB_STARTED,
+    MAX_RESTARTS,
+    RESTART_COUNT,
+    free_port,
+)
 from wavemare.errors import ConfigError, LaunchError, os_errors
 
 # Prefixes of the variables that are passed on to other hosts.
-_PASSED_ON = ("DS_", "GLOO_", "HF_", "NCCL_", "OMP_", "TORCH_", "TP_", "UCX_", "WAVEMARE_")
+_PASSED_ON = (
+    "DS_",
+    "GLOO_",
+    "HF_",
+    "NCCL_",
+    "OMP_",
+    "TORCH_",
+    "TORCHELASTIC_",
+    "TP_",
+    "UCX_",
+    "WAVEMARE_",
+)
 _ENVIRONMENT_FILE = "DS_ENV_FILE"
 _WITHOUT_DEVICES = 2
-_AGENT = "wavemare.cli.agent"
 _PORT_OPTION = "--master_port"
 _PORTS = 1 << 16
 _CHOOSE_DEVICES = {"-i", "--include", "-e", "--exclude", "--num_gpus", "--num_accelerators"}
 _NAME_HOSTS = {"-H", "--hostfile"}
-_ANY_BYTES: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}
 _LINE = re.compile(r"^(\S+)\s+slots=(\d{1,9})(?!\d)(?P<rest>.*)$")
 _REMEDY = "Write 'HOST slots=N', N being the number of ranks on that host"
 
@@ -126,9 +145,7 @@ class Job:
         """Return the number of ranks on all hosts; None where options of the launcher decide it."""
         if self.chooses_devices or self._given_options() & _NAME_HOSTS:
             return None
-        if self.hosts:
-            return sum(self.num_processes or host.slots for host in self.hosts)
-        return self.num_processes or launch.device_count() or _WITHOUT_DEVICES
+        return self._count()
 
     def command(self) -> list[str]:
         """Return the words of DeepSpeed's launcher that start the job.
@@ -139,38 +156,66 @@ class Job:
         options = list(self.launcher_options)
         if self.hostfile is not None:
             options = ["--hostfile", str(self.hostfile), *self._options_of_one_host(), *options]
-        program, words, module = self.program, list(self.options), self.module
-        if self.max_restarts:
-            words = [str(self.max_restarts), *(["-m"] if module else []), program, *words]
-            program, module = _AGENT, True
+        program, words = self.program, list(self.options)
         if self._by_pdsh():
-            program, words = (
-                _through_pdsh(shlex.quote(program)),
-                [_as_pdsh_takes(word) for word in words],
-            )
+            program = _through_pdsh(shlex.quote(program))
+            words = [_as_pdsh_takes(word) for word in words]
         # The launcher would report the end of its children as an error, below their own message.
         # Launchers of torch and MPI give the rank in the environment alone.
         options = ["--log_level", "critical", "--no_local_rank", *options]
         count = self.num_processes or (None if self.hosts else self.processes())
         # A second run on this host would fail with the default port.
         if _PORT_OPTION not in self._given_options():
-            options = [_PORT_OPTION, str(_port_of_environment() or free_port()), *options]
+            options = [_PORT_OPTION, str(_port()), *options]
         if count is not None and not self.chooses_devices:
             options = ["--num_accelerators", str(count), *options]
-        return [launch.find_deepspeed(), *options, *(["--module"] * module), program, *words]
+        module = ["--module"] * self.module
+        return [launch.find_deepspeed(), *options, *module, program, *words]
 
     def run(self) -> int:
-        """Run the job to its end, and return an exit code as `wavemare.cli.launch.run` does."""
-        command, variables = self.command(), launch.extra_environment()
-        if not self.hosts:
-            return launch.run(command, variables)
+        """Run the job to its end, and return an exit code as `supervise` does."""
+        variables = launch.extra_environment()
+        if self.max_restarts:  # by the names of torchrun, which restarts ranks as well
+            variables[MAX_RESTARTS] = str(self.max_restarts)
+            variables[JOB_STARTED] = str(time.time())
+        if not self.launcher_options and (not self.hosts or is_this_host_alone(self.hosts)):
+            return supervise(
+                lambda attempt: self._ranks(variables | {RESTART_COUNT: str(attempt)}),
+                self.max_restarts,
+            )
         for name in ("ssh", "pdsh") if self._by_pdsh() else ():
             if shutil.which(name) is None:
                 reason = f"{name} is not installed"
                 raise LaunchError("--hostfile", str(self.hostfile), reason, f"Install {name}")
-        with _environment_file({**os.environ, **variables}, pdsh=self._by_pdsh()) as file:
-            variables = {**variables, _ENVIRONMENT_FILE: str(file)}
-            return launch.run(command, variables)
+        with tempfile.NamedTemporaryFile("w", prefix="wavemare-environment-") as file:
+
+            def launcher(attempt: int) -> list[Command]:
+                exported = variables | {RESTART_COUNT: str(attempt)}
+                if self.hosts:
+                    write_environment(file.name, {**os.environ, **exported}, pdsh=self._by_pdsh())
+                    exported[_ENVIRONMENT_FILE] = file.name
+                return [Command(self.command(), exported, is_launcher=True)]
+
+            return supervise(launcher, self.max_restarts)
+
+    def _ranks(self, variables: Mapping[str, str]) -> list[Command]:
+        """Return the ranks of this host, with the variables that DeepSpeed and torchrun set."""
+        count, module = self._count(), ["-m"] * self.module
+        size = str(count)
+        words = [sys.executable, "-u", *module, self.program, *self.options]
+        variables = {
+            **variables,
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port())},
+            **{"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size},
+            **{"CROSS_RANK": "0", "CROSS_SIZE": "1"},
+        }
+        ranks = map(str, range(count))
+        return [Command(words, {**variables, "RANK": r, "LOCAL_RANK": r}) for r in ranks]
+
+    def _count(self) -> int:
+        if self.hosts:
+            return sum(self.num_processes or host.slots for host in self.hosts)
+        return self.num_processes or launch.device_count() or _WITHOUT_DEVICES
 
     def _given_options(self) -> set[str]:
         return {option.split("=")[0] for option in self.launcher_options}
@@ -188,15 +233,15 @@ class Job:
         return remote and "--launcher" not in self._given_options()
 
 
-def _port_of_environment() -> int | None:
-    """Return ``MASTER_PORT``, if it is set.
+def _port() -> int:
+    """Return ``MASTER_PORT``, if it is set, else a free port.
 
     Raises:
         LaunchError: It is no port.
     """
     given = os.environ.get("MASTER_PORT")
     if not given:
-        return None
+        return free_port()
     if not (given.isascii() and given.isdecimal() and 0 < int(given[:6]) < _PORTS):
         remedy = "Give a number from 1 to 65535, or unset it"
         raise LaunchError("MASTER_PORT", given, "this is no port", remedy)
@@ -235,8 +280,7 @@ def _through_pdsh(text: str) -> str:
     return text.replace("%", "%%")
 
 
-@contextmanager
-def _environment_file(variables: Mapping[str, str], *, pdsh: bool = True) -> Iterator[Path]:
+def write_environment(file: str, variables: Mapping[str, str], *, pdsh: bool = True) -> None:
     """Write the variables that DeepSpeed exports on other hosts; the user's own file wins.
 
     Values of several lines are left out.
@@ -250,10 +294,8 @@ def _environment_file(variables: Mapping[str, str], *, pdsh: bool = True) -> Ite
     for folder in (Path.home(), Path()):  # in DeepSpeed's order
         if (folder / name).is_file():
             lines += (folder / name).read_text("utf-8-sig", "surrogateescape").splitlines()
-    with tempfile.NamedTemporaryFile("w", prefix="wavemare-environment-", **_ANY_BYTES) as file:
-        file.write("".join(f"{line}\n" for line in lines if "=" in line))
-        file.flush()
-        yield Path(file.name)
+    text = "".join(f"{line}\n" for line in lines if "=" in line)
+    Path(file).write_text(text, "utf-8", "surrogateescape")
 
 
 Nproc = Annotated[
@@ -266,7 +308,9 @@ Hostfile = Annotated[Path | None, typer.Option(help="DeepSpeed hostfile: run on 
 LauncherArguments = Annotated[
     str, typer.Option(help="More options of deepspeed, as one quoted text.")
 ]
-PrintCommand = Annotated[bool, typer.Option("--print-command", help="Show the command and leave.")]
+PrintCommand = Annotated[
+    bool, typer.Option("--print-command", help="Show the command of deepspeed, and leave.")
+]
 
 
 def launch_script(

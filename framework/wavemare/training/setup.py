@@ -16,10 +16,10 @@ from typing import Any
 from wavemare.engine.checkpoint.manifest import read_manifest, resolve_tag
 from wavemare.engine.config.resolve import WavemareConfig, check_batch_sizes, check_config
 from wavemare.engine.launch.group import (
-    agent_started,
     ensure_launched,
     environment_rank,
     environment_world_size,
+    job_started,
     may_restart,
     meet,
 )
@@ -194,12 +194,12 @@ def leave() -> None:
 
 
 def resumes_after_restart(output: Path) -> bool:
-    """Return whether torch's elastic agent restarts ranks, and this job has saved a checkpoint.
+    """Return whether ranks are started again, and this job has saved a checkpoint.
 
-    A checkpoint that is older than the agent is of another run.
+    A checkpoint that is older than the job is of another run.
     """
     latest = output / "checkpoints" / "latest"
-    return may_restart() and latest.is_file() and latest.stat().st_mtime >= agent_started()
+    return may_restart() and latest.is_file() and latest.stat().st_mtime >= job_started()
 
 
 def check_resume(

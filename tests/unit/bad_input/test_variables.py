@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment variables and hostfiles."""
+"""Environment variables, hostfiles, and a machine without a compiler."""
+
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 
 from wavemare.cli.job import read_hosts
+from wavemare.engine.launch.environment import free_port
 from wavemare.engine.launch.group import ensure_launched
 from wavemare.errors import LaunchError
 
@@ -15,6 +20,8 @@ TORCH = {
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "29500",
 }
+PROGRAM = Path(__file__).parent / "programs" / "build.py"
+CACHES = ("TORCH_EXTENSIONS", "TORCHINDUCTOR_CACHE", "TRITON_CACHE")
 MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
 OURS = ("WAVEMARE_COMPILED_OPS", "WAVEMARE_VERBOSE")
 OTHERS = ("PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", *OURS)
@@ -77,3 +84,40 @@ def test_a_hostfile(refused, write, content, said):
 
 def test_a_folder_for_a_hostfile(refused, tmp_path):
     refused(lambda: read_hosts(tmp_path), LaunchError, "--hostfile", "Is a directory")
+
+
+def nightly(*case):
+    return pytest.param(*case, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(
+    ("what", "values", "key", "ends"),
+    [
+        ("plain", {}, None, 0),
+        ("offload", {}, "CXX = None", 2),
+        nightly("offload", {"CXX": "/nowhere/c++"}, "CXX = '/nowhere/c++'", 2),
+        ("compile", {}, "CXX = None", 2),
+        ("compile", {"TORCHDYNAMO_DISABLE": "1"}, None, 0),  # as the message says
+        ("triton", {}, "CC = None", 2),
+        nightly("muon", {}, "CXX = None", 2),
+        nightly("plain", {"WAVEMARE_COMPILED_OPS": "1"}, "CXX = None", 2),
+    ],
+)
+def test_a_machine_without_a_compiler(fork, tmp_path, what, values, key, ends):
+    """What builds code at its first use says that in one sentence; the rest trains."""
+    (tmp_path / "bin").mkdir()
+    for tool in ("ninja", "sh"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    kept = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")}
+    environment = {
+        **{**kept, **TORCH, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"},
+        **{"PATH": str(tmp_path / "bin"), "XDG_CACHE_HOME": str(tmp_path)},
+        **{f"{name}_DIR": str(tmp_path / name) for name in CACHES},
+        **values,
+    }
+    ended = fork(PROGRAM, what, folder=tmp_path, timeout=300, environment=environment)
+    assert ended.codes == [ends], ended.outputs[0][-4000:]
+    before, _, after = ended.outputs[0].partition("error")
+    assert "Traceback" not in before
+    assert (not after) if key is None else key in after.splitlines()[0]

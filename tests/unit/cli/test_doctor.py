@@ -126,3 +126,32 @@ def test_hostfile_is_read_as_deepspeed_reads_it():
     # DeepSpeed offers no public way to read it.
     assert {host.name: host.slots for host in hosts} == runner._parse_hostfile(text.splitlines())
     assert hosts == [Host("node0", 4), Host("node1", 2)]
+
+
+def test_a_hostfile_is_checked(monkeypatch, tmp_path):
+    def check(text=None):
+        file = tmp_path / "hosts"
+        if text is not None:
+            file.write_text(text)
+        return {finding.check: finding for finding in doctor.check_hostfile(file)}
+
+    assert check()["hostfile"].status == "fail"
+    assert "line 2: 'node1'" in check("node0 slots=1\nnode1\n")["hostfile"].value
+    for name in ("ssh", "pdsh"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    text = "node0 slots=2\nnode1 slots=2\n"
+    assert [finding.status for finding in check(text).values()] == ["ok"] * 3
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert [finding.status for finding in check(text).values()] == ["ok", "fail", "warn"]
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
+def test_this_host_alone_needs_no_ssh_and_no_pdsh(monkeypatch, tmp_path, name):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "hosts").write_text(f"{name} slots=2\n")
+    findings = list(doctor.check_hostfile(tmp_path / "hosts"))
+    assert [(finding.check, finding.status) for finding in findings] == [
+        ("hostfile", "ok"),
+        (f"host {name}", "ok"),
+    ]

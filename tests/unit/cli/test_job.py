@@ -56,13 +56,14 @@ def exported(machine, monkeypatch, tmp_path):
     def run(**variables):
         lines = []
 
-        def read(command, given, **options):
-            assert given["OMP_NUM_THREADS"] == "1"
-            text = Path(given["DS_ENV_FILE"]).read_text("utf-8", "surrogateescape")
+        def read(commands, max_restarts):
+            (command,) = commands(max_restarts)
+            assert command.variables["OMP_NUM_THREADS"] == "1"
+            text = Path(command.variables["DS_ENV_FILE"]).read_text("utf-8", "surrogateescape")
             lines.extend(text.splitlines())
             return 5
 
-        monkeypatch.setattr(launch, "run", read)
+        monkeypatch.setattr(job, "supervise", read)
         monkeypatch.setattr(job.os, "environ", {"HOME": "/root", **variables})
         assert Job(program="x.py", hosts=HOSTS, hostfile=tmp_path / "hosts").run() == 5
         return lines
@@ -84,6 +85,7 @@ def test_variables_reach_other_hosts_by_a_file(exported, tmp_path):
         "GLOO_SOCKET_IFNAME=eth0",
         "HF_HOME=/a=b",
         "OMP_NUM_THREADS=1",
+        "TORCHELASTIC_RESTART_COUNT=0",
         "GLOO_SOCKET_IFNAME=eth7",
         "HF_A=\udce9",
     ]

@@ -1,74 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running the launcher: its environment, its exit codes, and how it is ended."""
+"""What ranks are told of this machine."""
 
-import signal
-import subprocess
-import sys
-
-import psutil
 import pytest
 
 from wavemare.cli import launch
-
-# Stands for the launcher and its ranks: like DeepSpeed's, it has no handler of its own, and it
-# starts a process that starts two more.
-LAUNCHER = """
-import subprocess, sys, time
-code = "import os, sys, time; open(sys.argv[1] + str(os.getpid()), 'w'); time.sleep(300)"
-inner = "import subprocess, sys; ps = [subprocess.Popen([sys.executable, '-c', sys.argv[1], " \\
-        "sys.argv[2]]) for _ in range(2)]; [p.wait() for p in ps]"
-subprocess.Popen([sys.executable, "-c", inner, code, sys.argv[1]]).wait()
-"""
-PARENT = """
-import sys
-from wavemare.cli import launch
-sys.exit(launch.run([sys.executable, *sys.argv[1:]], {}))
-"""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@pytest.mark.parametrize(
-    ("code", "shell"),
-    [(0, 0), (2, 2), (130, 130), (-9, 137), (-15, 143), (247, 137), (250, 134), (255, 255)],
-)
-def test_exit_code(code, shell):
-    assert launch.exit_code(code) == shell
-
-
-@pytest.mark.parametrize(
-    ("code", "expected", "said"),
-    [(3, 3, ""), (-15, 143, ""), (-9, 137, "memory ran out"), (9, 9, "")],
-)
-def test_run_returns_and_explains_the_exit_code(capfd, code, expected, said):
-    before = [signal.getsignal(number) for number in SIGNALS]
-    program = [sys.executable, "-c", f"import sys; sys.exit({code})"]
-    assert launch.run(program, {}) == expected
-    assert said in capfd.readouterr().err
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_signal_ends_all_processes_in_silence(tmp_path, wait_for, number):
-    program = tmp_path / "launcher.py"
-    program.write_text(LAUNCHER)
-    ranks = tmp_path / "ranks"
-    ranks.mkdir()
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(program), f"{ranks}/"], stderr=subprocess.PIPE, text=True
-    )
-    wait_for(lambda: len(list(ranks.iterdir())) == 2)
-    parent.send_signal(number)
-    _, errors = parent.communicate(timeout=120)
-    assert parent.returncode == 128 + number
-    wait_for(lambda: not any(alive(int(rank.name)) for rank in ranks.iterdir()))
-    assert "launcher.py" not in errors  # no traceback of the launcher
-
-
-def alive(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def test_only_checkpoints_of_the_same_job_are_resumed(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     assert not resumes_after_restart(tmp_path)  # before the first checkpoint
     latest.write_text("step-000010")
-    monkeypatch.setattr("wavemare.training.setup.agent_started", lambda: time.time() + age)
+    monkeypatch.setattr("wavemare.training.setup.job_started", lambda: time.time() + age)
     assert resumes_after_restart(tmp_path) == resumes
 
 
