@@ -149,13 +149,14 @@ class ChunkedPipelineModule(PipelineModule):
 
 def numbered_layers(pipeline: PipelineModule) -> Iterator[tuple[int, nn.Module]]:
     """Yield the layers of all stages of this rank that are modules, with their numbers."""
+    stages: list[tuple[int, list[Any]]]
     if isinstance(pipeline, DualPipeVModule):
         starts = [start for start, _ in pipeline.phase_bounds]
-        stages = zip(starts, pipeline.phase_funcs, strict=True)
+        stages = list(zip(starts, pipeline.phase_funcs, strict=True))
     elif isinstance(pipeline, ChunkedPipelineModule):
-        stages = ((pipeline.parts[s], pipeline._funcs[s]) for s in pipeline.own_stages)
+        stages = [(pipeline.parts[stage], pipeline._funcs[stage]) for stage in pipeline.own_stages]
     else:
-        stages = iter([(pipeline._local_start, pipeline.forward_funcs)])
+        stages = [(pipeline._local_start, pipeline.forward_funcs)]
     for start, layers in stages:
         for number, layer in enumerate(layers, start):
             spec = pipeline._layer_specs[number]

@@ -36,7 +36,7 @@ class Counter(nn.Module):
 def main() -> None:
     """Train a pipeline, and load its weights into a fresh model."""
     wavemare.init_distributed()
-    torch.manual_seed(1)  # all ranks start with the same weights
+    torch.manual_seed(1)  # the stages are parts of one model
     pipeline = PipelineModule(Counter().layers(), num_stages=2, loss_fn=nn.CrossEntropyLoss())
     engine, *_ = wavemare.initialize(model=pipeline, config=CONFIG)
     numbers = torch.arange(64) % 8
