@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from deepspeed.pipe import PipelineModule
+from deepspeed import DualPipeVModule
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
 from wavemare.engine.seams import replaced
@@ -144,3 +145,22 @@ class ChunkedPipelineModule(PipelineModule):
         """Compile the layers of all stages of this rank."""
         for _ in self.each_stage():
             super().compile(*args, **kwargs)
+
+
+def numbered_layers(pipeline: PipelineModule) -> Iterator[tuple[int, nn.Module]]:
+    """Yield the layers of all stages of this rank that are modules, with their numbers."""
+    stages: list[tuple[int, list[Any]]]
+    if isinstance(pipeline, DualPipeVModule):
+        starts = [start for start, _ in pipeline.phase_bounds]
+        stages = list(zip(starts, pipeline.phase_funcs, strict=True))
+    elif isinstance(pipeline, ChunkedPipelineModule):
+        stages = [(pipeline.parts[stage], pipeline._funcs[stage]) for stage in pipeline.own_stages]
+    else:
+        stages = [(pipeline._local_start, pipeline.forward_funcs)]
+    for start, layers in stages:
+        for number, layer in enumerate(layers, start):
+            spec = pipeline._layer_specs[number]
+            # A tied layer may be called through a function of the caller's.
+            own = pipeline.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else layer
+            if isinstance(own, nn.Module):
+                yield number, own

@@ -164,13 +164,22 @@ def _build(
 ) -> tuple[Any, Any, Any, Any]:
     """Build the engine of a model, which says from then on what it is; see `hand_over`."""
     if not isinstance(model, nn.Module) or "transformers" not in sys.modules:
-        return _laid_out(values, ours, model=model, check=lambda module: None, **arguments)
-    from wavemare.models.whole import hand_over, handing_over
+        result = _laid_out(values, ours, model=model, check=lambda module: None, **arguments)
+    else:
+        from wavemare.models.whole import hand_over, handing_over
 
-    with handing_over(model) as check:
-        result = _laid_out(values, ours, model=model, check=check, **arguments)
-    hand_over(model, result[0])
+        with handing_over(model) as check:
+            result = _laid_out(values, ours, model=model, check=check, **arguments)
+        hand_over(model, result[0])
+    if isinstance(result[0].module, deepspeed.PipelineModule):
+        result[0].gather_weights = _gather_weights
     return result
+
+
+def _gather_weights(engine: Any, exclude_frozen: bool) -> dict[str, Tensor] | None:
+    from wavemare.models.whole import for_a_file
+
+    return for_a_file(engine, exclude_frozen)
 
 
 def _laid_out(
@@ -270,7 +279,8 @@ def _converted(model: Any, ours: WavemareConfig, homes: Sequence[int]) -> Any:
             "wavemare.pipeline.stages",
             ours.pipeline.stages,
             f"{type(model).__name__} is neither a transformers model nor a PipelineModule",
-            "Give one of these, or 1 stage",
+            "Cut its layers into a PipelineModule, as docs/own-model.md and "
+            "recipes/examples/own_model.py do, or give 1 stage",
         )
     return to_pipeline(
         model,

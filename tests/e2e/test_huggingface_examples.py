@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts of docs/huggingface.md, and transformers' own examples.
+"""The scripts of docs/trainer-scripts.md, and transformers' own examples.
 
 transformers' own are no part of any package: WAVEMARE_TRANSFORMERS_EXAMPLES names a folder of them.
 """
@@ -20,7 +20,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "trainer-scripts.md"
 SCRIPT, EXAMPLE_SCRIPTS = (
     PAGE.read_text().partition(heading)[2].partition("\n## ")[0]
     for heading in ("A whole script, `mlm.py`", "\n## transformers' example scripts\n")

@@ -106,8 +106,8 @@ def test_models_inside_other_modules_train_and_say_what_they_are(sample):
     for found in sample:
         inside = found["inside"]
         assert math.isfinite(inside["loss"])
-        assert inside["saved"] == ""
-        for use in ("pipeline", "state"):
+        assert (inside["pipeline"], inside["saved"], inside["whole"]) == ("", "", "")
+        for use in ("folder", "state"):
             assert inside[use].startswith("ModelError"), (use, inside)
 
 

@@ -194,7 +194,10 @@ def _blocks(model: Any, inputs: Sequence[str], layers: nn.ModuleList) -> list[Pi
 
 def _unusual(model: Any, reason: str) -> ModelError:
     return ModelError(
-        "model", type(model).__name__, reason, "Train it with one stage, or write a PipelineModule"
+        "model",
+        type(model).__name__,
+        reason,
+        "Train it with one stage, or write a PipelineModule (docs/own-model.md)",
     )
 
 

@@ -155,9 +155,9 @@ def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False)
     """
     base = base_of(model)
     if not isinstance(base, PreTrainedModel):
-        raise ModelError(
-            "model", type(model).__name__, "it is not a transformers model", f"Use {SUPPORTED}"
-        )
+        reason = "it is not a transformers model"
+        remedy = f"Use {SUPPORTED}; docs/own-model.md cuts other models"
+        raise ModelError("model", type(model).__name__, reason, remedy)
     family = family_of(base)
     if any(weight.is_meta for weight in model.parameters()):
         raise ModelError(

@@ -236,5 +236,5 @@ def _refusal(model: Any, reason: str) -> ModelError:
         "model",
         type(model).__name__,
         f"{reason}, so it does more than its layers show",
-        "Train it with one stage, or write a PipelineModule for it",
+        "Train it with one stage, or write a PipelineModule for it (docs/own-model.md)",
     )

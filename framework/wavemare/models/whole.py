@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
+from wavemare.engine.base import EngineMixin
 from wavemare.engine.experts import expert_group
 from wavemare.engine.launch.group import gather
 from wavemare.engine.parts import (
@@ -26,6 +29,7 @@ from wavemare.engine.parts import (
     part_of,
     restore,
 )
+from wavemare.engine.pipe.chunks import numbered_layers
 from wavemare.errors import ModelError
 from wavemare.models.adapters import is_adapted
 from wavemare.models.module import TransformerPipeline
@@ -37,6 +41,8 @@ from wavemare.parallel.tensor.partition import (
     without_zero3,
 )
 
+_CHECKPOINT = "Call the engine's save_checkpoint"
+
 
 def whole_state_dict(
     engine_or_model: Any, names: Collection[str] | None = None
@@ -44,26 +50,29 @@ def whole_state_dict(
     """Gather the whole model's weights on rank 0, one tensor at a time; every process calls this.
 
     Works for plain models, also with ZeRO 1 to 3, for models that are split over ranks, for divided
-    experts and for pipelines made of a transformers model, with adapters and without. An engine is
-    synchronized first.
+    experts and for pipelines, with adapters and without. An engine is synchronized first.
 
     Args:
-        engine_or_model: An engine, its module, or the model that was given to ``initialize``.
+        engine_or_model: An engine. Of a transformers model it may also be the engine's module, or
+            the model that was given to ``initialize``.
         names: Those to gather, the same on all processes; all if omitted.
 
     Returns:
         On global rank 0 the state dict that the model would have in one process, on the device
-        ``cpu``; names that are tied share one tensor. None on the other ranks.
+        ``cpu``; names that are tied share one tensor. Of a ``PipelineModule`` of your own these are
+        the names that ``torch.nn.Sequential`` gives to the same layers. None on the other ranks.
 
     Raises:
-        ModelError: It is no transformers model, or its weights cannot be gathered.
+        ModelError: Its weights cannot be gathered, or it is no transformers model and no engine.
     """
+    if isinstance(engine_or_model, EngineMixin) and _transformers_model(engine_or_model) is None:
+        return gathered(_own_model(engine_or_model), names)
     return gathered(complete(engine_or_model), names)
 
 
 def gathered(model: Any, names: Collection[str] | None = None) -> dict[str, Tensor] | None:
     """Gather what `complete` has returned, as `whole_state_dict` does."""
-    if isinstance(model, TransformerPipeline):
+    if isinstance(model, PipelineModule):
         return _of_stages(model, names)
     with own_part():
         state = model.state_dict(keep_vars=True)
@@ -80,6 +89,14 @@ def complete(engine_or_model: Any) -> Any:
         ModelError: There is no transformers model, or its weights cannot be gathered.
     """
     model = _transformers_model(engine_or_model)
+    if model is None:
+        raise ModelError(
+            "model",
+            type(getattr(engine_or_model, "module", engine_or_model)).__name__,
+            "it is neither a transformers model nor a pipeline made by to_pipeline of one",
+            "Give the transformers model inside. Of a model of your own, torch.save what "
+            "wavemare.models.whole_state_dict(engine) gives (docs/own-model.md)",
+        )
     noted, engine = mark_of(model), engine_or_model
     if noted is not None:
         engine = noted.engine() or engine_or_model
@@ -95,17 +112,33 @@ def complete(engine_or_model: Any) -> Any:
 
 
 def _transformers_model(module: Any) -> Any:
+    """Return the transformers model, or the pipeline of one, in an engine; None without."""
     inner = module
-    while not isinstance(inner, (TransformerPipeline, PreTrainedModel)) and not is_adapted(inner):
+    while inner is not None:
+        if isinstance(inner, (TransformerPipeline, PreTrainedModel)) or is_adapted(inner):
+            return inner
         inner = getattr(inner, "module", None)
-        if inner is None:
-            raise ModelError(
-                "model",
-                type(getattr(module, "module", module)).__name__,
-                "it is neither a transformers model nor a pipeline made by to_pipeline of one",
-                "Give the transformers model inside, or use the engine's save_checkpoint",
-            )
-    return inner
+    return None
+
+
+def _own_model(engine: EngineMixin) -> nn.Module:
+    """Return an engine's module, which is none of transformers'; synchronize the engine.
+
+    Raises:
+        ModelError: Layers or experts are divided in a form that only DeepSpeed knows.
+    """
+    module, part = engine.module, part_of(engine)
+    found = (part.reason, part.remedy) if part is not None and part.remedy else None
+    if isinstance(module, PipelineModule):
+        if module.mpu().get_slice_parallel_world_size() > 1:
+            found = "its layers are split over ranks, in a form of their own", _CHECKPOINT
+        if any(getattr(layer, "ep_size", 1) > 1 for layer in module.modules()):
+            found = "DeepSpeed has divided its experts over the ranks", _CHECKPOINT
+    for refused in gather(found):  # stages have unlike layers
+        if refused is not None:
+            raise ModelError("whole_state_dict", type(module).__name__, *refused)
+    engine.synchronize()
+    return module
 
 
 def _is_first() -> bool:
@@ -124,7 +157,9 @@ def _whole(state: Mapping[str, Tensor], group: Any) -> dict[str, Tensor]:
     """
     found: dict[int, Tensor] = {}
     for part in state.values():
-        if id(part) not in found:
+        if not isinstance(part, Tensor):  # what a module adds by get_extra_state
+            found[id(part)] = part
+        elif id(part) not in found:
             whole = _whole_tensor(part, group)
             found[id(part)] = part.new_empty(0) if whole is None else _on_cpu(whole)
     return {name: found[id(part)] for name, part in state.items()}
@@ -151,23 +186,25 @@ def _whole_tensor(part: Tensor, group: Any) -> Tensor | None:
     return own
 
 
-def _of_stages(pipeline: TransformerPipeline, names: Collection[str] | None) -> Any:
-    grid = pipeline.mpu()
-    if grid.get_data_parallel_rank() >= pipeline.expert_ranks:
+def _of_stages(pipeline: PipelineModule, names: Collection[str] | None) -> Any:
+    grid, (mine, held) = pipeline.mpu(), _held(pipeline)
+    if grid.get_data_parallel_rank() >= getattr(pipeline, "expert_ranks", 1):
         return None
-    held = pipeline.weight_names()
     if names is not None:
         held = {name: key for name, key in held.items() if name in names}
     needed = set(held.values())
-    own = {name: part for name, part in pipeline.local_weights().items() if name in needed}
+    own = {name: part for name, part in mine.items() if name in needed}
     splits = grid.get_slice_parallel_world_size() > 1
     own = _whole(own, grid.get_slice_parallel_group() if splits else None)
     if grid.get_slice_parallel_rank() != 0 or grid.get_data_parallel_rank() != 0:
         return None
-    device = next(pipeline.parameters()).device
+    device = torch.device(get_accelerator().current_device_name())
     if pipeline.global_rank != 0:
-        dist.send_object_list([[(n, t.shape, t.dtype) for n, t in own.items()]], dst=0)
-        for tensor in own.values():
+        tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        others = {name: value for name, value in own.items() if name not in tensors}
+        dist.send_object_list([shapes, others], dst=0)
+        for tensor in tensors.values():
             dist.send(tensor.to(device).contiguous(), dst=0)
         return None
     for stage in range(1, pipeline.num_pipeline_stages()):
@@ -175,23 +212,40 @@ def _of_stages(pipeline: TransformerPipeline, names: Collection[str] | None) -> 
     return {name: own[key] for name, key in held.items()}
 
 
+def _held(pipeline: PipelineModule) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+    """Return this rank's weights, and for each name of the whole model's the key of its weight.
+
+    Every process calls this. Layers of the caller's own are named as by ``torch.nn.Sequential``.
+    """
+    if isinstance(pipeline, TransformerPipeline):
+        return pipeline.local_weights(), pipeline.weight_names()
+    own: dict[str, Tensor] = {}
+    for number, layer in numbered_layers(pipeline):
+        own |= layer.state_dict(prefix=f"{number}.", keep_vars=True)
+    names = dict.fromkeys(name for part in gather(list(own)) for name in part)
+    return own, {name: name for name in sorted(names, key=lambda name: int(name.split(".")[0]))}
+
+
 def _receive(source: int, device: torch.device) -> dict[str, Tensor]:
-    received: list[Any] = [None]
+    received: list[Any] = [None, None]
     dist.recv_object_list(received, src=source)
-    weights = {}
-    for name, shape, dtype in received[0]:
+    shapes, weights = received
+    for name, shape, dtype in shapes:
         tensor = torch.empty(shape, dtype=dtype, device=device)
         dist.recv(tensor, src=source)
         weights[name] = tensor.cpu()
     return weights
 
 
-def _for_a_file(engine: Any, exclude_frozen: bool) -> dict[str, Tensor] | None:
-    model = complete(engine)
+def for_a_file(engine: Any, exclude_frozen: bool) -> dict[str, Tensor] | None:
+    """Gather an engine's weights as `whole_state_dict`, without frozen ones if so asked."""
+    model = complete(engine) if _transformers_model(engine) is not None else _own_model(engine)
     if not exclude_frozen:
         return gathered(model)
-    if isinstance(model, TransformerPipeline):
-        own, names = model.local_weights(), model.weight_names()
+    own: Mapping[str, Any]
+    names: Mapping[str, str]
+    if isinstance(model, PipelineModule):
+        own, names = _held(model)
     else:
         with own_part():
             own = model.state_dict(keep_vars=True)
@@ -255,4 +309,4 @@ def hand_over(model: Any, engine: Any) -> None:
     held = [m for m in held if m not in called] + ([module] if ours else [])
     mark(held, engine, part)
     if ours and not part.remedy:
-        engine.gather_weights = _for_a_file
+        engine.gather_weights = for_a_file

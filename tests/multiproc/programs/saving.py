@@ -42,6 +42,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import wavemare
 import wavemare.hf
 from wavemare.errors import ConfigError, WavemareError
+from wavemare.models import whole_state_dict
 
 huggingface_hub.constants.HF_HUB_OFFLINE = True
 FACTOR = 2.0
@@ -497,13 +498,19 @@ def inside():
         module = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=lambda out, _: out.sum())
         engine = engine_of(module, pipeline={})
         found = {"loss": float(engine.train_batch(iter([(ids, ids)] * 2)))}
-        found["pipeline"] = refusal(lambda: engine.save_16bit_model("inside"))
+        found["folder"] = refusal(lambda: wavemare.save_pretrained(engine, "folder"))
+        engine.save_16bit_model("stages")
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, engine.module.state_dict())
+        found["pipeline"] = difference(torch.load("stages/pytorch_model.bin"), parts[0] | parts[1])
         engine.destroy()
     stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
     stage["stage3_gather_16bit_weights_on_model_save"] = True
     config = configuration(0, wavemare={}, zero_optimization=stage)
     engine = wavemare.initialize(model=Wrapper(dense()), config=config)[0]
     found["state"] = refusal(engine.module.state_dict)
+    gathered = whole_state_dict(engine)
+    found["whole"] = difference(expected if gathered is None else gathered, expected)
     engine.save_16bit_model("inside")
     dist.barrier()
     engine.destroy()

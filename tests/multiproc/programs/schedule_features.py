@@ -285,19 +285,9 @@ def alone(feature, steps):
     return losses, norm, before, {name: p.detach() for name, p in weights.items()}
 
 
-def weights_of(engine):
-    """Return the whole model's weights on rank 0, by name; None elsewhere."""
-    if engine.gather_weights is not None:
-        return whole_state_dict(engine)
-    local = {n: p.detach() for n, p in engine.module.named_parameters()}
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, local)
-    return {name: p for part in reversed(parts) for name, p in part.items()}
-
-
 def compared(engine, feature, losses):
     """Compare losses and weights with those of one process."""
-    found, norm = weights_of(engine), engine.get_global_grad_norm()
+    found, norm = whole_state_dict(engine), engine.get_global_grad_norm()
     result = {"losses": losses, "norm": norm, "bits": digest(found)}
     if dist.get_rank() == 0:
         expected, expected_norm, before, after = alone(feature, len(losses))
@@ -382,12 +372,12 @@ def resumed(schedule, feature):
     for _ in range(2):
         engine.train_batch(data)
     engine.save_checkpoint(folder)
-    whole = [float(engine.train_batch(data)) for _ in range(2)], digest(weights_of(engine))
+    whole = [float(engine.train_batch(data)) for _ in range(2)], digest(whole_state_dict(engine))
     engine.destroy()
     engine = start(schedule, feature)
     engine.load_checkpoint(folder)
     data = islice(feature.data(engine.data_rank), 2 * MICRO, None)
-    again = [float(engine.train_batch(data)) for _ in range(2)], digest(weights_of(engine))
+    again = [float(engine.train_batch(data)) for _ in range(2)], digest(whole_state_dict(engine))
     engine.destroy()
     return {"equal": whole == again}
 
