@@ -27,7 +27,7 @@ from benchmarks.ranks import SEED, build_gpt, interleaved
 from wavemare.engine.launch.group import gather
 from wavemare.models.timing import rank_times
 from wavemare.observe import Screen
-from wavemare.parallel.balance import balance_replicas, example_samples, plan_stages
+from wavemare.parallel.balance import balance_replicas, example_samples, balance_stages
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.planner.probe import BlockSize, probe_cluster
 from wavemare.pipeline.plan.partition import balanced_cuts
@@ -163,7 +163,7 @@ def _measure_cuts(job: PlannerJob, screen: Screen) -> dict[str, Any]:
     screen.note(f"measuring the layers on {job.ranks} ranks")
     with _limited(job):
         table = rank_times(build_gpt(job), samples=job.batch, sequence_length=job.sequence)
-    plan = plan_stages(table, batch, stages=job.ranks, schedule=job.schedule)
+    plan = balance_stages(table, batch, stages=job.ranks, schedule=job.schedule)
     assert plan.cuts is not None, "there are several stages"
     equal = balanced_cuts(table.mean(axis=0).tolist(), job.ranks)
     cuts = {BASELINE: tuple(equal), PLANNED: plan.cuts}

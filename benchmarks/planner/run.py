@@ -128,7 +128,7 @@ def layouts_by_axes(costs: ModelCosts, cluster: Cluster, settings: Settings) -> 
                 if predicted and (axes not in best or predicted.step_s < best[axes][0]):
                     best[axes] = predicted.step_s, candidate, predicted
     ordered = sorted(best.items(), key=lambda entry: entry[1][0])
-    return {axes: scene.plan(candidate, predicted) for axes, (_, candidate, predicted) in ordered}
+    return {axes: scene.layout(candidate, predicted) for axes, (_, candidate, predicted) in ordered}
 
 
 LOSS_TOLERANCE = 1e-6

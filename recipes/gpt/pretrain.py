@@ -166,11 +166,11 @@ def train(
     args, checkpoints = setup.arguments, str(setup.folder / "checkpoints")
 
     # The JSON configuration decides the layout, the optimizer and the schedule.
-    plan = setup.balance.measure(model, setup.batch, sequence_length=args.sequence_length)
+    layout = setup.balance.measure(model, setup.batch, sequence_length=args.sequence_length)
     engine, *_ = wavemare.initialize(
         model=model, config=setup.balance.config, lr_scheduler=lr_scheduler
     )
-    recording.screen.note(plan or engine.layout)
+    recording.screen.note(layout or engine.layout)
     seed_dropout(engine, args.seed)
     evaluation = Evaluation(engine, validation)
     batches = ResumableLoader(

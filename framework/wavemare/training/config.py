@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON configuration of a recipe, with the command line's changes and ``--balance``'s plan."""
+"""The JSON configuration of a recipe, with the command line's changes and ``--balance``'s layout."""
 
 from __future__ import annotations
 
@@ -154,28 +154,28 @@ AUTO, NONE = "auto", "none"
 
 
 class BalanceController:
-    """The plan of a run, and the configuration that executes it.
+    """The layout of a run, and the configuration that executes it.
 
     Args:
         choice: The option ``--balance``.
         config: DeepSpeed's configuration.
-        folder: The run folder; a measured plan is written there as ``plan.json``.
-        resume: Whether the run continues, by its own plan.
+        folder: The run folder; a measured layout is written there as ``layout.json``.
+        resume: Whether the run continues, by its own layout.
 
     Attributes:
-        config: DeepSpeed's configuration, completed by the plan as soon as there is one.
-        plan: The plan; None without one.
+        config: DeepSpeed's configuration, completed by the layout as soon as there is one.
+        layout: The layout; None without one.
 
     Raises:
         ConfigError: The file cannot be read, or the configuration cannot be balanced.
-        PlanError: The file holds no plan.
+        PlanError: The file holds no layout.
     """
 
     def __init__(self, choice: str, config: dict[str, Any], folder: Path, *, resume: bool) -> None:
         self.config = config
-        self.plan: Layout | None = None
+        self.layout: Layout | None = None
         self._choice = choice
-        self._file = folder / "plan.json"
+        self._file = folder / "layout.json"
         self._measures = choice == AUTO
         if choice == NONE:
             return
@@ -196,41 +196,47 @@ class BalanceController:
         return WavemareConfig.of(self.config).balance.shares
 
     def measure(self, model: Any, batch: dict[str, int], *, sequence_length: int) -> Layout | None:
-        """Measure the devices and make the plan, if the option asks for it; complete `config`.
+        """Measure the devices and make the layout, if the option asks for it; complete `config`.
 
         Returns:
-            The measured plan; None if nothing was measured.
+            The measured layout; None if nothing was measured.
 
         Raises:
             ConfigError: The configuration cannot be balanced.
-            PlanError: The ranks have read different plans.
+            PlanError: The ranks have read different layouts.
         """
         if self._choice == NONE:
             return None
         self._agree()
         if self._measures:
             self._measure(model, batch, sequence_length)
-        if self.plan is not None and not type(model).__name__.endswith("ForSequenceClassification"):
-            self._weight_by_tokens(self.plan)
-        return self.plan if self._measures else None
+        if self.layout is not None and not type(model).__name__.endswith(
+            "ForSequenceClassification"
+        ):
+            self._weight_by_tokens(self.layout)
+        return self.layout if self._measures else None
 
     def _agree(self) -> None:
-        # The run folder may be local to each machine, and hold a plan on some of them.
-        found = gather(None if self.plan is None else self.plan.digest[:12])
+        # The run folder may be local to each machine, and hold a layout on some of them.
+        found = gather(None if self.layout is None else self.layout.digest[:12])
         for rank, theirs in enumerate(found):
             if theirs != found[0]:
-                reason = f"rank 0 has read {found[0] or 'no plan'}, rank {rank} {theirs or 'none'}"
+                reason = (
+                    f"rank 0 has read {found[0] or 'no layout'}, rank {rank} {theirs or 'none'}"
+                )
                 remedy = f"Give all machines the same file, also {self._file} of a run that resumes"
                 raise PlanError("--balance", self._choice, reason, remedy)
 
     def _measure(self, model: Any, batch: dict[str, int], sequence_length: int) -> None:
         from wavemare.models.timing import rank_times
-        from wavemare.parallel.balance import balance_replicas, example_samples, plan_stages
+        from wavemare.parallel.balance import balance_replicas, balance_stages, example_samples
 
         section = WavemareConfig.of(self.config)
         if section.tensor_parallel.size > 1:
             reason = "ranks that share layers wait for each other at each of them"
-            raise ConfigError("--balance", AUTO, reason, "Put like devices there, and give a plan")
+            raise ConfigError(
+                "--balance", AUTO, reason, "Put like devices there, and give a layout"
+            )
         if section.wavelet.mode != "off":
             reason = "waves scale the losses of micro-batches that are alike on all ranks"
             mode, remedy = section.wavelet.mode, 'Set it "off", or --balance none'
@@ -249,36 +255,36 @@ class BalanceController:
                 dtype=dtype,
             )
             stages, schedule = pipeline.stages, pipeline.schedule
-            plan = plan_stages(table, batch, stages=stages, schedule=schedule, **options)
+            layout = balance_stages(table, batch, stages=stages, schedule=schedule, **options)
         else:
-            plan = balance_replicas(
+            layout = balance_replicas(
                 model,
                 lambda samples: example_samples(model, sequence_length, samples),
                 batch,
                 dtype=dtype,
                 **options,
             )
-        self._use(plan)
+        self._use(layout)
 
     def save(self, rank: int) -> None:
-        """Write the plan into the run folder, by rank 0."""
-        if self.plan is not None and rank == 0:
-            atomic_write_text(self._file, self.plan.to_json())
+        """Write the layout into the run folder, by rank 0."""
+        if self.layout is not None and rank == 0:
+            atomic_write_text(self._file, self.layout.to_json())
 
-    def _use(self, plan: Layout) -> None:
-        self.plan = plan
-        self.config = plan.configure(self.config)
+    def _use(self, layout: Layout) -> None:
+        self.layout = layout
+        self.config = layout.configure(self.config)
         section = dict(self.config[SECTION])
-        if self._measures and plan.stages == 1:
+        if self._measures and layout.stages == 1:
             # No checkpoint is bound to measured shares.
-            section["balance"] = {**section.get("balance", {}), "shares": list(plan.shares)}
+            section["balance"] = {**section.get("balance", {}), "shares": list(layout.shares)}
         else:
-            section["parallel"] = {"plan": json.loads(plan.to_json())}
+            section["parallel"] = {"plan": json.loads(layout.to_json())}
         self.config = {**self.config, SECTION: section}
 
-    def _weight_by_tokens(self, plan: Layout) -> None:
+    def _weight_by_tokens(self, layout: Layout) -> None:
         # Samples have different numbers of labels (masked tokens, all but the first of a document).
-        if plan.wavelet and plan.stages == 1:
+        if layout.wavelet and layout.stages == 1:
             return  # their losses cannot be weighted, and their shares are equal
         section = dict(self.config[SECTION])
         section["balance"] = {"mean": "tokens", **section.get("balance", {})}
@@ -298,7 +304,7 @@ def _read(file: Path) -> Layout:
         return Layout.from_json(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "this is not text"
-        remedy = "Give auto, none, or a file that 'wavemare plan search --output' wrote"
+        remedy = "Give auto, none, or a file that 'wavemare layout search --output' wrote"
         raise ConfigError("--balance", str(file), f"it cannot be read ({reason})", remedy) from None
     except PlanError as error:
         error.key = f"--balance {file}: {error.key}"
