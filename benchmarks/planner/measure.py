@@ -27,7 +27,7 @@ from benchmarks.ranks import SEED, build_gpt, interleaved
 from wavemare.engine.launch.group import gather
 from wavemare.models.timing import rank_times
 from wavemare.observe import Screen
-from wavemare.parallel.balance import balance_replicas, example_samples, balance_stages
+from wavemare.parallel.balance import balance_replicas, balance_stages, example_samples
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.planner.probe import BlockSize, probe_cluster
 from wavemare.pipeline.plan.partition import balanced_cuts

@@ -193,7 +193,7 @@ def _laid_out(
     if isinstance(model, deepspeed.PipelineModule):
         _check_cut(ours)
     if ours.parallel.given or is_annotated(model) or hasattr(model, PLAN):
-        layout, values = _laid_out(model, values)
+        layout, values = _by_layout(model, values)
         ours = WavemareConfig.of(values)
     if mpu is not None and is_sequence_parallel(mpu):
         check_sequence_parallel(values, ours, getattr(model, "num_stages", ours.pipeline.stages))
@@ -241,7 +241,7 @@ def _laid_out(
     return result
 
 
-def _laid_out(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _by_layout(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return a model's `Layout`, and the configuration that runs it."""
     from wavemare.parallel.layout.execute import layout_for
 

@@ -16,7 +16,7 @@ import typer
 from wavemare.cli.options import option
 from wavemare.errors import ConfigError, os_errors
 from wavemare.extras import require
-from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
+from wavemare.files import atomic_write_bytes
 
 if TYPE_CHECKING:
     from wavemare.pipeline.clock.simulate import Costs, Timeline

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON configuration of a recipe, with the command line's changes and ``--balance``'s layout."""
+"""The JSON configuration of a recipe, with the options' changes and ``--balance``'s layout."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, load_config, zero_section
 from wavemare.engine.config.shape import fill_auto, is_enabled
 from wavemare.engine.launch.group import gather
+from wavemare.engine.observe.choices import tell_choice
 from wavemare.errors import ConfigError, PlanError
 from wavemare.files import atomic_write_text
 from wavemare.parallel.layout.layout import Layout
@@ -132,15 +133,19 @@ def fill_schedules(arguments: TrainArguments, config: dict[str, Any]) -> None:
     """Replace each ``"auto"`` that depends on the number of steps, in place."""
     steps, share = arguments.max_steps, arguments.lr_warmup_fraction
     warmup = max(steps // 10 if share is None else round(steps * share), 1)
+    why = "a tenth of the steps" if share is None else "--lr-warmup-fraction of the steps"
     if arguments.lr_warmup_iters is not None:
-        warmup = max(arguments.lr_warmup_iters, 1)
+        warmup, why = max(arguments.lr_warmup_iters, 1), "--lr-warmup-iters"
     values = {
-        "scheduler.params.total_num_steps": steps,
-        "scheduler.params.warmup_num_steps": warmup,
-        # Stale gradients do the most harm while the learning rate is at its highest.
-        f"{SECTION}.pipeline.pipemare.warmup_steps": steps // 5,
+        "scheduler.params.total_num_steps": (steps, "all steps"),
+        "scheduler.params.warmup_num_steps": (warmup, why),
+        f"{SECTION}.pipeline.pipemare.warmup_steps": (
+            steps // 5,
+            "a fifth of the steps is synchronous: stale gradients harm most at a high rate",
+        ),
     }
-    fill_auto(config, values)
+    for path in fill_auto(config, {path: value for path, (value, _) in values.items()}):
+        tell_choice(path, *values[path])
 
 
 def _put(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
@@ -265,6 +270,13 @@ class BalanceController:
                 **options,
             )
         self._use(layout)
+        if (predicted := layout.predicted) is not None:
+            alone = layout.stages == 1
+            chosen = f"shares {layout.shares}" if alone else f"cuts {layout.cuts}"
+            seconds = predicted.rank_s if alone else predicted.stage_s
+            times = ", ".join(f"{1e3 * each:.3g}" for each in seconds)
+            what = "a step of each rank" if alone else "a micro-batch in each stage"
+            tell_choice("--balance", chosen, f"as measured, {what} then takes {times} ms")
 
     def save(self, rank: int) -> None:
         """Write the layout into the run folder, by rank 0."""

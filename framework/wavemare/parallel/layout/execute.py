@@ -104,8 +104,8 @@ def _tell_order(layout: Layout) -> None:
     if layout.order is None or layout.order == tuple(range(layout.world_size)) or dist.get_rank():
         return
     logger.warning(
-        "the layout is for ranks on the cluster's devices %s, in this order: list hosts and devices "
-        "so in the hostfile and CUDA_VISIBLE_DEVICES",
+        "the layout is for ranks on the cluster's devices %s, in this order: list hosts and devices"
+        " so in the hostfile and CUDA_VISIBLE_DEVICES",
         ", ".join(map(str, layout.order)),
     )
 

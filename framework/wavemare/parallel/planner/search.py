@@ -224,8 +224,8 @@ class LayoutSearch:
 
     Args:
         layouts: The best ones, none of which is slower than `equal`.
-        equal: The best layout with devices as they come, equal shares and cuts into equal work; None
-            where none fits into memory.
+        equal: The best layout with devices as they come, equal shares and cuts into equal work;
+            None where none fits into memory.
         costs: Of the model.
         cluster: The devices.
     """
