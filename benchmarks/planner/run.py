@@ -113,7 +113,7 @@ def _run(job: PlannerJob, address: str, hosts: EmulatedCluster | None, order: An
 def layouts_by_axes(costs: ModelCosts, cluster: Cluster, settings: Settings) -> dict[Axes, Layout]:
     """Return the layout with the shortest predicted step for all legal axes, the best one first.
 
-    `planner.plan` leaves out axes that cannot be among the best, and this does not.
+    `planner.find_layouts` leaves out axes that cannot be among the best, and this does not.
     """
     scene = Scene(costs, cluster, settings)
     best: dict[Axes, tuple[float, Candidate, Prediction]] = {}
