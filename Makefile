@@ -9,15 +9,18 @@
 # make conformance DEEPSPEED_TESTS=FOLDER   DeepSpeed's own unit tests with our engines
 # make docs    builds the site of the documentation into build/docs; make reference writes the tables
 #              of keys in docs/configuration.md
-# On Linux pip takes CUDA's build; for CPUs:  make train TORCH="torch --index-url URL-OF-THE-CPU-BUILD"
+# On Linux pip takes CUDA's build of torch. `make train CPU=1` takes that for CPUs, and the environment
+# remembers it (`make train CPU=` turns back).
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
+CPU    ?= $(if $(wildcard $(VENV)/.cpu),1)
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # A stamp for what training needs, and one for what tests and documentation need beside it; other
 # ones for each choice of torch: another one sets up again.
-CHOICE := $(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
+BUILD  := $(TORCH)$(if $(CPU), for CPUs)
+CHOICE := $(shell echo '$(BUILD)' | cksum | cut -d' ' -f1)
 READY  := $(VENV)/.ready-$(CHOICE)
 DEV    := $(VENV)/.ready-dev-$(CHOICE)
 # The extra of pyproject.toml that brings an MPI library.
@@ -31,13 +34,18 @@ export OMP_NUM_THREADS ?= 1
 
 setup: $(DEV)
 
+# pip knows no build of a package; uv does, and where each of torch's is.
+UV_TORCH := $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend=cpu $(TORCH)
+INSTALL_TORCH := $(if $(CPU),$(PIP) install --quiet uv && $(UV_TORCH),$(PIP) install --quiet $(TORCH))
+
 # torch goes first: what depends on it would pull another build.
 $(READY): pyproject.toml
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.ready-*
-	test "$$(cat $(VENV)/.torch 2>/dev/null)" = '$(TORCH)' || $(PIP) uninstall --yes --quiet torch
-	$(PIP) install --quiet $(TORCH)
-	echo '$(TORCH)' > $(VENV)/.torch
+	test "$$(cat $(VENV)/.torch 2>/dev/null)" = '$(BUILD)' || $(PIP) uninstall --yes --quiet torch
+	$(INSTALL_TORCH)
+	echo '$(BUILD)' > $(VENV)/.torch
+	$(if $(CPU),touch,rm -f) $(VENV)/.cpu
 	$(PIP) install --quiet --editable '.[$(MPI),report,sparse]'
 	touch $@
 

@@ -27,7 +27,7 @@ from benchmarks.ranks import SEED, build_gpt, interleaved
 from wavemare.engine.launch.group import gather
 from wavemare.models.timing import rank_times
 from wavemare.observe import Screen
-from wavemare.parallel.balance import balance_replicas, example_samples, plan_stages
+from wavemare.parallel.balance import balance_replicas, balance_stages, example_samples
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.planner.probe import BlockSize, probe_cluster
 from wavemare.pipeline.plan.partition import balanced_cuts
@@ -121,16 +121,16 @@ def _measure_shares(job: PlannerJob, screen: Screen) -> dict[str, Any]:
     }
     screen.note(f"measuring the speeds of {job.ranks} ranks")
     with _limited(job):
-        plan = balance_replicas(
+        layout = balance_replicas(
             model,
             lambda samples: example_samples(model, job.sequence, samples),
             batch,
             zero_stage=_ZERO,
             sequence_length=job.sequence,
         )
-    assert plan.predicted is not None, "measured plans have predictions"
-    equal = replace(plan, shares=(job.batch,) * job.ranks)
-    systems = {name: _Trial(job, own) for name, own in ((BASELINE, equal), (PLANNED, plan))}
+    assert layout.predicted is not None, "measured layouts have predictions"
+    equal = replace(layout, shares=(job.batch,) * job.ranks)
+    systems = {name: _Trial(job, own) for name, own in ((BASELINE, equal), (PLANNED, layout))}
 
     def alone() -> float:
         started = time.perf_counter()
@@ -145,8 +145,8 @@ def _measure_shares(job: PlannerJob, screen: Screen) -> dict[str, Any]:
         system.engine.destroy()
     alone_s = [median(own) for own in zip(*rounds.pop(_ALONE), strict=True)]
     losses = {name: system.losses for name, system in systems.items()}
-    shares = {BASELINE: equal.shares, PLANNED: plan.shares}
-    predicted_s = plan.predicted.step_s
+    shares = {BASELINE: equal.shares, PLANNED: layout.shares}
+    predicted_s = layout.predicted.step_s
     rows = share_rows(job, shares, rounds, losses, alone_s=alone_s, predicted_s=predicted_s)
     return {"rows": rows}
 
@@ -163,11 +163,11 @@ def _measure_cuts(job: PlannerJob, screen: Screen) -> dict[str, Any]:
     screen.note(f"measuring the layers on {job.ranks} ranks")
     with _limited(job):
         table = rank_times(build_gpt(job), samples=job.batch, sequence_length=job.sequence)
-    plan = plan_stages(table, batch, stages=job.ranks, schedule=job.schedule)
-    assert plan.cuts is not None, "there are several stages"
+    layout = balance_stages(table, batch, stages=job.ranks, schedule=job.schedule)
+    assert layout.cuts is not None, "there are several stages"
     equal = balanced_cuts(table.mean(axis=0).tolist(), job.ranks)
-    cuts = {BASELINE: tuple(equal), PLANNED: plan.cuts}
-    runners = {name: _pipeline(job, replace(plan, cuts=own)) for name, own in cuts.items()}
+    cuts = {BASELINE: tuple(equal), PLANNED: layout.cuts}
+    runners = {name: _pipeline(job, replace(layout, cuts=own)) for name, own in cuts.items()}
     turns = {name: partial(_round, job, runner) for name, runner in runners.items()}
     measured = _in_turns(job, screen, turns)
     for runner in runners.values():

@@ -113,7 +113,7 @@ def _run(job: PlannerJob, address: str, hosts: EmulatedCluster | None, order: An
 def layouts_by_axes(costs: ModelCosts, cluster: Cluster, settings: Settings) -> dict[Axes, Layout]:
     """Return the layout with the shortest predicted step for all legal axes, the best one first.
 
-    `planner.plan` leaves out axes that cannot be among the best, and this does not.
+    `planner.find_layouts` leaves out axes that cannot be among the best, and this does not.
     """
     scene = Scene(costs, cluster, settings)
     best: dict[Axes, tuple[float, Candidate, Prediction]] = {}
@@ -128,7 +128,7 @@ def layouts_by_axes(costs: ModelCosts, cluster: Cluster, settings: Settings) -> 
                 if predicted and (axes not in best or predicted.step_s < best[axes][0]):
                     best[axes] = predicted.step_s, candidate, predicted
     ordered = sorted(best.items(), key=lambda entry: entry[1][0])
-    return {axes: scene.plan(candidate, predicted) for axes, (_, candidate, predicted) in ordered}
+    return {axes: scene.layout(candidate, predicted) for axes, (_, candidate, predicted) in ordered}
 
 
 LOSS_TOLERANCE = 1e-6

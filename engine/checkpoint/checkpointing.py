@@ -269,7 +269,7 @@ class CheckpointMixin(DeepSpeedEngine):
         from them, whatever it keeps copies of.
 
         Raises:
-            CheckpointError: The folder is missing or damaged; its topology, plan or optimizer is
+            CheckpointError: The folder is missing or damaged; its topology, layout or optimizer is
                 another one; a universal checkpoint lacks the optimizer's states; or a file holds
                 an object of another class. The same on all ranks, before the engine changes.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run can go on from a checkpoint: its topology, its plan, its optimizer."""
+"""Whether a run can go on from a checkpoint: its topology, its layout, its optimizer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check_checkpoint_fits(
     of an older version lacks some entries.
 
     Raises:
-        CheckpointError: It was saved by another topology, plan or tying of weights.
+        CheckpointError: It was saved by another topology, layout or tying of weights.
     """
     plan, layout = manifest.get("plan"), engine.layout
     untied, own = manifest.get("untied"), untied_weights(engine)
@@ -115,8 +115,8 @@ def check_checkpoint_fits(
         ),
     ]
     if whole and plan is not None and layout is not None:
-        reason = f"it was saved under the plan {plan['digest']}, this run has {layout.digest}"
-        remedy = f"Resume with the same plan, which is in {MANIFEST}, or {convert}"
+        reason = f"it was saved under the layout {plan['digest']}, this run has {layout.digest}"
+        remedy = f"Resume with the same layout, which is in {MANIFEST}, or {convert}"
         rows.append((plan["digest"] != layout.digest, reason, remedy))
     for refused, reason, remedy in rows:
         if refused:

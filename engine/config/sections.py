@@ -131,7 +131,7 @@ class SplitNames(Section):
 
 
 class ParallelConfig(Section):
-    """Annotations of a model by names and patterns, or a plan that was made before."""
+    """Annotations of a model by names and patterns, or a layout that was made before."""
 
     stages: PositiveInt | list[list[str]] | dict[str, list[str]] | None = None
     """Patterns of the modules of each stage, by its name or as a list; or a number of stages, which
@@ -147,7 +147,8 @@ class ParallelConfig(Section):
     """See `PipelineNames`."""
 
     plan: str | dict[str, Any] | None = None
-    """A plan's file, or the plan itself, in place of all other keys."""
+    """A layout's file, or the layout itself, in place of all other keys. (The key is older than the
+    word layout.)"""
 
     @property
     def annotates(self) -> bool:

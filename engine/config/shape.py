@@ -73,8 +73,9 @@ def offloads(zero: Mapping[str, Any]) -> bool:
     return bool(zero.get("cpu_offload")) or (bool(section) and section.get("device") != "none")
 
 
-def fill_auto(config: Any, values: Mapping[str, Any]) -> None:
-    """Replace each ``"auto"`` at a dotted path by its value, in place."""
+def fill_auto(config: Any, values: Mapping[str, Any]) -> list[str]:
+    """Replace each ``"auto"`` at a dotted path by its value, in place; return their paths."""
+    filled = []
     for path, value in values.items():
         *parents, key = path.split(".")
         node = config
@@ -82,6 +83,8 @@ def fill_auto(config: Any, values: Mapping[str, Any]) -> None:
             node = node.get(parent) if isinstance(node, dict) else None
         if isinstance(node, dict) and node.get(key) == "auto":
             node[key] = value
+            filled.append(path)
+    return filled
 
 
 def refuse_idle(section: Section, key: str, mode: str) -> None:

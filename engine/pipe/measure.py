@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from deepspeed.accelerator import get_accelerator
 
 from wavemare.engine.launch.group import gather
+from wavemare.engine.observe.choices import tell_choice
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.pipeline.clock.simulate import Costs, Event, measured_costs, simulate
 from wavemare.pipeline.plan.automatic import lower_bound
@@ -75,14 +75,14 @@ class PlanSearch:
         if after_s >= before_s:
             after_s, self._costs = before_s, None
         bound_s = lower_bound(before.rank_of, before.micro_batches, costs, split=True)
-        if self._engine.global_rank == 0:
-            logging.getLogger("wavemare").info(
-                "schedule auto: predicted passes of a step %.4g ms before, %.4g ms from now on "
-                "(%.1f %% above the lower bound)",
-                1e3 * before_s,
-                1e3 * after_s,
-                100 * (after_s / bound_s - 1),
-            )
+        kept = self._costs is None
+        now, above = f"{1e3 * after_s:.4g} ms", f"{100 * (after_s / bound_s - 1):.1f} %"
+        earlier = "" if kept else f", and {1e3 * before_s:.4g} ms in the old order"
+        tell_choice(
+            "schedule",
+            "the plan for equal passes stays" if kept else "a new plan, for the measured passes",
+            f"it predicts {now} for the passes of a step ({above} above the lower bound){earlier}",
+        )
 
 
 def _now() -> float:

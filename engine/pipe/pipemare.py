@@ -18,6 +18,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from wavemare.engine.launch.group import gather
+from wavemare.engine.observe.choices import tell_choice
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Telemetry
 from wavemare.engine.pipe.micro_batch import DataEndedError, MicroBatch
@@ -28,7 +29,7 @@ from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.plan.orders import SEND_SLOTS, ahead, steps_to_drain
 from wavemare.pipeline.plan.plan import RECEIVES, Action, Kind
 from wavemare.pipeline.staleness.correction import make_correction
-from wavemare.pipeline.staleness.staleness import max_staleness
+from wavemare.pipeline.staleness.staleness import max_staleness, resolve_mode
 
 if TYPE_CHECKING:
     from wavemare.engine.pipe.engine import PipelineEngine
@@ -68,6 +69,7 @@ class PipeMare(Update):
         self._loss_sum: Tensor | float = 0.0
         self._mean_loss: Tensor | None = None
         self.sizes_changed()
+        self._tell_correction()
 
     @property
     def handlers(self) -> Handlers:
@@ -334,6 +336,17 @@ class PipeMare(Update):
         self._new_correction()
         self._next = self._since_empty = 0
         self._in_flight, self._end = [], None  # also of a step that did not end
+
+    def _tell_correction(self) -> None:
+        """Say what ``auto`` is on each stage, if the configuration has that word."""
+        engine, settings = self._engine, self._config.discrepancy_correction
+        if settings.mode != "auto" or "mode" not in settings.model_fields_set:
+            return
+        slack, stages = self._config.slack, engine.num_stages
+        stale = [max_staleness(s, stages, engine.micro_batches, slack) for s in range(stages)]
+        modes = ", ".join(resolve_mode("auto", steps) for steps in stale)
+        reason = f"gradients of the stages are up to {', '.join(map(str, stale))} steps old"
+        tell_choice("pipemare.discrepancy_correction.mode", modes, reason)
 
     def _new_correction(self) -> None:
         engine, settings = self._engine, self._config.discrepancy_correction

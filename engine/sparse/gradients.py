@@ -20,6 +20,7 @@ from wavemare.comm.gradient_rows import GradientRows
 from wavemare.comm.sparse import SparseComm
 from wavemare.engine.experts import is_divided
 from wavemare.engine.feature import Feature
+from wavemare.engine.observe.choices import tell_choice
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.sparse.buckets import (
     LARGEST_BUCKET,
@@ -60,6 +61,8 @@ class SparseGradients(Feature, ABC):
     ) -> None:
         assert config.mode != "off"
         self._engine = engine
+        self._config = config
+        self._told = False
         self._metrics: Mapping[str, float] = {}
         compressor = config.compressor
         if compressor is not None and engine.zero_optimization_partition_gradients():
@@ -169,6 +172,36 @@ class SparseGradients(Feature, ABC):
         """Collect the statistics of a completed step; ZeRO 2 reduces after each micro-batch."""
         if self._engine.is_gradient_accumulation_boundary():
             self._metrics = self.comm.totals.take()
+            if self._metrics and not self._told:
+                self._told = True
+                self._tell_choices()
+
+    def _tell_choices(self) -> None:
+        """Say what ``auto`` has chosen in the first step."""
+        config, transport = self._config, self.comm.transport
+        if config.mode == "auto":
+            begin, found = "sparse_calls_", self._metrics
+            calls = {k.removeprefix(begin): n for k, n in found.items() if k.startswith(begin)}
+            chosen = ", ".join(f"{name} for {n:.0f}" for name, n in sorted(calls.items()))
+            share = 100 * found.get("sparse_density", 1.0)
+            tell_choice(
+                "sparse_collective.mode",
+                f"{chosen} of {sum(calls.values()):.0f} sums of the first step",
+                f"predicted to be the fastest; {share:.3g} % of a rank's blocks are not zero",
+            )
+        if config.transport == "auto" and "transport" in config.model_fields_set:
+            by_mpi = "an MPI launcher started all ranks"
+            reasons = {"nccl": "torch has NCCL for the device", "mpi": by_mpi}
+            reason = reasons.get(transport.name, "no MPI launcher started all ranks")
+            tell_choice("sparse_collective.transport", transport.name, reason)
+        if config.staging == "auto" and "staging" in config.model_fields_set:
+            copies = transport.stages(torch.empty(0, device=self._engine.device))
+            reason = "not on a GPU, or not every rank's MPI or NCCL takes its memory"
+            tell_choice(
+                "sparse_collective.staging",
+                "pinned" if copies else "direct",
+                reason if copies else "no copy through the host's memory is needed",
+            )
 
 
 class ReplicatedGradients(SparseGradients):

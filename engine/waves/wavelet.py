@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from wavemare.engine.observe.choices import tell_choice
 from wavemare.engine.waves.passes import Pass, PassRunner
 from wavemare.pipeline.config import WaveletConfig
 from wavemare.pipeline.plan.plan import Action, Kind
@@ -98,8 +99,7 @@ class Wavelet:
         elif self._steps == _PROBE_WARMUPS + _PROBE_STEPS + 1:
             decision = self._probe.decide(micro_batches)
             self.paired, self._runner.recorder = decision.on, None
-            if dist.get_rank() == 0:
-                logger.info("wavelet auto: %s: %s", "on" if decision.on else "off", decision.reason)
+            tell_choice("wavelet.mode", "sync" if decision.on else "off", decision.reason)
 
 
 def attach_wavelet(

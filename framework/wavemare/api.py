@@ -205,7 +205,7 @@ def _laid_out(
     if isinstance(model, deepspeed.PipelineModule):
         _check_cut(ours)
     if ours.parallel.given or is_annotated(model) or hasattr(model, PLAN):
-        layout, values = _planned(model, values)
+        layout, values = _by_layout(model, values)
         ours = WavemareConfig.of(values)
     if mpu is not None and is_sequence_parallel(mpu):
         check_sequence_parallel(values, ours, getattr(model, "num_stages", ours.pipeline.stages))
@@ -253,19 +253,21 @@ def _laid_out(
     return result
 
 
-def _planned(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _by_layout(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return a model's `Layout`, and the configuration that runs it."""
     from wavemare.parallel.layout.execute import layout_for
 
-    plan, values = layout_for(model, values)
-    if plan.recompute and plan.stages == 1:
+    layout, values = layout_for(model, values)
+    if layout.recompute and layout.stages == 1:
         if not hasattr(model, "gradient_checkpointing_enable"):
             reason = f"{type(model).__name__} has no gradient checkpointing to be turned on"
-            raise PlanError("recompute", True, reason, "Checkpoint in the model; plan without it")
+            raise PlanError(
+                "recompute", True, reason, "Checkpoint in the model, and leave it out of the layout"
+            )
         model.gradient_checkpointing_enable()
     if dist.get_rank() == 0:
-        logger.info("%s", plan)
-    return plan, values
+        logger.info("%s", layout)
+    return layout, values
 
 
 def _converted(model: Any, ours: WavemareConfig, homes: Sequence[int]) -> Any:

@@ -65,7 +65,7 @@ class NumericsError(WavemareError, ArithmeticError):
 
 
 class PlanError(WavemareError, ValueError):
-    """A plan that cannot be made, read or run."""
+    """A plan or a layout that cannot be made, read or run."""
 
 
 class LaunchError(WavemareError, RuntimeError):

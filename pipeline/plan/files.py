@@ -115,6 +115,11 @@ def read_plan(file: Path, key: str) -> Plan:
         raise ConfigError(key, str(file), "this is not text", remedy) from None
     if not text.strip():
         raise ConfigError(key, str(file), "it is empty", remedy)
+    if text.lstrip().startswith("{"):
+        reason = "it is JSON, such as a layout of 'wavemare layout search', and no order of passes"
+        raise PlanError(
+            key, str(file), reason, f"{remedy}; recipes take a layout as --balance FILE"
+        )
     plan = parse_csv(text, file.stem) if file.suffix.lower() == ".csv" else Plan.parse(text)
     return _lowered_if_passes_alone(plan)
 

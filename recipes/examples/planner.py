@@ -6,14 +6,14 @@ python recipes/examples/planner.py
 
 import json
 
-from wavemare.parallel.planner import plan
+from wavemare.parallel.planner import find_layouts
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}}}
 
 
 def main() -> None:
-    """Plan a GPT-2 on two fast and two slow cards, and print the configuration of the best plan."""
-    found = plan("gpt2", "2xV100,2xP100", global_batch=64, sequence_length=1024)
+    """Search for a GPT-2 on two fast and two slow cards; print the best layout's configuration."""
+    found = find_layouts("gpt2", "2xV100,2xP100", global_batch=64, sequence_length=1024)
     print(found)
     config = found.best.configure(CONFIG)
     print(json.dumps(config, indent=2))

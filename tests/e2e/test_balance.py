@@ -38,14 +38,14 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
         options = small_options("gpt", run, model_config=model, balance=plan)
         ended = recipe(*words, *options).check()
     assert "wavemare.parallel's, see below" in ended.output
-    assert "plan " in ended.output.split("wavemare.parallel's, see below")[1]
-    assert json.loads((unequal / "plan.json").read_text())["shares"] == list(shares)
+    assert "layout " in ended.output.split("wavemare.parallel's, see below")[1]
+    assert json.loads((unequal / "layout.json").read_text())["shares"] == list(shares)
     expected, found = losses_of(equal), losses_of(unequal)
     assert found[:2] == pytest.approx(expected[:2], abs=1e-6)  # before the first update
     assert found == pytest.approx(expected, abs=1e-3)
     assert found != expected  # sums of other parts are rounded otherwise
     manifest = (unequal / "checkpoints" / "step-000020" / "wavemare.json").read_text()
-    assert Layout.from_json((unequal / "plan.json").read_text()).digest in manifest
+    assert Layout.from_json((unequal / "layout.json").read_text()).digest in manifest
     config_of_run = json.loads((unequal / "config.json").read_text())["configuration"]
     balance = config_of_run["deepspeed"]["wavemare"]["balance"]
     assert balance == {"shares": list(shares), "mean": "tokens"}
@@ -56,7 +56,7 @@ def test_a_plan_changes_the_shares_and_nothing_that_is_learnt(
         *("--balance", plan_of((batch - 4, 4))),
     )
     assert ended.code == 2
-    assert "it was saved under the plan" in ended.output
+    assert "it was saved under the layout" in ended.output
 
 
 @pytest.mark.nightly
@@ -66,13 +66,13 @@ def test_measured_plans_train_and_resume(recipe, small_options, recipe_config, t
     run = tmp_path / "run"
     words = ["bert/pretrain", "--deepspeed_config", config]
     ended = recipe(*words, *small_options("bert", run, balance="auto", max_steps=24)).check()
-    plan = Layout.from_json((run / "plan.json").read_text())
+    plan = Layout.from_json((run / "layout.json").read_text())
     assert plan.world_size == 2
     assert plan.stages == (2 if engine == "pipeline" else 1)
-    assert f"plan {plan.digest[:12]}" in ended.output
+    assert f"layout {plan.digest[:12]}" in ended.output
     losses = losses_of(run)
     assert losses[-1] < losses[0]
     options = small_options("bert", run, balance="auto", resume=True, max_steps=28)
     assert "resumed after step 24" in recipe(*words, *options).check().output
     if engine == "pipeline":
-        assert Layout.from_json((run / "plan.json").read_text()) == plan
+        assert Layout.from_json((run / "layout.json").read_text()) == plan

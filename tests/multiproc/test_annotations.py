@@ -51,7 +51,7 @@ def test_what_is_refused(launch_once):
         assert own == saved != other
         assert result["layout"]
         assert result["other plan"].startswith("CheckpointError")
-        for text in (own, other, "Resume with the same plan", "save_pretrained"):
+        for text in (own, other, "Resume with the same layout", "save_pretrained"):
             assert text in result["other plan"]
         assert "wavemare.parallel with names and by annotations in the program" in result["twice"]
         assert "num_layers = 7: the model has 6 layers" in result["other model"]

@@ -15,6 +15,7 @@ from wavemare.cli.convert import convert
 from wavemare.cli.data import app as data
 from wavemare.cli.doctor import doctor
 from wavemare.cli.job import launch_script
+from wavemare.cli.layout import app as layout
 from wavemare.cli.plan import app as plan
 from wavemare.cli.report import report
 from wavemare.cli.simulate import simulate
@@ -49,6 +50,7 @@ app.command()(doctor)
 app.command()(convert)
 app.command()(report)
 app.add_typer(plan, name="plan")
+app.add_typer(layout, name="layout")
 app.add_typer(data, name="data")
 
 

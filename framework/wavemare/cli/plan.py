@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare plan``: schedules, checked, predicted and drawn without running them; layouts."""
+"""``wavemare plan``: plans of schedules, checked, predicted and drawn without running them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ import typer
 from wavemare.cli.options import option
 from wavemare.errors import ConfigError, os_errors
 from wavemare.extras import require
-from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
+from wavemare.files import atomic_write_bytes
 
 if TYPE_CHECKING:
     from wavemare.pipeline.clock.simulate import Costs, Timeline
     from wavemare.pipeline.plan.plan import Plan
     from wavemare.pipeline.plan.schedules import ScheduleRow
 
-app = typer.Typer(
-    no_args_is_help=True, help="Look at schedules without running them; find layouts of jobs."
-)
+app = typer.Typer(no_args_is_help=True, help="Look at the plan of a schedule without running it.")
 _MS_PER_S = 1e3
 _OF_A_PASS = "--forward-ms", "--backward-ms", "--weight-ms"
 _FILE = "file:"  # as in the configuration
@@ -34,106 +32,6 @@ _FILES = ("plan.txt", "trace.json", "plan.svg", "plan.png")
 _TIMES = "forward_ms", "backward_ms", "weight_ms", "step_ms", "send_ms", "collective_ms"
 _SIZES = "stages", "micro_batches", "steps"
 _OF_A_PLAN = "warmup_steps", "drain_interval", "slack", "chunks"
-
-
-@app.command()
-def search(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A config.json of transformers, its folder, or gpt2, gpt2-medium, gpt2-large, "
-            "gpt2-xl, bert-base or bert-large."
-        ),
-    ],
-    cluster: Annotated[
-        str,
-        typer.Option(help="A cluster file, or cards by node such as 8xV100,2x4xP100."),
-    ],
-    global_batch: Annotated[int, typer.Option(help="Samples of one optimizer step.")],
-    sequence: Annotated[int, typer.Option(help="Tokens of a sample.")],
-    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "fp32",
-    head: Annotated[
-        str | None,
-        typer.Option(help="Class of the model, for example BertForSequenceClassification."),
-    ] = None,
-    margin: Annotated[
-        float, typer.Option(help="Part of each device's memory that stays free.")
-    ] = 0.05,
-    pipemare: Annotated[
-        bool, typer.Option("--pipemare", help="Offer asynchronous pipelines, too.")
-    ] = False,
-    max_stages: Annotated[int, typer.Option(help="The longest pipeline.")] = 16,
-    max_tensor_parallel: Annotated[int, typer.Option(help="The most ranks per layer.")] = 8,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all plans into this file.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the best plan into this file.")] = None,
-) -> None:
-    """Find stages, splits, replicas, shares and memory settings for the given devices.
-
-    The five best plans and the best one with equal parts are printed. The exit code is 2 where
-    nothing fits.
-
-    For example: wavemare plan search --model gpt2 --cluster 8xV100,8xP100 --global-batch 512
-    --sequence 1024 --output plan.json
-    """
-    from wavemare.parallel.planner import plan
-
-    check_writable("--json", json_file)
-    check_writable("--output", output)
-    found = plan(
-        model,
-        cluster,
-        global_batch=global_batch,
-        sequence_length=sequence,
-        dtype=dtype,
-        head=head,
-        margin=margin,
-        pipemare=pipemare,
-        max_stages=max_stages,
-        max_tensor_parallel=max_tensor_parallel,
-    )
-    typer.echo(str(found))
-    if json_file is not None:
-        atomic_write_text(json_file, found.to_json())
-    if output is not None:
-        atomic_write_text(output, found.best.to_json())
-
-
-@app.command()
-def local_steps(
-    model: Annotated[str, typer.Option(help="See plan search.")],
-    replicas: Annotated[int, typer.Option(help="Hosts, or ranks, that step alone.")],
-    mbit: Annotated[float, typer.Option(help="Mbit/s of a replica in each direction.")],
-    step_seconds: Annotated[
-        float, typer.Option(help="Computation of a step, with reductions inside a replica.")
-    ],
-    ranks: Annotated[int, typer.Option(help="Ranks of a replica.")] = 1,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Gradients: fp32 or bf16.")] = "fp32",
-    zero: Annotated[
-        bool, typer.Option(help="Ordinary training is ZeRO 1 or 2, which also gathers weights.")
-    ] = True,
-) -> None:
-    """Say whether local steps pay over a slow link, and how often replicas should synchronize.
-
-    For example: wavemare plan local-steps --model gpt2 --replicas 4 --mbit 200 --step-seconds 1
-    """
-    from wavemare.parallel.planner.local_steps import SlowLink, advise
-    from wavemare.parallel.planner.model import model_costs
-    from wavemare.parallel.planner.search import read_model
-
-    link = SlowLink(
-        parameters=model_costs(read_model(model), 1, dtype=dtype).parameters,
-        replicas=replicas,
-        ranks=ranks,
-        mbit=mbit,
-        step_s=step_seconds,
-        micro_batches=micro_batches,
-        bits=32 if dtype == "fp32" else 16,
-        zero=zero,
-    )
-    typer.echo(str(advise(link)))
 
 
 @app.command()

@@ -17,6 +17,9 @@ def report(
         list[Path], typer.Argument(metavar="RUN...", help="Run folders (--output of training).")
     ],
     output: Annotated[Path, typer.Option(help="The HTML file; replaced if it exists.")],
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the measured timelines into this PNG file, too.")
+    ] = None,
 ) -> None:
     """Write a report on a run, or on several side by side, into one HTML file.
 
@@ -24,9 +27,12 @@ def report(
     For example: wavemare report runs/gpt-pretrain --output report.html
     """
     require("plotly", "A report")
-    from wavemare.files import atomic_write_text
+    from wavemare.files import atomic_write_bytes, atomic_write_text, check_writable
     from wavemare.report import read_run, run_page
 
+    if picture is not None:
+        require("matplotlib", "--picture")
+        check_writable("--picture", picture)
     names = [run.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run) for run in runs]
@@ -35,4 +41,8 @@ def report(
     remedy = "Name another HTML file"
     with os_errors(ConfigError, "--output", str(output), "it cannot be written", remedy):
         atomic_write_text(output, page)
+    if picture is not None:
+        from wavemare.report.picture import timeline_picture
+
+        atomic_write_bytes(picture, timeline_picture(facts))
     typer.echo(f"{output}: {len(page.encode()) / 1e6:.1f} MB", err=True)

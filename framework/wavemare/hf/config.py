@@ -12,11 +12,23 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config, load_config
 from wavemare.engine.config.shape import fill_auto
+from wavemare.engine.observe.choices import tell_choice
 from wavemare.errors import ConfigError
 from wavemare.lazy import Proxy
 
 _ANNEAL_PART = 4
 """``anneal_steps`` is this part of the run's steps."""
+
+_STAGES, _SHAPES = "pipeline.stages", "pipeline.dynamic_shape"
+_WARMUP = "pipeline.pipemare.warmup_steps"
+_ANNEAL = "pipeline.pipemare.lr_rescheduling.anneal_steps"
+_REASONS = {
+    _STAGES: "all processes, divided by tensor_parallel.size",
+    _SHAPES: "batches of the Trainer may differ in shape",
+    _WARMUP: "the steps in which the learning rate of the arguments warms up",
+    _ANNEAL: "a quarter of the run's steps",
+}
+"""Why an ``"auto"`` of our section has its value."""
 
 _SCHEDULERS = {"cosine": "WarmupCosineLR", "constant_with_warmup": "WarmupLR"}
 """DeepSpeed's schedulers by transformers' names; "linear" is the default."""
@@ -87,10 +99,12 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         except ValueError:
             self._refuse_differences()
             raise
-        self._fill_section(
+        filled = self._fill_section(
             warmup_steps=int(args.get_warmup_steps(num_training_steps)),
             max_steps=num_training_steps,
         )
+        for path, value in filled.items():
+            tell_choice(path, value, _REASONS[path])
 
     def _note_choices(self, args: TrainingArguments) -> None:
         """Note an optimizer or scheduler in the arguments that the JSON file would overrule."""
@@ -114,22 +128,22 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
             keys = [key.partition("=")[0] for key, _ in found]
             raise ConfigError("deepspeed", keys, reason, remedy)
 
-    def _fill_section(self, *, warmup_steps: int, max_steps: int) -> None:
-        """Replace the ``"auto"`` values of our section."""
+    def _fill_section(self, *, warmup_steps: int, max_steps: int) -> dict[str, Any]:
+        """Replace the ``"auto"`` values of our section; return the new ones by their paths."""
         self.section = copy.deepcopy(self._given)
         if not isinstance(self.section, dict):
-            return
+            return {}
         tensor = self.section.get("tensor_parallel")
         size = tensor.get("size", 1) if isinstance(tensor, Mapping) else 1
         if type(size) is not int or size < 1:
             size = 1  # the check of the configuration refuses it by name
         values = {
-            "pipeline.stages": max(self._world_size // size, 1),
-            "pipeline.dynamic_shape": True,
-            "pipeline.pipemare.warmup_steps": warmup_steps,
-            "pipeline.pipemare.lr_rescheduling.anneal_steps": max(max_steps // _ANNEAL_PART, 1),
+            _STAGES: max(self._world_size // size, 1),
+            _SHAPES: True,
+            _WARMUP: warmup_steps,
+            _ANNEAL: max(max_steps // _ANNEAL_PART, 1),
         }
-        fill_auto(self.section, values)
+        return {path: values[path] for path in fill_auto(self.section, values)}
 
 
 class _Counted(Proxy):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans from measured times: a job's work shared among ranks of unlike speed.
+"""Layouts from measured times: a job's work shared among ranks of unlike speed.
 
 Two measured sizes of micro-batch make a line of seconds for each rank; measured layers make cuts.
 """
@@ -47,12 +47,12 @@ def balance_replicas(
         model: Whole on every rank.
         batch_of: From a number of samples to a batch.
         batch: DeepSpeed's three batch sizes by their keys.
-        zero_stage: Of ZeRO; for the plan.
+        zero_stage: Of ZeRO; for the layout.
         sequence_length: Tokens of a sample; for the prediction.
         dtype: Of autocast while measuring, for a job that computes in 16 bits.
 
     Returns:
-        The plan, equal on all ranks.
+        The layout, equal on all ranks.
     """
     micro, ranks = batch["train_micro_batch_size_per_gpu"], dist.get_world_size()
     lines = measure_speeds(model, batch_of, (max(micro // 2, 1), micro), dtype=dtype)
@@ -95,7 +95,7 @@ def shares_for(lines: Sequence[Line], samples: int) -> tuple[int, ...]:
     return shares
 
 
-def plan_stages(
+def balance_stages(
     table: NDArray[np.float64],
     batch: Mapping[str, int],
     *,
@@ -113,8 +113,8 @@ def plan_stages(
         table: Seconds of a micro-batch, (ranks, layers); see `wavemare.models.timing.rank_times`.
         batch: DeepSpeed's three batch sizes by their keys.
         stages: Of the pipeline.
-        schedule: For the plan.
-        zero_stage: For the plan.
+        schedule: For the layout.
+        zero_stage: For the layout.
         sequence_length: Tokens of a sample; for the prediction.
 
     Raises:

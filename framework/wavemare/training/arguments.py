@@ -130,7 +130,7 @@ class TrainArguments(MegatronArguments):
     balance: str = option(
         "none",
         "how devices of unequal speed share the work: auto measures them, none shares equally; or "
-        "the file of a plan (wavemare plan search --output, or plan.json of a run)",
+        "a layout's file (of wavemare layout search --output, or layout.json of a run)",
     )
     sequence_length: int = option(128, "tokens per sample")
     local_rank: int = option(-1, "set by the deepspeed launcher")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON configuration of a recipe, with the command line's changes and ``--balance``'s plan."""
+"""The JSON configuration of a recipe, with the options' changes and ``--balance``'s layout."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, load_config, zero_section
 from wavemare.engine.config.shape import fill_auto, is_enabled
 from wavemare.engine.launch.group import gather
+from wavemare.engine.observe.choices import tell_choice
 from wavemare.errors import ConfigError, PlanError
 from wavemare.files import atomic_write_text
 from wavemare.parallel.layout.layout import Layout
@@ -158,18 +159,22 @@ def fill_schedules(arguments: TrainArguments, config: dict[str, Any]) -> None:
     """Replace each ``"auto"`` that depends on the number of steps, in place."""
     steps, share = arguments.max_steps, arguments.lr_warmup_fraction
     warmup = max(steps // 10 if share is None else round(steps * share), 1)
+    why = "a tenth of the steps" if share is None else "--lr-warmup-fraction of the steps"
     if arguments.lr_warmup_iters is not None:
-        warmup = max(arguments.lr_warmup_iters, 1)
+        warmup, why = max(arguments.lr_warmup_iters, 1), "--lr-warmup-iters"
     pipeline = config.get(SECTION, {}).get("pipeline", {})
     if pipeline.get("schedule") != "pipemare" and pipeline.get("pipemare") == _AUTO_WARMUP:
         del pipeline["pipemare"]  # a recipe's own: --set has chosen another schedule
     values = {
-        "scheduler.params.total_num_steps": steps,
-        "scheduler.params.warmup_num_steps": warmup,
-        # Stale gradients do the most harm while the learning rate is at its highest.
-        f"{SECTION}.pipeline.pipemare.warmup_steps": steps // 5,
+        "scheduler.params.total_num_steps": (steps, "all steps"),
+        "scheduler.params.warmup_num_steps": (warmup, why),
+        f"{SECTION}.pipeline.pipemare.warmup_steps": (
+            steps // 5,
+            "a fifth of the steps is synchronous: stale gradients harm most at a high rate",
+        ),
     }
-    fill_auto(config, values)
+    for path in fill_auto(config, {path: value for path, (value, _) in values.items()}):
+        tell_choice(path, *values[path])
 
 
 def _put(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
@@ -183,30 +188,30 @@ AUTO, NONE = "auto", "none"
 
 
 class BalanceController:
-    """The plan of a run, and the configuration that executes it.
+    """The layout of a run, and the configuration that executes it.
 
     Args:
         choice: The option ``--balance``.
         config: DeepSpeed's configuration.
-        folder: The run folder; a measured plan is written there as ``plan.json``.
-        resume: Whether the run continues, by its own plan.
+        folder: The run folder; a measured layout is written there as ``layout.json``.
+        resume: Whether the run continues, by its own layout.
 
     Attributes:
-        config: DeepSpeed's configuration, completed by the plan as soon as there is one.
-        plan: The plan; None without one.
-        measured: The plan if it was measured in this process, else None.
+        config: DeepSpeed's configuration, completed by the layout as soon as there is one.
+        layout: The layout; None without one.
+        measured: The layout if it was measured in this process, else None.
 
     Raises:
         ConfigError: The file cannot be read, or the configuration cannot be balanced.
-        PlanError: The file holds no plan.
+        PlanError: The file holds no layout.
     """
 
     def __init__(self, choice: str, config: dict[str, Any], folder: Path, *, resume: bool) -> None:
         self.config = config
-        self.plan: Layout | None = None
+        self.layout: Layout | None = None
         self.measured: Layout | None = None
         self._choice = choice
-        self._file = folder / "plan.json"
+        self._file = folder / "layout.json"
         self._measures = choice == AUTO
         if choice == NONE:
             return
@@ -227,38 +232,44 @@ class BalanceController:
         return WavemareConfig.of(self.config).balance.shares
 
     def measure(self, model: Any, batch: dict[str, int], *, sequence_length: int) -> None:
-        """Measure the devices and make the plan, if the option asks for it; complete `config`.
+        """Measure the devices and make the layout, if the option asks for it; complete `config`.
 
         Raises:
             ConfigError: The configuration cannot be balanced.
-            PlanError: The ranks have read different plans.
+            PlanError: The ranks have read different layouts.
         """
         if self._choice == NONE:
             return
         self._agree()
         if self._measures:
             self._measure(model, batch, sequence_length)
-        if self.plan is not None and not type(model).__name__.endswith("ForSequenceClassification"):
-            self._weight_by_tokens(self.plan)
-        self.measured = self.plan if self._measures else None
+        if self.layout is not None and not type(model).__name__.endswith(
+            "ForSequenceClassification"
+        ):
+            self._weight_by_tokens(self.layout)
+        self.measured = self.layout if self._measures else None
 
     def _agree(self) -> None:
-        # The run folder may be local to each machine, and hold a plan on some of them.
-        found = gather(None if self.plan is None else self.plan.digest[:12])
+        # The run folder may be local to each machine, and hold a layout on some of them.
+        found = gather(None if self.layout is None else self.layout.digest[:12])
         for rank, theirs in enumerate(found):
             if theirs != found[0]:
-                reason = f"rank 0 has read {found[0] or 'no plan'}, rank {rank} {theirs or 'none'}"
+                reason = (
+                    f"rank 0 has read {found[0] or 'no layout'}, rank {rank} {theirs or 'none'}"
+                )
                 remedy = f"Give all machines the same file, also {self._file} of a run that resumes"
                 raise PlanError("--balance", self._choice, reason, remedy)
 
     def _measure(self, model: Any, batch: dict[str, int], sequence_length: int) -> None:
         from wavemare.models.timing import rank_times
-        from wavemare.parallel.balance import balance_replicas, example_samples, plan_stages
+        from wavemare.parallel.balance import balance_replicas, balance_stages, example_samples
 
         section = WavemareConfig.of(self.config)
         if section.tensor_parallel.size > 1:
             reason = "ranks that share layers wait for each other at each of them"
-            raise ConfigError("--balance", AUTO, reason, "Put like devices there, and give a plan")
+            raise ConfigError(
+                "--balance", AUTO, reason, "Put like devices there, and give a layout"
+            )
         if section.wavelet.mode != "off":
             reason = "waves scale the losses of micro-batches that are alike on all ranks"
             mode, remedy = section.wavelet.mode, 'Set it "off", or --balance none'
@@ -277,36 +288,43 @@ class BalanceController:
                 dtype=dtype,
             )
             stages, schedule = pipeline.stages, pipeline.schedule
-            plan = plan_stages(table, batch, stages=stages, schedule=schedule, **options)
+            layout = balance_stages(table, batch, stages=stages, schedule=schedule, **options)
         else:
-            plan = balance_replicas(
+            layout = balance_replicas(
                 model,
                 lambda samples: example_samples(model, sequence_length, samples),
                 batch,
                 dtype=dtype,
                 **options,
             )
-        self._use(plan)
+        self._use(layout)
+        if (predicted := layout.predicted) is not None:
+            alone = layout.stages == 1
+            chosen = f"shares {layout.shares}" if alone else f"cuts {layout.cuts}"
+            seconds = predicted.rank_s if alone else predicted.stage_s
+            times = ", ".join(f"{1e3 * each:.3g}" for each in seconds)
+            what = "a step of each rank" if alone else "a micro-batch in each stage"
+            tell_choice("--balance", chosen, f"as measured, {what} then takes {times} ms")
 
     def save(self, rank: int) -> None:
-        """Write the plan into the run folder, by rank 0."""
-        if self.plan is not None and rank == 0:
-            atomic_write_text(self._file, self.plan.to_json())
+        """Write the layout into the run folder, by rank 0."""
+        if self.layout is not None and rank == 0:
+            atomic_write_text(self._file, self.layout.to_json())
 
-    def _use(self, plan: Layout) -> None:
-        self.plan = plan
-        self.config = plan.configure(self.config)
+    def _use(self, layout: Layout) -> None:
+        self.layout = layout
+        self.config = layout.configure(self.config)
         section = dict(self.config[SECTION])
-        if self._measures and plan.stages == 1:
+        if self._measures and layout.stages == 1:
             # No checkpoint is bound to measured shares.
-            section["balance"] = {**section.get("balance", {}), "shares": list(plan.shares)}
+            section["balance"] = {**section.get("balance", {}), "shares": list(layout.shares)}
         else:
-            section["parallel"] = {"plan": json.loads(plan.to_json())}
+            section["parallel"] = {"plan": json.loads(layout.to_json())}
         self.config = {**self.config, SECTION: section}
 
-    def _weight_by_tokens(self, plan: Layout) -> None:
+    def _weight_by_tokens(self, layout: Layout) -> None:
         # Samples have different numbers of labels (masked tokens, all but the first of a document).
-        if plan.wavelet and plan.stages == 1:
+        if layout.wavelet and layout.stages == 1:
             return  # their losses cannot be weighted, and their shares are equal
         section = dict(self.config[SECTION])
         section["balance"] = {"mean": "tokens", **section.get("balance", {})}
@@ -326,7 +344,7 @@ def _read(file: Path) -> Layout:
         return Layout.from_json(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "this is not text"
-        remedy = "Give auto, none, or a file that 'wavemare plan search --output' wrote"
+        remedy = "Give auto, none, or a file that 'wavemare layout search --output' wrote"
         raise ConfigError("--balance", str(file), f"it cannot be read ({reason})", remedy) from None
     except PlanError as error:
         error.key = f"--balance {file}: {error.key}"

@@ -251,8 +251,8 @@ def start_up_panel(
     """Return the rows of the start-up panel by group, for a whole transformers model."""
     shape, batch, section = model.config, setup.batch, setup.section
     length, samples = setup.arguments.sequence_length, str(batch["train_batch_size"])
-    if section.parallel.given:  # the engine makes its plan, which is shown then
-        layout = {"processes": str(setup.world_size), "plan": "wavemare.parallel's, see below"}
+    if section.parallel.given:  # the engine makes its layout, which is shown then
+        layout = {"processes": str(setup.world_size), "layout": "wavemare.parallel's, see below"}
     else:
         layout = _layout(setup) | _gradients(setup, model, samples_tokens=int(samples) * length)
         micro, accumulation = list(batch.values())[1:]

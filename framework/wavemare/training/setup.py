@@ -115,7 +115,7 @@ def prepare(arguments: TrainArguments) -> Setup:
     Raises:
         LaunchError: No launcher started this process.
         ConfigError: A key or value of the configuration cannot work.
-        PlanError: The plan of ``--balance`` cannot be read.
+        PlanError: The layout of ``--balance`` cannot be read.
         CheckpointError: ``--resume`` finds no checkpoint, or a damaged one.
     """
     resume = arguments.resume or resumes_after_restart(Path(arguments.output))

@@ -112,10 +112,10 @@ def given():
     engine = start(build(name), wavemare={"parallel": section})
     plan = engine.layout
     if torch.distributed.get_rank() == 0:
-        (folder / "plan.json").write_text(plan.to_json())
+        (folder / "layout.json").write_text(plan.to_json())
     torch.distributed.barrier()
     result = {"configuration": beside_whole(engine, name)}
-    file = {"parallel": {"plan": str(folder / "plan.json")}}
+    file = {"parallel": {"plan": str(folder / "layout.json")}}
     result["file"] = beside_whole(start(build(name), wavemare=file), name)
     inline = {"parallel": {"plan": json.loads(plan.to_json())}}
     result["inline"] = beside_whole(start(build(name), wavemare=inline), name)
@@ -132,7 +132,7 @@ def refusals():
 
     result = {"disagree": refusal(lambda: staged([EARLY, LATE][rank]))}
     result["no file"] = refusal(
-        lambda: start(build("gpt2"), wavemare={"parallel": {"plan": "/nowhere/plan.json"}})
+        lambda: start(build("gpt2"), wavemare={"parallel": {"plan": "/nowhere/layout.json"}})
     )
     engine = staged(EARLY)
     train(engine, "gpt2", 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probe two ranks: all get the same cluster; it becomes a file and a plan."""
+"""Probe two ranks: all get the same cluster; it becomes a file and a layout."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from common import HIDDEN, LENGTH, build_gpt2, leave
 
 from wavemare.engine import init_distributed
-from wavemare.parallel.planner import Cluster, plan, read_cluster
+from wavemare.parallel.planner import Cluster, find_layouts, read_cluster
 from wavemare.parallel.planner.probe import BlockSize, probe_cluster
 
 init_distributed()
@@ -21,7 +21,7 @@ if torch.distributed.get_rank() == 0:
     cluster.save(Path(sys.argv[1], "cluster.json"))
 torch.distributed.barrier()
 again: Cluster = read_cluster(Path(sys.argv[1], "cluster.json"))
-found = plan(build_gpt2(), again, global_batch=8, sequence_length=LENGTH)
+found = find_layouts(build_gpt2(), again, global_batch=8, sequence_length=LENGTH)
 leave(
     {
         "cluster": cluster.to_json(),

@@ -14,7 +14,7 @@ from wavemare.failure import run_main
 from wavemare.recipes.bert import finetune
 from wavemare.recipes.gpt import pretrain
 
-SEARCH = "plan search --cluster 2xV100 --global-batch 8 --sequence 128 --model"
+SEARCH = "layout search --cluster 2xV100 --global-batch 8 --sequence 128 --model"
 COMMANDS = [
     ("train gtp", "RECIPE = 'gtp'", "Did you mean 'gpt'?"),
     ("train bert/pretrian", "RECIPE = 'bert/pretrian'", "Did you mean 'bert/pretrain'?"),
@@ -109,7 +109,7 @@ USAGE = [
     ("launch", "Missing argument"),
     ("train gpt --nproc 0", "value for '--nproc'"),
     ("plan show --slack -1", "value for '--slack'"),
-    ("plan search", "Missing option '--model'"),
+    ("layout search", "Missing option '--model'"),
     ("benchmarks sparse --fast", "No such option"),
     ("data build x --workers 0", "value for '--workers'"),
     ("convert a b --to megatron --checkpoint-version 9", "value for '--checkpoint-version'"),

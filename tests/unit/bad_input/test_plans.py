@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of schedules (text), plans of layouts (JSON), clusters and models to plan for."""
+"""Plans of schedules (text), layouts (JSON), clusters and models to plan for."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 
 from wavemare.errors import ModelError, PlanError
 from wavemare.parallel.layout.layout import Layout
-from wavemare.parallel.planner import plan
+from wavemare.parallel.planner import find_layouts
 from wavemare.parallel.planner.cluster import parse_cluster, read_cluster
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.plan import Plan
@@ -62,11 +62,13 @@ def layout(**changes):
 
 
 LAYOUTS = [
-    ("", "plan", "line 1, column 1"),
-    ("[]", "plan", "no mapping"),
-    pytest.param("[" * 50_000, "plan", "nested too deeply", id="50,000 brackets"),
-    pytest.param('{"version": ' + "1" * 5000 + "}", "plan", "too many digits", id="5,000 digits"),
-    ('{"version": 1, "version": 1}', "plan", "appears twice"),
+    ("", "layout", "line 1, column 1"),
+    ("[]", "layout", "no mapping"),
+    (schedule(), "layout", "the plan of a schedule"),
+    ('{"plans": [], "equal": null, "cluster": {}}', "layout", "several layouts"),
+    pytest.param("[" * 50_000, "layout", "nested too deeply", id="50,000 brackets"),
+    pytest.param('{"version": ' + "1" * 5000 + "}", "layout", "too many digits", id="5,000 digits"),
+    ('{"version": 1, "version": 1}', "layout", "appears twice"),
     ('{"version": 1}', "cuts", "key is missing"),
     (layout(version=2), "version", "reads version 1"),
     (layout(stage=2), "stage", "Did you mean 'stages'?"),
@@ -180,7 +182,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("model", "key", "said"), MODELS)
 def test_a_model_to_plan_for(refused, model, key, said):
-    act = lambda: plan(model, "2xV100", global_batch=8, sequence_length=128)  # noqa: E731
+    act = lambda: find_layouts(model, "2xV100", global_batch=8, sequence_length=128)  # noqa: E731
     refused(act, ModelError, key, said)
 
 
@@ -198,10 +200,10 @@ SETTINGS = [
 @pytest.mark.parametrize(("changes", "key"), SETTINGS)
 def test_a_setting_of_the_planner(refused, changes, key):
     values = {"cluster": "2xV100", "global_batch": 8, "sequence_length": 128, **changes}
-    refused(lambda: plan("gpt2", **values), PlanError, key, repr(values[key]))
+    refused(lambda: find_layouts("gpt2", **values), PlanError, key, repr(values[key]))
 
 
 def test_nothing_fits(refused):
     small = parse_cluster(cluster(memory_gib=0.001))
-    act = lambda: plan("gpt2-xl", small, global_batch=8, sequence_length=128)  # noqa: E731
+    act = lambda: find_layouts("gpt2-xl", small, global_batch=8, sequence_length=128)  # noqa: E731
     refused(act, PlanError, "--cluster", "equal parts need", "Use more or larger devices")

@@ -30,7 +30,7 @@ def test_help_plans_and_refusals_are_light(tmp_path):
         (["--version"], 0),
         (["doctor", "--help"], 0),
         (["train", "--help"], 0),
-        (["plan", "search", "--help"], 0),
+        (["layout", "search", "--help"], 0),
         (plan, 0),
     ]
     answer = tmp_path / "answer.json"

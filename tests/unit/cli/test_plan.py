@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare plan show`` and ``plan search``: what they print, write and refuse."""
+"""``wavemare plan show`` and ``layout search``: what they print, write and refuse."""
 
 import io
 import json
@@ -212,6 +212,7 @@ def test_output_holds_every_form(tmp_path):
     [
         (b"\xff\xfe\x00", ConfigError, "this is not text"),
         (b"0: 0F0", PlanError, "0: 0F0"),
+        (Layout(global_batch=8, shares=(8,)).to_json().encode(), PlanError, "--balance FILE"),
         # Without the receive of its gradient the first stage's backward pass has no input.
         (str(pipemare(2, 1, 1)).replace(" 0RG0@0", "").encode(), PlanError, "0B0"),
     ],
@@ -222,16 +223,16 @@ def test_bad_files_are_refused(tmp_path, content, kind, reason):
         show("--schedule", f"file:{tmp_path}/plan.txt")
 
 
-BASE = ["plan", "search", "--model", "gpt2", "--global-batch", "64", "--sequence", "256"]
+BASE = ["layout", "search", "--model", "gpt2", "--global-batch", "64", "--sequence", "256"]
 
 
-def test_plans_are_printed_and_written(tmp_path):
-    files = ["--json", str(tmp_path / "all.json"), "--output", str(tmp_path / "plan.json")]
+def test_layouts_are_printed_and_written(tmp_path):
+    files = ["--json", str(tmp_path / "all.json"), "--output", str(tmp_path / "layout.json")]
     result = CliRunner().invoke(app, [*BASE, "--cluster", "2xV100,2xP100", *files])
     assert result.exit_code == 0, result.output
     assert "gpt2, 124.4 M parameters, on 2xV100, 2xP100" in result.output
     assert "\nequal " in result.output
-    best = Layout.from_json((tmp_path / "plan.json").read_text())
+    best = Layout.from_json((tmp_path / "layout.json").read_text())
     values = json.loads((tmp_path / "all.json").read_text())
     assert Layout.from_json(json.dumps(values["plans"][0])) == best
     assert best.digest[:12] in result.output

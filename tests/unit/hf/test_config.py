@@ -43,7 +43,7 @@ def test_a_size_that_is_none_is_named(tmp_path, size):
     assert caught.value.key == "wavemare.tensor_parallel.size"
 
 
-def test_every_auto_key_is_filled(tmp_path):
+def test_every_auto_key_is_filled_and_told(tmp_path, capfd):
     section = {
         "pipeline": {
             "stages": "auto",
@@ -64,6 +64,10 @@ def test_every_auto_key_is_filled(tmp_path):
     assert pipeline.dynamic_shape
     assert pipeline.pipemare.warmup_steps == 5
     assert pipeline.pipemare.lr_rescheduling.anneal_steps == 25
+    told = capfd.readouterr().err
+    for line in ("stages auto: 4:", "dynamic_shape auto: True:", "warmup_steps auto: 5:"):
+        assert told.count(f"{line} ") == 1
+    assert told.count("anneal_steps auto: 25: ") == 1
 
 
 def test_stages_are_the_processes_that_tensor_parallelism_leaves():

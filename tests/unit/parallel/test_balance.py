@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from wavemare.parallel.balance import plan_stages
+from wavemare.parallel.balance import balance_stages
 
 BATCH = {
     "train_batch_size": 32,
@@ -21,9 +21,9 @@ BATCH = {
 def test_what_is_three_times_as_slow_gets_a_third(slow, cuts, shares):
     table = np.ones((4, 8))  # of rank stage * 2 + replica, eight layers of 1 s
     table[slow] *= 3
-    plan = plan_stages(table, BATCH, stages=2)
+    plan = balance_stages(table, BATCH, stages=2)
     assert (plan.cuts, plan.shares) == (cuts, shares)
     slowest = max(plan.predicted.stage_s)  # 1F1B passes both stages, PipeMare never drains
-    whole = plan_stages(table, BATCH, stages=2, schedule="pipemare").predicted.step_s
+    whole = balance_stages(table, BATCH, stages=2, schedule="pipemare").predicted.step_s
     assert whole == pytest.approx(4 * slowest)
     assert plan.predicted.step_s > whole

@@ -37,7 +37,7 @@ def test_closed_forms_agree_with_events(mbit):
 
 
 def plan(*options):
-    words = ["plan", "local-steps", "--model", "gpt2", "--replicas", "4", "--step-seconds", "1"]
+    words = ["layout", "local-steps", "--model", "gpt2", "--replicas", "4", "--step-seconds", "1"]
     return CliRunner().invoke(app, [*words, *options], catch_exceptions=False).stdout
 
 

@@ -2,11 +2,15 @@
 """The numbers in a page are those of the files, and what is not known is said to be missing."""
 
 import json
+import shutil
 
 import pytest
+from PIL import Image, ImageColor
 from typer.testing import CliRunner
 
 from wavemare.cli import app
+from wavemare.errors import DataError
+from wavemare.pipeline.draw.gantt import COLOURS
 from wavemare.report import read_run, run_page
 
 
@@ -126,3 +130,18 @@ def test_the_command_writes_a_page_that_stands_alone(run_folder, tmp_path):
     assert "http" not in head.replace("http-equiv", "")
     assert len(html.encode()) < 6e6
     assert f"{file}: {len(html.encode()) / 1e6:.1f} MB" in result.output
+
+
+def test_the_picture_shows_as_much_of_each_kind_as_was_measured(run_folder, tmp_path):
+    files = ["--output", str(tmp_path / "page.html"), "--picture", str(tmp_path / "ranks.png")]
+    result = CliRunner().invoke(app, ["report", str(run_folder), *files])
+    assert result.exit_code == 0, result.output
+    picture = Image.open(tmp_path / "ranks.png").convert("RGB")
+    lanes = picture.crop((0, 0, picture.width, int(0.7 * picture.height)))  # without the legend
+    found = {colour: count for count, colour in lanes.getcolors(1 << 24)}
+    seen = [found[ImageColor.getrgb(COLOURS[kind])] for kind in ("forward", "backward")]
+    assert seen[1] / seen[0] == pytest.approx(8 / 4, rel=0.1)  # seconds of the two kinds
+    shutil.rmtree(run_folder / "timeline")
+    result = CliRunner().invoke(app, ["report", str(run_folder), *files])
+    assert isinstance(result.exception, DataError)
+    assert result.exception.key == "--picture"

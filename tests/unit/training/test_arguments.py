@@ -133,13 +133,18 @@ def test_one_stage_is_no_pipeline():
     assert "pipeline" not in resolve_config(parsed("--pipeline-model-parallel-size 1"))["wavemare"]
 
 
-def test_without_them_only_schedules_are_filled_in():
+def test_without_them_only_schedules_are_filled_in_and_told(capfd):
     arguments = parsed("--max_steps 300 --save-interval 5 --data corpus.txt --output x")
     assert (arguments.max_steps, arguments.data) == (300, "corpus.txt")
     config, expected = resolve_config(arguments), json.loads(Path(CONFIG).read_text())
     expected["scheduler"]["params"] |= {"total_num_steps": 300, "warmup_num_steps": 30}
     expected["wavemare"]["watchdog"] = {"folder": str(Path("x/watchdog").resolve())}
     assert config == expected
+    told = capfd.readouterr().err.splitlines()
+    assert [line.split(": ")[1:3] for line in told] == [
+        ["scheduler.params.total_num_steps auto", "300"],
+        ["scheduler.params.warmup_num_steps auto", "30"],
+    ]
     assert arguments.sizes() == {}
     assert arguments.padded(4001, 2) == 4001
 

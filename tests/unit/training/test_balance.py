@@ -19,8 +19,8 @@ class LanguageModel:
 
 def balancing(folder, choice, config=None, plan=None, *, resume=False):
     if plan is not None:
-        (folder / "plan.json").write_text(plan.to_json())
-        choice = choice or str(folder / "plan.json")
+        (folder / "layout.json").write_text(plan.to_json())
+        choice = choice or str(folder / "layout.json")
     return BalanceController(choice, config or {}, folder, resume=resume)
 
 

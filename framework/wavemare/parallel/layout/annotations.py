@@ -249,7 +249,7 @@ def _check_beside(regions: Regions) -> None:
 
 
 PLAN = "_wavemare_plan"
-"""Attribute of a model that is to be run by a plan."""
+"""Attribute of a model that is to be run by a layout."""
 
 _open: ContextVar[tuple[Region, ...]] = ContextVar("open_regions", default=())
 

@@ -28,9 +28,9 @@ _KEY = f"{SECTION}.parallel"
 
 
 def layout_for(model: Any, values: dict[str, Any]) -> tuple[Layout, dict[str, Any]]:
-    """Return the plan that a model is to be run by, equal on all ranks, and its configuration.
+    """Return the layout that a model is to be run by, equal on all ranks, and its configuration.
 
-    The plan comes from the planner, from `annotate`, or is compiled from the model's annotations
+    The layout comes from the planner, from `annotate`, or is compiled from the model's annotations
     and those of ``wavemare.parallel``. ``torch.distributed`` must be initialized.
 
     Args:
@@ -38,7 +38,7 @@ def layout_for(model: Any, values: dict[str, Any]) -> tuple[Layout, dict[str, An
         values: The configuration.
 
     Raises:
-        PlanError: There is no legal plan, there are two, or the ranks do not agree.
+        PlanError: There is no legal layout, there are two, or the ranks do not agree.
     """
     names = WavemareConfig.of(values).parallel
     given, annotated = getattr(model, PLAN, None), is_annotated(model)
@@ -50,38 +50,40 @@ def layout_for(model: Any, values: dict[str, Any]) -> tuple[Layout, dict[str, An
         reason = "a PipelineModule has its stages and cuts already"
         raise PlanError("model", type(model).__name__, reason, "Give the model that it is made of")
     if names.plan is not None or given is not None:
-        plan = given if given is not None else _read(names.plan)
-        plan = agree(plan)
-        _check_fits(plan, model)
-        _tell_order(plan)
-        return plan, plan.configure(values)
+        layout = given if given is not None else _read(names.plan)
+        layout = agree(layout)
+        _check_fits(layout, model)
+        _tell_order(layout)
+        return layout, layout.configure(values)
     if names.annotates:
         mapping = names.model_dump(exclude_unset=True, exclude={"plan"})
         annotate(model, mapping, key=_KEY)
-    plan = agree(compile_layout(model, values, world_size=dist.get_world_size()))
-    return plan, plan.configure(values)
+    layout = agree(compile_layout(model, values, world_size=dist.get_world_size()))
+    return layout, layout.configure(values)
 
 
-def agree(plan: Layout) -> Layout:
-    """Return rank 0's plan, after comparing all ranks' digests; every rank calls this.
+def agree(layout: Layout) -> Layout:
+    """Return rank 0's layout, after comparing all ranks' digests; every rank calls this.
 
     Raises:
-        PlanError: The ranks hold different plans.
+        PlanError: The ranks hold different layouts.
     """
-    first, *others = gather(plan)
+    first, *others = gather(layout)
     for rank, other in enumerate(others, 1):
         if other.digest != first.digest:
             reason = f"rank 0 has {first.digest[:12]}, rank {rank} has {other.digest[:12]}"
             remedy = "Annotate and configure the model alike on all ranks"
-            raise PlanError("plan", plan.digest[:12], f"the ranks' plans differ: {reason}", remedy)
+            raise PlanError(
+                "layout", layout.digest[:12], f"the ranks' layouts differ: {reason}", remedy
+            )
     return first
 
 
-def _read(plan: str | dict[str, Any] | None) -> Layout:
-    """Return a plan that was given as a file, which rank 0 reads, or as parsed JSON."""
-    if isinstance(plan, dict):
-        return Layout.from_json(json.dumps(plan))
-    path = Path(str(plan))
+def _read(layout: str | dict[str, Any] | None) -> Layout:
+    """Return a layout that was given as a file, which rank 0 reads, or as parsed JSON."""
+    if isinstance(layout, dict):
+        return Layout.from_json(json.dumps(layout))
+    path = Path(str(layout))
     text = why = None
     if dist.get_rank() == 0:
         try:
@@ -91,18 +93,20 @@ def _read(plan: str | dict[str, Any] | None) -> Layout:
     text, why = gather((text, why))[0]
     if why is not None:
         reason = f"the file cannot be read ({why})"
-        raise PlanError(f"{_KEY}.plan", str(path), reason, "Name a file of 'wavemare plan search'")
+        raise PlanError(
+            f"{_KEY}.plan", str(path), reason, "Name a file of 'wavemare layout search'"
+        )
     return Layout.from_json(text)
 
 
-def _tell_order(plan: Layout) -> None:
-    """Remind of what only the launcher can do: start the ranks on the devices of the plan."""
-    if plan.order is None or plan.order == tuple(range(plan.world_size)) or dist.get_rank():
+def _tell_order(layout: Layout) -> None:
+    """Remind of what only the launcher can do: start the ranks on the devices of the layout."""
+    if layout.order is None or layout.order == tuple(range(layout.world_size)) or dist.get_rank():
         return
     logger.warning(
-        "the plan is for ranks on the cluster's devices %s, in this order: list hosts and devices "
-        "so in the hostfile and CUDA_VISIBLE_DEVICES",
-        ", ".join(map(str, plan.order)),
+        "the layout is for ranks on the cluster's devices %s, in this order: list hosts and devices"
+        " so in the hostfile and CUDA_VISIBLE_DEVICES",
+        ", ".join(map(str, layout.order)),
     )
 
 
@@ -110,7 +114,7 @@ def _check_one(names: ParallelConfig, annotated: bool, given: Any) -> None:
     sources = {
         f"{_KEY}.plan": names.plan is not None,
         f"{_KEY} with names": names.annotates,
-        "wavemare.annotate with a plan": given is not None,
+        "wavemare.annotate with a layout": given is not None,
         "annotations in the program": annotated,
     }
     found = [name for name, there in sources.items() if there]
@@ -119,24 +123,28 @@ def _check_one(names: ParallelConfig, annotated: bool, given: Any) -> None:
         raise PlanError(_KEY, found[1], reason, "Use one of them")
 
 
-def _check_fits(plan: Layout, model: Any) -> None:
-    """Check that a plan that was made elsewhere is for this model and these processes."""
+def _check_fits(layout: Layout, model: Any) -> None:
+    """Check that a layout that was made elsewhere is for this model and these processes."""
     processes = dist.get_world_size()
-    if plan.world_size != processes:
-        reason = f"the plan is for {plan.world_size} processes"
-        raise PlanError("world_size", processes, reason, f"Start {plan.world_size}, or plan again")
-    if plan.stages > 1:
+    if layout.world_size != processes:
+        reason = f"the layout is for {layout.world_size} processes"
+        raise PlanError(
+            "world_size", processes, reason, f"Start {layout.world_size}, or search again"
+        )
+    if layout.stages > 1:
         layers = len(named_chain(model).layers)
-        if plan.num_layers != layers:
+        if layout.num_layers != layers:
             reason = f"the model has {layers} layers"
-            raise PlanError("num_layers", plan.num_layers, reason, "Plan again for this model")
+            raise PlanError(
+                "num_layers", layout.num_layers, reason, "Search a layout again for this model"
+            )
 
 
 _STEPS = "gradient_accumulation_steps"
 
 
 def compile_layout(model: Any, config: Mapping[str, Any], *, world_size: int) -> Layout:
-    """Return the plan of an annotated model.
+    """Return the layout of an annotated model.
 
     Args:
         model: The model, whole.

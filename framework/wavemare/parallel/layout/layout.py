@@ -25,7 +25,7 @@ _ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a plan is expected to do.
+    """What a layout is expected to do.
 
     Args:
         step_s: An optimizer step, in seconds.
@@ -52,7 +52,7 @@ class Prediction:
             several = isinstance(value, tuple)
             if several == (field.type == "float"):
                 reason = "it is a list" if several else "it is no list of numbers"
-                raise PlanError(key, value, reason, "Make the plan again")
+                raise PlanError(key, value, reason, "Make the layout again")
             for number in value if several else (value,):
                 check_number(PlanError, key, number)
 
@@ -82,7 +82,7 @@ class Layout:
         shares: For each replica its samples in one micro-step.
         order: ``order[rank]`` is the index of the device, in the cluster's description, that runs
             the rank; None: as they come.
-        predicted: What the planner expects; it is no part of the plan's identity.
+        predicted: What the planner expects; it is no part of the layout's identity.
 
     Raises:
         PlanError: The numbers do not fit each other.
@@ -132,7 +132,7 @@ class Layout:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Return the plan as JSON text."""
+        """Return the layout as JSON text."""
         return json.dumps(self._values(), indent=2) + "\n"
 
     def _values(self) -> dict[str, Any]:
@@ -147,25 +147,35 @@ class Layout:
             PlanError: The text is no JSON mapping, of another version, has an unknown key, lacks
                 one, or a value is of the wrong kind.
         """
+        remedy = "Give the file of 'wavemare layout search --output', or layout.json of a run"
+        if text.startswith("plan "):
+            reason = "it is the plan of a schedule, the order of its passes"
+            raise PlanError(
+                "layout", text[:40], reason, f'{remedy}; "schedule": "file:PATH" takes it'
+            )
         try:
             values = parse_json(text)
         except ValueError as error:
-            raise PlanError("plan", text[:40], str(error), "Give what to_json wrote") from error
+            raise PlanError("layout", text[:40], str(error), remedy) from error
         if not isinstance(values, dict):
-            raise PlanError("plan", text[:40], "it is no mapping", "Give what to_json wrote")
+            raise PlanError("layout", text[:40], "it is no mapping", remedy)
+        if "plans" in values and "cluster" in values:
+            raise PlanError(
+                "layout", text[:40], "it holds several layouts, with their cluster", remedy
+            )
         version = values.pop("version", None)
         if version != VERSION or isinstance(version, bool):
             reason = f"this program reads version {VERSION}"
-            raise PlanError("version", version, reason, "Make the plan again")
+            raise PlanError("version", version, reason, "Make the layout again")
         predicted = values.pop("predicted", None)
         if predicted is not None:
             predicted = Prediction(**_arguments(Prediction, predicted, "predicted."))
         return cls(**_arguments(cls, values, "", {"predicted"}), predicted=predicted)
 
     def configure(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a DeepSpeed configuration that runs the plan.
+        """Return a DeepSpeed configuration that runs the layout.
 
-        Keys that the plan decides are replaced. A plan without waves leaves their keys alone.
+        Keys that the layout decides are replaced. A layout without waves leaves their keys alone.
         ``recompute`` of one stage is done by the model's own gradient checkpointing, and ``order``
         by the launcher.
 
@@ -211,7 +221,7 @@ class Layout:
     def __str__(self) -> str:
         splits = f"{self.stages} stages x {self.tensor_parallel} splits"
         lines = [
-            f"plan {self.digest[:12]}: {splits} x {self.data_parallel} replicas = "
+            f"layout {self.digest[:12]}: {splits} x {self.data_parallel} replicas = "
             f"{self.world_size} ranks",
             f"  schedule       {self.schedule}{', waves' if self.wavelet else ''}",
             f"  memory         ZeRO {self.zero_stage}, "
@@ -251,7 +261,7 @@ def _arguments(
     names = {field.name for field in fields(kind)} - apart
     for name in values:
         if name not in names:
-            reason = "a plan has no such key"
+            reason = "a layout has no such key"
             key = f"{prefix}{name if name.strip() else repr(name)}"
             raise PlanError(key, values[name], reason, did_you_mean(name, names))
     for name in sorted(names - values.keys()):
@@ -264,60 +274,62 @@ def _arguments(
 # --- what the numbers must have in common ---------------------------------------------------------
 
 
-def _check_layout(plan: Layout) -> None:
-    """Check a plan.
+def _check_layout(layout: Layout) -> None:
+    """Check a layout.
 
     Raises:
         PlanError: Naming the number that cannot be, the reason and the remedy.
     """
     for name in ("global_batch", "stages", "tensor_parallel", "data_parallel", "micro_steps"):
-        check_number(PlanError, name, getattr(plan, name), 1, whole=True)
-    if plan.num_layers is not None:
-        check_number(PlanError, "num_layers", plan.num_layers, 1, whole=True)
+        check_number(PlanError, name, getattr(layout, name), 1, whole=True)
+    if layout.num_layers is not None:
+        check_number(PlanError, "num_layers", layout.num_layers, 1, whole=True)
     for name, least in (("shares", 1), ("cuts", 0), ("order", 0)):
-        numbers = getattr(plan, name)
+        numbers = getattr(layout, name)
         if not isinstance(numbers, tuple) and (numbers is not None or name == "shares"):
             raise PlanError(name, numbers, "it is no tuple of whole numbers", "Give a tuple")
         for place, number in enumerate(numbers or ()):
             check_number(PlanError, f"{name}[{place}]", number, least, whole=True)
     for check in (_choices, _batch, _cuts, _memory, _order):
-        for name, reason, remedy in check(plan):
-            raise PlanError(name, getattr(plan, name), reason, remedy)
+        for name, reason, remedy in check(layout):
+            raise PlanError(name, getattr(layout, name), reason, remedy)
 
 
 _Refusals = Iterator[tuple[str, str, str]]
 """Names of values that cannot be, the reasons and the remedies."""
 
 
-def _choices(plan: Layout) -> _Refusals:
+def _choices(layout: Layout) -> _Refusals:
     for name in ("wavelet", "recompute"):
-        if not isinstance(getattr(plan, name), bool):
+        if not isinstance(getattr(layout, name), bool):
             yield name, "it is neither true nor false", "Give one of the two"
-    if plan.schedule not in TRAINED:
-        yield "schedule", "there is no such schedule", did_you_mean(str(plan.schedule), TRAINED)
-    elif plan.stages > 1 and plan.schedule in ("interleaved", "zbv", "auto"):
+    if layout.schedule not in TRAINED:
+        yield "schedule", "there is no such schedule", did_you_mean(str(layout.schedule), TRAINED)
+    elif layout.stages > 1 and layout.schedule in ("interleaved", "zbv", "auto"):
         reason = "it puts several stages on each rank, and a layout puts one there"
-        remedy = "Use 1f1b, zb-h1 or pipemare, or no annotations, plan or --balance"
+        remedy = "Use 1f1b, zb-h1 or pipemare, or leave out annotations, layout and --balance"
         yield "schedule", reason, remedy
-    zero = plan.zero_stage
+    zero = layout.zero_stage
     if zero not in _ZERO_STAGES or not isinstance(zero, int) or isinstance(zero, bool):
         yield "zero_stage", "there is no such stage of ZeRO", "Give 0, 1, 2 or 3"
 
 
-def _batch(plan: Layout) -> _Refusals:
-    count, replicas, samples = len(plan.shares), plan.data_parallel, sum(plan.shares)
+def _batch(layout: Layout) -> _Refusals:
+    count, replicas, samples = len(layout.shares), layout.data_parallel, sum(layout.shares)
     if count != replicas:
         yield "shares", f"there are {count} of them for {replicas} replicas", f"Give {replicas}"
-    if samples * plan.micro_steps != plan.global_batch:
-        reason = f"{plan.micro_steps} micro-steps of {samples} samples are not {plan.global_batch}"
+    if samples * layout.micro_steps != layout.global_batch:
+        reason = (
+            f"{layout.micro_steps} micro-steps of {samples} samples are not {layout.global_batch}"
+        )
         yield "shares", reason, "Make the products equal"
     if samples % replicas:
         reason = f"the mean share, {samples} / {replicas}, which DeepSpeed needs, is not whole"
         yield "shares", reason, f"Give shares whose sum is a multiple of {replicas}"
 
 
-def _cuts(plan: Layout) -> _Refusals:
-    cuts, stages = plan.cuts, plan.stages
+def _cuts(layout: Layout) -> _Refusals:
+    cuts, stages = layout.cuts, layout.stages
     if cuts is None:
         if stages > 1:
             yield "cuts", f"{stages} stages need it", f"Give {stages + 1} bounds"
@@ -326,27 +338,27 @@ def _cuts(plan: Layout) -> _Refusals:
         yield "cuts", "one stage is not cut", "Leave it out"
     if len(cuts) != stages + 1:
         yield "cuts", f"there are {len(cuts)} bounds for {stages} stages", f"Give {stages + 1}"
-    if cuts[0] != 0 or cuts[-1] != plan.num_layers:
-        reason = f"they do not lead from 0 to num_layers ({plan.num_layers})"
+    if cuts[0] != 0 or cuts[-1] != layout.num_layers:
+        reason = f"they do not lead from 0 to num_layers ({layout.num_layers})"
         yield "cuts", reason, "Begin with 0 and end with the number of layers"
     if any(right <= left for left, right in pairwise(cuts)):
         yield "cuts", "a stage is empty", "Give bounds that increase"
 
 
-def _memory(plan: Layout) -> _Refusals:
-    if (plan.stages > 1 or plan.schedule == "pipemare") and plan.zero_stage > 1:
+def _memory(layout: Layout) -> _Refusals:
+    if (layout.stages > 1 or layout.schedule == "pipemare") and layout.zero_stage > 1:
         reason = "gradients or weights that ZeRO partitions cannot stay for a pipeline"
         yield "zero_stage", reason, "Give 0 or 1"
-    if plan.wavelet and plan.stages > 1:
+    if layout.wavelet and layout.stages > 1:
         reason = "stages interleave their micro-batches already"
         yield "wavelet", reason, "Give false"
-    if plan.wavelet and plan.stages == 1 and not plan.balanced:
+    if layout.wavelet and layout.stages == 1 and not layout.balanced:
         reason = "waves scale the losses of micro-batches that are alike on all ranks"
         yield "wavelet", reason, "Give false, or equal shares"
 
 
-def _order(plan: Layout) -> _Refusals:
-    order, ranks = plan.order, plan.world_size
+def _order(layout: Layout) -> _Refusals:
+    order, ranks = layout.order, layout.world_size
     if order is not None and len(order) != ranks:
         reason = f"it names {len(order)} devices for {ranks} ranks"
         yield "order", reason, "Name one device for each rank"

@@ -89,7 +89,7 @@ def _names(model: Any, layer: PipelineLayer, names: dict[int, str]) -> tuple[str
 
 
 def annotate(model: Any, layout: Mapping[str, Any] | Layout, *, key: str = "mapping") -> Any:
-    """Annotate a model's modules by their names, or give it a plan to be run by.
+    """Annotate a model's modules by their names, or give it a layout to be run by.
 
     A pattern is a module's name, or its end: ``h.0`` is ``transformer.h.0``; where several modules
     end so, the outermost are meant. A part of it may have ``*`` and ``?``, or be a range, ``0-11``
@@ -98,7 +98,7 @@ def annotate(model: Any, layout: Mapping[str, Any] | Layout, *, key: str = "mapp
 
     Args:
         model: The model, which is returned.
-        layout: A plan, or a mapping with the keys of `ParallelConfig`.
+        layout: A layout, or a mapping with the keys of `ParallelConfig`.
         key: What messages call the mapping.
 
     Returns:
@@ -114,8 +114,8 @@ def annotate(model: Any, layout: Mapping[str, Any] | Layout, *, key: str = "mapp
         return model
     names = ParallelConfig.parse(layout, key)
     if names.plan is not None:
-        reason = "a mapping of names does not hold a plan"
-        raise PlanError(f"{key}.plan", names.plan, reason, "Give the plan itself to annotate")
+        reason = "a mapping of names does not hold a layout"
+        raise PlanError(f"{key}.plan", names.plan, reason, "Give the layout itself to annotate")
     _Annotator(model, key).apply(names)
     return model
 

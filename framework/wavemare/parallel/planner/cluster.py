@@ -321,7 +321,7 @@ def _from_text(text: str, dtype: str) -> Cluster:
             nodes += 1
     logger.warning(
         "planner: %s from public peak numbers at an efficiency of %s and assumed links: "
-        "measure the cluster to rely on a plan",
+        "measure the cluster to rely on a layout",
         text,
         EFFICIENCY,
     )

@@ -170,7 +170,7 @@ class _Sizes:
             raise PlanError("sequence_length", sequence, reason, f"Give 1 to {positions}")
         blocks = number("num_hidden_layers", "n_layer")
         if blocks > _MOST_BLOCKS:
-            reason = "a plan for so many layers would take hours to find"
+            reason = "a layout of so many layers would take hours to find"
             raise ModelError("num_hidden_layers", blocks, reason, f"Give at most {_MOST_BLOCKS}")
         if width % heads and values.get("head_dim") is None:
             reason = f"the width of {width} cannot be shared by them evenly"

@@ -29,7 +29,7 @@ _GRADIENTS, _WEIGHTS = 2, 3  # the ZeRO stages from which these are partitioned
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What of a plan decides about memory, apart from cuts, shares and micro-steps.
+    """What of a layout decides about memory, apart from cuts, shares and micro-steps.
 
     Args:
         stages: Pipeline stages.
@@ -308,11 +308,11 @@ class Scene:
         """Cuts that were found before, by what they depend on."""
 
     def usable(self, device: int) -> float:
-        """Return the bytes of a device that a plan may need."""
+        """Return the bytes of a device that a layout may need."""
         return self.cluster.devices[device].memory_bytes * (1 - self.settings.margin)
 
     def usable_of_type(self, kind: int) -> float:
-        """Return the bytes that a plan may need of the smallest device of a type."""
+        """Return the bytes that a layout may need of the smallest device of a type."""
         return self.cluster.kinds[kind].memory_bytes * (1 - self.settings.margin)
 
     @property
@@ -401,23 +401,23 @@ class Scene:
             groups += len(own) > 1 and bool(own & nodes)
         return groups * layout.variant.tensor_parallel
 
-    def plan(self, layout: Candidate, predicted: Prediction) -> Layout:
-        """Return a layout as a plan."""
-        variant, order = layout.variant, device_order(layout)
+    def layout(self, candidate: Candidate, predicted: Prediction) -> Layout:
+        """Return a candidate as the layout that is written."""
+        variant, order = candidate.variant, device_order(candidate)
         layers = len(self.costs.layers)
         as_they_come = order == tuple(range(len(order)))
         return Layout(
             stages=variant.stages,
             tensor_parallel=variant.tensor_parallel,
             data_parallel=variant.data_parallel,
-            cuts=layout.bounds if variant.stages > 1 else None,
+            cuts=candidate.bounds if variant.stages > 1 else None,
             num_layers=layers,
             schedule=variant.schedule,
             zero_stage=variant.zero_stage,
             recompute=variant.recompute,
             global_batch=self.settings.global_batch,
-            micro_steps=layout.micro_steps,
-            shares=layout.shares,
+            micro_steps=candidate.micro_steps,
+            shares=candidate.shares,
             order=None if as_they_come else order,
             predicted=predicted,
         )
@@ -440,7 +440,7 @@ class Settings:
         zero_stages: Stages of ZeRO that are offered.
         max_stages: The longest pipeline.
         max_tensor_parallel: The most ranks that share a layer.
-        keep: How many plans are returned.
+        keep: How many layouts are returned.
 
     Raises:
         PlanError: A number is out of range.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``plan``: every legal way to lay a job out on given devices, the promising ones first."""
+"""``find_layouts``: every legal way to lay a job out on given devices, the promising ones first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wavemare.parallel.planner.proposals import (
 )
 
 _GIB = 2**30
-_HEADER = ("plan", "P", "T", "D", "steps", "shares", "ZeRO", "other", "tokens/s", "gain", "GiB")
+_HEADER = ("layout", "P", "T", "D", "steps", "shares", "ZeRO", "other", "tokens/s", "gain", "GiB")
 
 
 def _gpt2(width: int, blocks: int, heads: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Configurations of the published models, by name."""
 
 
-def plan(
+def find_layouts(
     model: Any,
     cluster: str | Path | Cluster,
     *,
@@ -66,7 +66,7 @@ def plan(
     dtype: str = "fp32",
     head: str | None = None,
     **settings: Any,
-) -> PlanSearch:
+) -> LayoutSearch:
     """Find the fastest layouts of a training job on given devices, by prediction.
 
     Args:
@@ -95,7 +95,7 @@ def plan(
         if name not in names:
             raise PlanError(name, value, "there is no such setting", did_you_mean(name, names))
     chosen = Settings(global_batch=global_batch, **settings)
-    return search_plans(costs, read_cluster(cluster, dtype), chosen)
+    return search_layouts(costs, read_cluster(cluster, dtype), chosen)
 
 
 def read_model(source: str | Path) -> Mapping[str, Any]:
@@ -118,11 +118,11 @@ def read_model(source: str | Path) -> Mapping[str, Any]:
     return values
 
 
-def search_plans(costs: ModelCosts, cluster: Cluster, settings: Settings) -> PlanSearch:
-    """Return the best plans and the best one with equal cuts and shares.
+def search_layouts(costs: ModelCosts, cluster: Cluster, settings: Settings) -> LayoutSearch:
+    """Return the best layouts and the best one with equal cuts and shares.
 
     Candidates are taken in the order of a lower bound of their step time, until the bound says that
-    no other one can be among the best. Of each way to use the axes only the best plan is kept, so
+    no other one can be among the best. Of each way to use the axes only the best layout is kept, so
     that the five do not differ in details alone.
 
     Args:
@@ -131,7 +131,7 @@ def search_plans(costs: ModelCosts, cluster: Cluster, settings: Settings) -> Pla
         settings: Batch, limits and assumptions.
 
     Raises:
-        PlanError: No plan fits into the devices' memory, or the batch cannot be divided.
+        PlanError: No layout fits into the devices' memory, or the batch cannot be divided.
     """
     scene = Scene(costs, cluster, settings)
     candidates = sorted(_candidates(scene), key=lambda candidate: candidate[0])
@@ -162,9 +162,12 @@ def search_plans(costs: ModelCosts, cluster: Cluster, settings: Settings) -> Pla
         raise _nothing_fits(scene)
     found = sorted(best.values(), key=lambda entry: entry[0])[: settings.keep]
     limit = equal[1].step_s if equal else float("inf")
-    plans = tuple(scene.plan(layout, p) for step_s, layout, p in found if step_s <= limit)
-    return PlanSearch(
-        plans=plans, equal=scene.plan(*equal) if equal else None, costs=costs, cluster=cluster
+    layouts = tuple(scene.layout(each, p) for step_s, each, p in found if step_s <= limit)
+    return LayoutSearch(
+        layouts=layouts,
+        equal=scene.layout(*equal) if equal else None,
+        costs=costs,
+        cluster=cluster,
     )
 
 
@@ -209,43 +212,43 @@ def _nothing_fits(scene: Scene) -> PlanError:
     return PlanError(
         "--cluster",
         ", ".join(f"{scene.kind_of.count(k)}x{name}" for k, name in enumerate(scene.cluster.types)),
-        f"no plan for {scene.costs.name} fits into {usable / _GIB:.2f} GiB, what the smallest "
+        f"no layout of {scene.costs.name} fits into {usable / _GIB:.2f} GiB, what the smallest "
         f"device has within the margin{needs}",
         "Use more or larger devices, a smaller global batch or a shorter sequence",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSearch:
-    """Plans by predicted tokens per second.
+class LayoutSearch:
+    """Layouts by predicted tokens per second.
 
     Args:
-        plans: The best ones, none of which is slower than `equal`.
-        equal: The best plan with devices as they come, equal shares and cuts into equal work; None
-            where none fits into memory.
+        layouts: The best ones, none of which is slower than `equal`.
+        equal: The best layout with devices as they come, equal shares and cuts into equal work;
+            None where none fits into memory.
         costs: Of the model.
         cluster: The devices.
     """
 
-    plans: tuple[Layout, ...]
+    layouts: tuple[Layout, ...]
     equal: Layout | None
     costs: ModelCosts
     cluster: Cluster
 
     @property
     def best(self) -> Layout:
-        """The plan with the most predicted tokens per second."""
-        return self.plans[0]
+        """The layout with the most predicted tokens per second."""
+        return self.layouts[0]
 
     @property
     def gain(self) -> float | None:
-        """Predicted speedup of the best plan over the equal one."""
+        """Predicted speedup of the best layout over the equal one."""
         return None if self.equal is None else _speed(self.best) / _speed(self.equal)
 
     def to_json(self) -> str:
-        """Return the plans, the equal one and the cluster as JSON text."""
+        """Return the layouts, the equal one and the cluster as JSON text."""
         values: dict[str, Any] = {
-            "plans": [json.loads(plan.to_json()) for plan in self.plans],
+            "plans": [json.loads(layout.to_json()) for layout in self.layouts],
             "equal": None if self.equal is None else json.loads(self.equal.to_json()),
             "cluster": json.loads(self.cluster.to_json()),
         }
@@ -253,7 +256,7 @@ class PlanSearch:
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [_HEADER]
-        rows += [self._row(str(place), plan) for place, plan in enumerate(self.plans, 1)]
+        rows += [self._row(str(place), layout) for place, layout in enumerate(self.layouts, 1)]
         if self.equal is not None:
             rows.append(self._row("equal", self.equal))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -270,20 +273,20 @@ class PlanSearch:
         title = f"{self.costs.name}, {self.costs.parameters / 1e6:.1f} M parameters, on {devices}"
         return "\n".join([title, *lines, "", str(self.best)])
 
-    def _row(self, name: str, plan: Layout) -> tuple[str, ...]:
-        predicted = plan.predicted
-        assert predicted is not None, "plans of a search have predictions"
-        marks = ["recompute"] * plan.recompute
-        marks += [plan.schedule] * (plan.schedule != "1f1b")
-        gain = "" if self.equal is None else f"{_speed(plan) / _speed(self.equal):.3f}"
+    def _row(self, name: str, layout: Layout) -> tuple[str, ...]:
+        predicted = layout.predicted
+        assert predicted is not None, "layouts of a search have predictions"
+        marks = ["recompute"] * layout.recompute
+        marks += [layout.schedule] * (layout.schedule != "1f1b")
+        gain = "" if self.equal is None else f"{_speed(layout) / _speed(self.equal):.3f}"
         return (
             name,
-            str(plan.stages),
-            str(plan.tensor_parallel),
-            str(plan.data_parallel),
-            str(plan.micro_steps),
-            "/".join(map(str, sorted(set(plan.shares), reverse=True))),
-            str(plan.zero_stage),
+            str(layout.stages),
+            str(layout.tensor_parallel),
+            str(layout.data_parallel),
+            str(layout.micro_steps),
+            "/".join(map(str, sorted(set(layout.shares), reverse=True))),
+            str(layout.zero_stage),
             " ".join(marks) or "-",
             f"{predicted.tokens_per_s:,.0f}",
             gain,
@@ -291,6 +294,6 @@ class PlanSearch:
         )
 
 
-def _speed(plan: Layout) -> float:
-    assert plan.predicted is not None, "plans of a search have predictions"
-    return plan.predicted.tokens_per_s
+def _speed(layout: Layout) -> float:
+    assert layout.predicted is not None, "layouts of a search have predictions"
+    return layout.predicted.tokens_per_s

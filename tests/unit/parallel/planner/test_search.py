@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search: memory by an independent count, never below the equal plan."""
+"""The search: memory by an independent count, never below the equal layout."""
 
 import random
 from dataclasses import replace
@@ -9,12 +9,12 @@ import pytest
 from wavemare.engine.config.resolve import check_config
 from wavemare.errors import PlanError
 from wavemare.parallel.layout.layout import Layout
-from wavemare.parallel.planner import Cluster, Device, Link, plan
+from wavemare.parallel.planner import Cluster, Device, Link, find_layouts
 from wavemare.parallel.planner.model import model_costs
 from wavemare.parallel.planner.predict import Scene, Settings, Variant
 from wavemare.parallel.planner.probe import group_types
 from wavemare.parallel.planner.proposals import unlike_layouts, variants
-from wavemare.parallel.planner.search import search_plans
+from wavemare.parallel.planner.search import search_layouts
 
 GIB = 2**30
 
@@ -67,7 +67,7 @@ def rank_bytes(costs, chosen, rank):
 
 
 def check_memory(found, margin):
-    for chosen in (*found.plans, *([found.equal] if found.equal else [])):
+    for chosen in (*found.layouts, *([found.equal] if found.equal else [])):
         order = chosen.order or range(chosen.world_size)
         for rank, device in enumerate(order):
             needed = rank_bytes(found.costs, chosen, rank)
@@ -105,7 +105,7 @@ def random_cluster(draw):
         for part in range(10)
     ],
 )
-def test_500_random_clusters_fit_and_never_fall_below_the_equal_plan(part):
+def test_500_random_clusters_fit_and_never_fall_below_the_equal_layout(part):
     found_some = refused = gains = 0
     for seed in range(50 * part, 50 * (part + 1)):
         draw = random.Random(seed)
@@ -120,19 +120,19 @@ def test_500_random_clusters_fit_and_never_fall_below_the_equal_plan(part):
             pipemare=draw.random() < 0.3,
         )
         try:
-            found = search_plans(costs, cluster, settings)
+            found = search_layouts(costs, cluster, settings)
         except PlanError:
             refused += 1
             continue
         found_some += 1
         check_memory(found, margin)
-        speeds = [chosen.predicted.tokens_per_s for chosen in found.plans]
+        speeds = [chosen.predicted.tokens_per_s for chosen in found.layouts]
         assert speeds == sorted(speeds, reverse=True)
         assert 1 <= len(speeds) <= settings.keep
         if found.equal:
             assert speeds[-1] >= found.equal.predicted.tokens_per_s
             gains += found.gain > 1.01
-        for chosen in found.plans:
+        for chosen in found.layouts:
             assert chosen.world_size == len(cluster.devices)
             assert Layout.from_json(chosen.to_json()) == chosen
             check_units(cluster, chosen)
@@ -152,9 +152,11 @@ def check_units(cluster, chosen):
 @pytest.mark.nightly
 def test_64_devices_of_3_types_and_100_layers():
     config = gpt2(2048, 96, 16, 50257)
-    found = plan(config, "3x8xA100-80,3x8xV100-32,2x8xA10", global_batch=512, sequence_length=1024)
+    found = find_layouts(
+        config, "3x8xA100-80,3x8xV100-32,2x8xA10", global_batch=512, sequence_length=1024
+    )
     assert len(found.costs.layers) == 100
-    assert len(found.plans) == 4  # others are slower than the equal plan
+    assert len(found.layouts) == 4  # others are slower than the equal layout
     assert found.gain > 1.1
     check_memory(found, 0.05)
 
@@ -166,7 +168,7 @@ def test_two_card_generations_get_shares_by_speed():
         for name, tflops in [("V", 15.7)] * 8 + [("P", 9.3)] * 8
     ]
     cluster = Cluster(devices=tuple(devices), within=Link(0, 1e15), between=Link(0, 1e15))
-    found = plan(
+    found = find_layouts(
         gpt2(vocabulary=50000),
         cluster,
         global_batch=512,
@@ -182,23 +184,25 @@ def test_two_card_generations_get_shares_by_speed():
 
 
 def test_an_engine_takes_every_plan_of_unlike_devices():
-    found = plan("gpt2", "2xV100,2xP100", global_batch=64, sequence_length=1024)
-    assert any(not chosen.balanced for chosen in found.plans)
-    for chosen in found.plans:
+    found = find_layouts("gpt2", "2xV100,2xP100", global_batch=64, sequence_length=1024)
+    assert any(not chosen.balanced for chosen in found.layouts)
+    for chosen in found.layouts:
         check_config(chosen.configure({}), world_size=4)
 
 
 def test_batches_that_no_layout_divides():
     with pytest.raises(PlanError, match="global_batch = 3"):
-        plan(gpt2(blocks=1, heads=1), "8xT4", global_batch=3, sequence_length=64, max_stages=1)
+        find_layouts(
+            gpt2(blocks=1, heads=1), "8xT4", global_batch=3, sequence_length=64, max_stages=1
+        )
 
 
 def test_memory_moves_a_plan_to_recomputation_or_partition():
     roomy = Device(type="d", tflops=10, memory_gib=16, memory_gb_s=900)
     costs = model_costs(gpt2(512, 8, 8), 512)
-    wide = search_plans(costs, Cluster(devices=(roomy,) * 2), Settings(global_batch=32))
+    wide = search_layouts(costs, Cluster(devices=(roomy,) * 2), Settings(global_batch=32))
     tight = replace(roomy, memory_gib=0.55)
-    narrow = search_plans(costs, Cluster(devices=(tight,) * 2), Settings(global_batch=32))
+    narrow = search_layouts(costs, Cluster(devices=(tight,) * 2), Settings(global_batch=32))
     assert narrow.best.predicted.tokens_per_s <= wide.best.predicted.tokens_per_s
     check_memory(narrow, 0.05)
 
@@ -241,6 +245,6 @@ def test_the_best_plan_is_as_fast_as_the_fastest_of_all_layouts(pipemare):
         if 6 % (micro_steps * variant.data_parallel) == 0
         for layout in unlike_layouts(scene, variant, micro_steps, float("inf"))
     ]
-    found = search_plans(costs, cluster, settings).best
+    found = search_layouts(costs, cluster, settings).best
     assert found.predicted.step_s == pytest.approx(min(seconds))
     assert found.schedule == ("pipemare" if pipemare else "1f1b")
