@@ -34,7 +34,7 @@ settings.load_profile("suite")
 
 LIMIT_S = 600.0
 """How long a program may run: a net below hangs, far from what any takes on a busy machine."""
-FAILED_S = 60.0
+FAILED_S = 200.0
 """How long the other ranks may go on after one has failed."""
 STACKS_S = 2.0
 """How long ranks that are ended have to write their stacks."""
@@ -139,7 +139,7 @@ class RankServer:
     def close(self):
         assert self.process.stdin
         self.process.stdin.close()
-        self.process.wait(60)
+        self.process.wait(200)
         assert self.process.stdout
         self.process.stdout.close()
         _LASTING_PROCESSES.discard(self.process.pid)
@@ -401,7 +401,7 @@ def _is_of_this_suite(process):
 
 # --- what one test leaves behind -----------------------------------------------------------------
 
-GRACE_S = 60.0
+GRACE_S = 200.0
 """How long threads and processes may outlive what they served, and orphans their parent."""
 
 

@@ -14,7 +14,7 @@ from wavemare.cli import launch
 # starts a process that starts two more.
 LAUNCHER = """
 import subprocess, sys, time
-code = "import os, sys, time; open(sys.argv[1] + str(os.getpid()), 'w'); time.sleep(300)"
+code = "import os, sys, time; open(sys.argv[1] + str(os.getpid()), 'w'); time.sleep(900)"
 inner = "import subprocess, sys; ps = [subprocess.Popen([sys.executable, '-c', sys.argv[1], " \\
         "sys.argv[2]]) for _ in range(2)]; [p.wait() for p in ps]"
 subprocess.Popen([sys.executable, "-c", inner, code, sys.argv[1]]).wait()
@@ -58,7 +58,7 @@ def test_signal_ends_all_processes_in_silence(tmp_path, wait_for, number):
     )
     wait_for(lambda: len(list(ranks.iterdir())) == 2)
     parent.send_signal(number)
-    _, errors = parent.communicate(timeout=120)
+    _, errors = parent.communicate(timeout=600)
     assert parent.returncode == 128 + number
     wait_for(lambda: not any(alive(int(rank.name)) for rank in ranks.iterdir()))
     assert "launcher.py" not in errors  # no traceback of the launcher
