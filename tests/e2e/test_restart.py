@@ -78,7 +78,7 @@ def test_a_job_survives_the_death_of_ranks(
 ):
     config = recipe_config("gpt/pretrain", engine)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    changes = {**OPTIONS, "max_steps": (kills + 4) * interval, "save_interval": interval}
+    changes = {**OPTIONS, "max_steps": (kills + 6) * interval, "save_interval": interval}
     options = small_options("gpt", parted, **changes)
     at = [interval * (kill + 1) + 2 for kill in range(kills)]
     words = ["wavemare", "train", "gpt", "--config", config, "--max-restarts", kills]
