@@ -77,9 +77,8 @@ lint: $(DEV)
 # The proofs of several ranks that `make test` runs, one of each engine.
 CORE := $(addprefix tests/multiproc/test_,annotations.py initialize.py pipemare_equality.py resume.py \
         sparse_engine.py stock_equality.py train_batch.py wavelet.py)
-# Ranks of MPI never sleep while they wait: these tests have the machine for themselves.
+# These have the machine for themselves at night.
 ALONE := tests/mpi $(wildcard tests/e2e/test_bench*.py) tests/e2e/test_balance.py tests/e2e/test_soak.py
-TOGETHER := $(ALONE:%=--ignore=%) tests
 
 # Each run prints its longest tests and leaves junit XML in build/tests, named after the target.
 pytest = $(BIN)/python -m pytest --durations=40 --junitxml=build/tests/$(@:test-%=%)$(1).xml
@@ -90,8 +89,8 @@ test: lint
 	$(call pytest) $(TWO) -m 'not nightly and not long' tests/unit $(CORE) $(ARGS)
 
 test-ci: lint
-	$(call pytest) $(TWO) -m 'not nightly' $(TOGETHER) $(ARGS)
-	$(call pytest,-alone) -m 'not nightly' $(ALONE) $(ARGS)
+	$(call pytest) $(TWO) -m 'not nightly and not spins' tests $(ARGS)
+	$(call pytest,-alone) -m 'not nightly and spins' tests/mpi tests/e2e/test_bench.py $(ARGS)
 
 # A part that has passed at this commit is not run again; `make clean` forgets it.
 NIGHTLY := unit ranks commands pages alone

@@ -38,7 +38,7 @@ from wavemare.engine.optim.optimizers import (
 from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.ranks import Ranks
 from wavemare.engine.same_batches import SameBatches, attach_same_batches
-from wavemare.engine.seams import discard_open_step, forget_grid, hold_grid, replaced
+from wavemare.engine.seams import discard_open_step, end_workers, forget_grid, hold_grid, replaced
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
 from wavemare.errors import CommError, ConfigError
@@ -386,6 +386,8 @@ class EngineMixin(CheckpointMixin):
             if watchdog is not None:
                 stack.callback(watchdog.release)
             stack.callback(self.loaded_weights.close)
+            for name in ("_own_batches", "data_iterator"):
+                stack.callback(end_workers, getattr(self, name, None))
             if hasattr(self, "norm"):
                 stack.callback(self.norm.close)
             for feature in self.features:

@@ -10,9 +10,11 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ settings.load_profile("suite")
 
 LIMIT_S = 600.0
 """How long a program may run: a net below hangs, far from what any takes on a busy machine."""
-FAILED_S = 60.0
+FAILED_S = 200.0
 """How long the other ranks may go on after one has failed."""
 STACKS_S = 2.0
 """How long ranks that are ended have to write their stacks."""
@@ -137,7 +139,7 @@ class RankServer:
     def close(self):
         assert self.process.stdin
         self.process.stdin.close()
-        self.process.wait(60)
+        self.process.wait(200)
         assert self.process.stdout
         self.process.stdout.close()
         _LASTING_PROCESSES.discard(self.process.pid)
@@ -327,6 +329,7 @@ def no_leaked_environment():
 
 _SESSION = "SESSION_OF_TESTS"
 _LEFT = pytest.StashKey[list[str]]()
+_EXTENSIONS = pytest.StashKey[str]()
 _BEFORE = pytest.StashKey[set[Path]]()
 
 
@@ -337,6 +340,10 @@ def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         os.environ[_SESSION] = str(os.getpid())  # all processes that tests start inherit it
         config.stash[_BEFORE] = set(_named_resources())
+        if not torch.cuda.is_available():
+            # Nothing is compiled for a CPU: that takes minutes, and who is killed leaves a lock.
+            config.stash[_EXTENSIONS] = tempfile.mkdtemp()
+            os.environ["TORCH_EXTENSIONS_DIR"] = config.stash[_EXTENSIONS]
 
 
 @pytest.hookimpl(trylast=True)
@@ -347,6 +354,9 @@ def pytest_sessionfinish(session):
     before, deadline = session.config.stash[_BEFORE], time.monotonic() + GRACE_S
     while (left := _left_by_the_suite(before)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    if _EXTENSIONS in session.config.stash:
+        left += [f"a build of {name}" for name in os.listdir(session.config.stash[_EXTENSIONS])]
+        shutil.rmtree(session.config.stash[_EXTENSIONS])
     session.config.stash[_LEFT] = left
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -391,7 +401,7 @@ def _is_of_this_suite(process):
 
 # --- what one test leaves behind -----------------------------------------------------------------
 
-GRACE_S = 60.0
+GRACE_S = 200.0
 """How long threads and processes may outlive what they served, and orphans their parent."""
 
 

@@ -25,7 +25,7 @@ try:
         NO_QUOTAS = ""
 except LaunchError as error:
     NO_QUOTAS = str(error)
-nightly = pytest.mark.nightly
+nightly, spins = pytest.mark.nightly, pytest.mark.spins
 GPT = [
     *("--layers", 4, "--hidden", 32, "--heads", 2, "--sequence", 16, "--batch", 1),
     *("--rounds", 2, "--steps-per-round", 2),
@@ -131,6 +131,7 @@ def test_waits_have_a_utilisation_beside_the_ideal(bench):
         assert all(0 < rows[name, count]["utilisation"] <= 1 for name in systems.split(","))
 
 
+@spins
 def test_collectives_are_measured_and_checked_against_each_other(bench, tmp_path):
     options = ["--ranks", 2, "--mib", 1, "--densities", "1,0.1", "--patterns", "zipf"]
     options += ["--rounds", 1, "--warmups", 0, "--plot", "plot.png", "--duels", 3]
@@ -152,6 +153,7 @@ def test_collectives_are_measured_and_checked_against_each_other(bench, tmp_path
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+@spins
 @pytest.mark.parametrize(
     ("systems", "ranks"),
     [(("gloo-dense", *PEERS), 2), pytest.param(ALL_SPARSE_SYSTEMS, 4, marks=nightly)],
@@ -169,6 +171,7 @@ def test_systems_of_papers_sum_beside_aggregators(bench, systems, ranks):
     assert up["deepreduce4"] < up["deepreduce8"] < up["parallax"] < up["agsparse"]
 
 
+@spins
 @pytest.mark.parametrize(
     "systems",
     [("deepspeed-dense", "wavemare-pushpull"), pytest.param(STEP_SYSTEMS, marks=nightly)],
@@ -298,7 +301,7 @@ def test_the_error_of_a_rank_is_the_reason_of_its_launch(tmp_path, monkeypatch):
     from failing import Failing
 
     with pytest.raises(LaunchError, match="rank 1 failed: MemoryError: out of memory"):
-        run_ranks(Failing(), timeout_s=120)
+        run_ranks(Failing(), timeout_s=600)
 
 
 needs_quotas = pytest.mark.skipif(bool(NO_QUOTAS), reason=NO_QUOTAS)

@@ -70,6 +70,8 @@ def test_the_exit_code_is_that_of_the_cause(run, fault, rank, code):
     ended = run("launch", fault, "--rank", rank)
     assert ended.code == code, ended.output[-5000:]
     assert ended.output.count("suspect: ") <= 1
+    if fault == "kill":
+        assert "a rank was killed (signal 9)" in ended.output.rstrip().splitlines()[-1]
 
 
 @nightly

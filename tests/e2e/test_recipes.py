@@ -168,11 +168,11 @@ def write_chats(folder):
     ],
 )
 def test_llama_pretraining_and_fine_tuning(
-    command, recipe, small_options, recipe_config, tmp_path, engine, sft
+    recipe, small_options, recipe_config, tmp_path, engine, sft
 ):
     pretrained, tuned = tmp_path / "pretrained", tmp_path / "tuned"
     config, options = recipe_config("llama/pretrain", engine), small_options("llama", pretrained)
-    check_screen(command("wavemare", "train", "llama", "--config", config, *options).check().output)
+    check_screen(recipe("llama/pretrain", "--deepspeed_config", config, *options).check().output)
     losses, results = check_run_folder(pretrained, batch=16)
     assert results["eval_loss"] < losses[0] - 0.3
 

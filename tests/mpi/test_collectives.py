@@ -4,6 +4,8 @@
 import psutil
 import pytest
 
+pytestmark = pytest.mark.spins
+
 MANY = (
     "reductions",
     "reductions.chunks",

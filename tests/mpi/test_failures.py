@@ -3,6 +3,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.spins
+
 
 def nightly(*case):
     return pytest.param(*case, marks=pytest.mark.nightly)

@@ -3,6 +3,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.spins
+
 
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("kind", ["torch", "mpi"])

@@ -59,12 +59,14 @@ def test_the_rank_that_holds_up_the_others_is_named(launch, fault, engine, codes
 def test_a_rank_that_computes_is_never_ended(launch, engine, place):
     """Nor by the limits of torch's own process groups, which here would be shorter."""
     finished = launch(PROGRAM, "loader", engine, "--timeout", TIMEOUT_S, own=True).check()
-    [line] = [line for line in finished.outputs[0].splitlines() if line.startswith("watchdog")]
-    assert line.startswith("watchdog: rank 0 (")
-    assert " waits in " in line
-    assert "; rank 1 (" in line
-    assert f" computes in {place}" in line
-    assert "faults.py" in line
+    lines = [line for line in finished.outputs[0].splitlines() if line.startswith("watchdog")]
+    assert lines
+    for line in lines:  # a slow machine may take so long that it is told again
+        assert line.startswith("watchdog: rank 0 (")
+        assert " waits in " in line
+        assert "; rank 1 (" in line
+        assert f" computes in {place}" in line
+        assert "faults.py" in line
     assert not told(finished, "suspect")
     assert not reports(finished)
 

@@ -31,7 +31,7 @@ def test_what_a_stage_has_sent_arrives_whatever_it_does_next(launch, then):
 
 def test_a_send_ends_though_the_engine_that_would_receive_it_is_gone(launch):
     """Else the receiver's thread of gloo would occupy a core, and the sender wait for ever."""
-    launch("messages.py", "loses", own=True, timeout=120).check()
+    launch("messages.py", "loses", own=True).check()
 
 
 @pytest.mark.parametrize("code", [3, pytest.param(0, marks=pytest.mark.nightly)])

@@ -27,7 +27,7 @@ def test_training_equals_stock_deepspeed_bitwise(launch_once, steps):
 @pytest.mark.world_size(1)
 def test_a_rank_without_others_reduces_nothing_and_keeps_the_bits(launch_once):
     cases = "0", "bf16 messages", "divided"
-    (result,) = launch_once("stock_equality.py", 4, *cases, ranks=1)
+    (result,) = launch_once("stock_equality.py", 2, *cases, ranks=1)
     for case, both in result.items():
         assert both["ours"]["weights"] == both["stock"]["weights"], case
         stock, ours = both["stock"]["all_reduces"], both["ours"]["all_reduces"]

@@ -28,6 +28,7 @@ def check(launch, *layouts, ranks):
         assert list(steps_of([each[layout] for each in found])) == expected, layout
         for each in found:
             assert each[layout]["losses"] == pytest.approx(each["data"]["losses"], rel=1e-5)
+            assert each[layout]["left"] == each["data"]["left"] == 0  # processes
             # Of half as many replicas, each has twice as many micro-batches.
             assert each[layout]["length"] == 2 * each["data"]["length"]
 

@@ -55,7 +55,7 @@ def start(tmp_path):
 
 
 def end(process):
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=600)
     return Ended(process.returncode, stdout, stderr)
 
 
@@ -85,7 +85,7 @@ def test_exit_passes_through(start):
 
 
 def test_interrupt_is_silent(start):
-    process = start("print('up', flush=True)\ntime.sleep(300)")
+    process = start("print('up', flush=True)\ntime.sleep(900)")
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
@@ -151,7 +151,7 @@ def ranks(tmp_path, imported):
             processes.append(imported.Process(target=exec, args=(program, {})))
             processes[-1].start()
         for process in processes:
-            process.join(120)
+            process.join(600)
         texts = [
             [(tmp_path / f"{rank}.{stream}").read_text() for stream in (1, 2)]
             for rank in range(number)

@@ -18,9 +18,9 @@ from common import (
     warnings_told,
     weights_digest,
 )
-from deepspeed import init_distributed
 
 import wavemare
+from wavemare.engine import init_distributed
 from wavemare.errors import NumericsError, WavemareError
 
 MARK = VOCABULARY - 1

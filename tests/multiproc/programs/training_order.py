@@ -5,6 +5,7 @@ Arguments: result folder, layouts.
 """
 
 import gc
+import multiprocessing
 import sys
 
 import torch
@@ -55,11 +56,12 @@ def read(layout):
     sizes = len(loader) if layout != "stock" else None
     rank, replicas = engine.data_rank, engine.data_world_size
     engine.destroy()
+    left = len(multiprocessing.active_children())  # of the loader
     del engine, loader
     gc.collect()  # else a worker of the next loader may do so, which is a fork
     # PipeMare's first stage has read more.
     used = seen[: STEPS * BATCH // replicas]
-    return {"replica": rank, "seen": used, "losses": losses, "length": sizes}
+    return {"replica": rank, "seen": used, "losses": losses, "length": sizes, "left": left}
 
 
 if __name__ == "__main__":

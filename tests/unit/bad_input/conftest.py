@@ -1,22 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every bad input must lead to: one typed error with key, value, reason and remedy."""
+"""What every bad input must lead to: one typed error with key, value, reason and remedy.
+
+Tables have the mistakes that people make; hypothesis draws others (``test_any_*.py``): the same few
+for each change, many more at night.
+"""
 
 import sys
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from wavemare.errors import WavemareError
+
+FOLDER = Path(__file__).parent
+sys.path.append(str(FOLDER))  # of fuzz_strategies
 
 LONGEST_MESSAGE = 1500
 
 
-def check_message(error, kind, key, said):
-    """Check an error: its class, its key, the parts of its message, and that nothing is missing."""
+def pytest_configure(config):
+    night = config.option.markexpr == "nightly"
+    settings.register_profile(
+        "fuzz",
+        database=None,
+        deadline=None,
+        derandomize=not night,
+        max_examples=2_000 if night else 40,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks choose
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if config.option.markexpr == "nightly" and item.path.match(f"{FOLDER}/test_any_*.py"):
+            item.add_marker("nightly")
+
+
+def check_message(error, kind, key):
+    """Check an error: its class, its key, and that nothing is missing; the wording is free."""
     message = str(error)
     assert type(error) is kind, message
     assert error.key == key, message
-    for part in said:
-        assert part in message, message
     assert error.reason, message
     assert error.remedy, message
     assert not error.reason.endswith("."), message
@@ -32,12 +58,12 @@ def check_message(error, kind, key, said):
 def refused():
     """Call something with bad input and check its error."""
 
-    def check(act, kind, key, *said):
+    def check(act, kind, key):
         try:
             act()
         except WavemareError as error:
             error.__traceback__ = error.__context__ = None  # their frames hold open files
-            check_message(error, kind, key, said)
+            check_message(error, kind, key)
         else:
             pytest.fail("nothing was refused")
 

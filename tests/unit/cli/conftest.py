@@ -11,7 +11,7 @@ def wait_for():
     """Wait until something has happened."""
 
     def wait(condition):
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not condition():
             assert time.monotonic() < deadline, "this did not happen"
             time.sleep(0.02)

@@ -57,7 +57,7 @@ def test_callbacks_run_after_an_error_too(worker):
     gate, seen = threading.Event(), []
 
     def work(stats):
-        gate.wait(60)
+        gate.wait(300)
         raise ValueError("what went wrong")
 
     handle = worker.submit(work, CPU)
@@ -74,7 +74,7 @@ def test_a_callback_that_raises_breaks_what_comes_after_it_and_hangs_nobody(work
     def callback(handle):
         raise ValueError("the callback's own fault")
 
-    handle = worker.submit(lambda stats: gate.wait(60), CPU)
+    handle = worker.submit(lambda stats: gate.wait(300), CPU)
     handle.then(callback)
     gate.set()
     assert handle.wait() is True
@@ -90,7 +90,7 @@ def test_results_are_given_back_with_their_handles(worker):
     assert handle.wait() is tensor
     del handle, tensor
     # The thread must not hold what it did last while it waits for more.
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while gone() is not None and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
@@ -101,7 +101,7 @@ def test_queues_that_take_turns_run_in_the_order_of_their_calls():
     gate, order = threading.Event(), []
     first, second = (CollectiveQueue(f"turn {n} under test", in_turn=True) for n in range(2))
     alone = CollectiveQueue("no turn under test")
-    slow = first.submit(lambda stats: order.append(gate.wait(60)), CPU)
+    slow = first.submit(lambda stats: order.append(gate.wait(300)), CPU)
     failing = second.submit(fails, CPU)
     last = first.submit(lambda stats: order.append("last"), CPU)
     alone.submit(lambda stats: order.append("alone"), CPU).wait()

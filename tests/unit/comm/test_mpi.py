@@ -81,7 +81,7 @@ def test_hang_keeps_what_was_found_and_leaves_no_process(machine):
     assert (info.flavour, info.thread_level) == ("MPICH", None)
     assert info.problem == f"starting MPI in a process of its own took longer than {seconds} s"
     for pid in map(int, pids.read_text().split()):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not is_gone(pid):
             assert time.monotonic() < deadline
             time.sleep(0.02)

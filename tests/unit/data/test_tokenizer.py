@@ -97,7 +97,7 @@ def test_those_that_wait_for_a_failing_builder_raise_its_error_and_build_nothing
         built.append(folder)
         while len(asking) < 3:
             time.sleep(0.01)
-        time.sleep(0.3)  # until the others are at the lock
+        time.sleep(1.0)  # until the others are at the lock
         raise DataError("--data", "made", "a row is wrong", "Mend it")
 
     def ask(number):

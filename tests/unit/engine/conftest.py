@@ -26,7 +26,7 @@ class Clock:
     def let_it_look(self):
         """Wait until the watchdog has counted and heard the others since this call, or ended."""
         self.meanwhile()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         for _ in range(2):  # the second time it hears what the store has answered
             before = self.asked
             while self.asked < before + 3 and threads("wavemare-watchdog"):
@@ -34,7 +34,7 @@ class Clock:
                 time.sleep(0.001)
             for thread in threads("wavemare-call"):
                 if thread.is_alive():  # it has been started
-                    thread.join(60)
+                    thread.join(300)
 
     def spend(self, seconds):
         """Let time pass in steps that are too short for a suspended process."""
@@ -44,7 +44,7 @@ class Clock:
 
     def spend_until(self, happens):
         """Let time pass until something is so, whatever the watchdog does meanwhile."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not happens():
             assert time.monotonic() < deadline
             self.now += 1
@@ -63,7 +63,7 @@ class Ended:
         self.event.set()
 
     def wait(self):
-        assert self.event.wait(60)
+        assert self.event.wait(300)
         return self.codes
 
 

@@ -145,7 +145,7 @@ def test_a_file_that_changed_while_it_was_written_is_a_failure(tmp_path):
 def in_threads(saves):
     with ThreadPoolExecutor(len(saves)) as pool:
         running = [pool.submit(save.complete) for save in saves]
-        return [future.exception(timeout=60) for future in running]
+        return [future.exception(timeout=300) for future in running]
 
 
 @pytest.mark.parametrize("tags", [("same", "same"), ("one", "two")], ids=str)

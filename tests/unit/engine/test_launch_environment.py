@@ -172,7 +172,7 @@ def test_a_foreign_mpirun_is_named():
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 1
     assert "has started 4 processes, but mpi4py" in done.stderr

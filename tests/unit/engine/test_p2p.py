@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from wavemare.engine.launch.group import leave_out_shared_memory
 from wavemare.engine.pipe.message import DESCRIPTION, MessageLayout
 from wavemare.engine.pipe.p2p import PeerLink, RecvQueue
 from wavemare.errors import CommError, ModelError
@@ -154,6 +155,7 @@ def test_a_layout_behind_another_header_has_the_same_tensors():
 def first_of_two(monkeypatch):
     """Be the first of two ranks, whose messages arrive with any content."""
     monkeypatch.setenv("LOCAL_RANK", "0")
+    leave_out_shared_memory()
     distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     yield

@@ -32,208 +32,132 @@ def refusal(section, config, **more):
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("section", "config", "key"),
-    [
-        ({}, zero(3), "zero_optimization.stage"),
-        ({}, BF16, "bf16.enabled"),
-        ({"tensor_parallel": {"size": 4}}, {}, "wavemare.expert_parallel.size"),
-        ({"parallel": {"split": 2}}, {}, "wavemare.parallel"),
-        ({"balance": {"mean": "tokens"}}, {}, "wavemare.balance.mean"),
+def experts(**section):
+    return {"expert_parallel": {"size": 2}, **section}
+
+
+def planned(**keys):
+    return {"pipeline": {"schedule": "zb-h1", "stages": 2, **keys}}
+
+
+def sparse(mode="pushpull", **keys):
+    return {"sparse_collective": {"mode": mode, **keys}}
+
+
+PROFILER = {"flops_profiler": {"enabled": True}}
+AUTOTP = {"tensor_parallel": {"autotp_size": 2}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+EXPERTS = {"expert_parallel": {"enabled": True}}
+CURRICULUM = {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}
+SHARES = {"balance": {"shares": [1, 1]}}
+STAGE, OF_GUARD, OF_SPARSE = (
+    "zero_optimization.stage",
+    "wavemare.guard.nonfinite",
+    "wavemare.sparse_collective",
+)
+WITHOUT_SUMS = [
+    (zero(3), STAGE),
+    (zero(2, **OFFLOAD), "zero_optimization.offload_optimizer.device"),
+    (zero(2, cpu_offload=True), "zero_optimization.cpu_offload"),
+    (zero(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
+    (AUTOTP, "tensor_parallel.autotp_size"),
+    ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+    (EXPERTS, "expert_parallel.enabled"),
+    ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+    ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled"),
+]
+REFUSED = [
+    (experts(), zero(3), STAGE),
+    (experts(), BF16, "bf16.enabled"),
+    (experts(tensor_parallel={"size": 4}), {}, "wavemare.expert_parallel.size"),
+    (experts(parallel={"split": 2}), {}, "wavemare.parallel"),
+    (experts(balance={"mean": "tokens"}), {}, "wavemare.balance.mean"),
+    (experts(**sparse("auto", **COMPRESSOR)), {}, f"{OF_SPARSE}.compressor"),
+    (experts(), AUTOTP, "tensor_parallel.autotp_size"),
+    (experts(), {"sequence_parallel_size": 2}, "sequence_parallel_size"),
+    (experts(), zero(1, **OFFLOAD), "zero_optimization.offload_optimizer.device"),
+    (experts(expert_parallel={"size": 3}), {}, "wavemare.expert_parallel.size"),
+    ({"watchdog": {"timeout_s": 0}}, {}, "wavemare.watchdog.timeout_s"),
+    ({"watchdog": {"timeout_s": float("inf")}}, {}, "wavemare.watchdog.timeout_s"),
+    ({"guard": {"nonfinite": "skip"}}, FP16, OF_GUARD),
+    ({"guard": {"nonfinite": "stop"}}, FP16, OF_GUARD),
+    ({"guard": {"nonfinite": "maybe"}}, {}, OF_GUARD),
+    ({"guard": {"max_skips": 3}}, {}, "wavemare.guard.max_skips"),
+    ({"guard": {"nonfinite": "skip", "max_skips": 0}}, {}, "wavemare.guard.max_skips"),
+    ({"guard": {"checksum": True}}, {}, "wavemare.guard.checksum"),
+    ({**sparse(**COMPRESSOR), "guard": {"nonfinite": "skip"}}, {}, OF_GUARD),
+    ({"wavelet": {"mode": "snyc"}}, {}, "wavemare.wavelet.mode"),
+    ({"wavelet": {"mod": "sync"}}, {}, "wavemare.wavelet.mod"),
+    ({"wavelet": {"mode": "sync"}}, PROFILER, "flops_profiler.enabled"),
+    (SPLIT, {"pipeline": {"pipe_partitioned": True}}, "pipeline.pipe_partitioned"),
+    (SPLIT, {"pipeline": {"grad_partitioned": True}}, "pipeline.grad_partitioned"),
+    (SPLIT, FP16, "fp16.enabled"),
+    (SPLIT, PROFILER, "flops_profiler.enabled"),
+    (SPLIT, zero(2), STAGE),
+    (planned(), zero(2), STAGE),
+    (planned(), EXPERTS, "expert_parallel.enabled"),
+    (planned(), {"compile": {"deepcompile": True}}, "compile.deepcompile"),
+    (planned(pipemare={}), {}, "wavemare.pipeline.pipemare"),
+    (planned(chunks=2), {}, "wavemare.pipeline.chunks"),
+    (planned(schedule="zbv", memory_limit="1x"), {}, "wavemare.pipeline.memory_limit"),
+    (planned(schedule="auto", memory_limit="4 apples"), {}, "wavemare.pipeline.memory_limit"),
+    ({**SHARES, "wavelet": {"mode": "sync"}}, {}, "wavemare.balance.shares"),
+    ({"balance": {"share": [1]}}, {}, "wavemare.balance.share"),
+    (SHARES, CURRICULUM, "data_efficiency.data_sampling.curriculum_learning.enabled"),
+    *((sparse(), config, key) for config, key in WITHOUT_SUMS),
+    (sparse("off", **COMPRESSOR), {}, f"{OF_SPARSE}.compressor"),
+    ({"sparse_collective": {"block": 64}}, {}, f"{OF_SPARSE}.block"),
+    (sparse("auto", hierarchical=True), zero(1), f"{OF_SPARSE}.hierarchical"),
+    (sparse("packed"), {}, f"{OF_SPARSE}.mode"),
+    (sparse("allgather"), zero(2), f"{OF_SPARSE}.mode"),
+    *(
+        (sparse(**COMPRESSOR), {"fp16": {"enabled": True, **scale}}, "fp16.enabled")
+        for scale in ({}, {"loss_scale": 0}, {"loss_scale": 128}, {"enabled": 1})
+    ),
+    *(
         (
-            {"sparse_collective": {"mode": "auto", **COMPRESSOR}},
-            {},
-            "wavemare.sparse_collective.compressor",
-        ),
-        ({}, {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
-        ({}, {"sequence_parallel_size": 2}, "sequence_parallel_size"),
-        (
-            {},
-            zero(1, offload_optimizer={"device": "cpu"}),
-            "zero_optimization.offload_optimizer.device",
-        ),
-        ({"expert_parallel": {"size": 3}}, {}, "wavemare.expert_parallel.size"),
-    ],
-)
-def test_what_is_not_tested_with_divided_experts(section, config, key):
-    error = refusal({"expert_parallel": {"size": 2}, **section}, config)
-    assert error.key == key
-    assert "size" in error.remedy or "stage" in error.remedy
+            {"guard": {"nonfinite": "stop"}},
+            {"torch_autocast": {"enabled": True, "dtype": dtype}},
+            OF_GUARD,
+        )
+        for dtype in ("float16", "half")
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "experts", "stages", "world_size"), [(4, 2, 1, 8), (2, 3, 1, 6), (2, 3, 2, 12)]
-)
-def test_experts_are_shared_by_whole_split_models(tensor, experts, stages, world_size):
-    def section(size):
-        sizes = {"tensor_parallel": {"size": tensor}, "expert_parallel": {"size": size}}
-        return {**sizes, "pipeline": {"stages": stages}}
-
-    error = refusal(section(experts), {}, world_size=world_size)
-    assert error.key == "wavemare.expert_parallel.size"
-    offered = [int(size) for size in re.findall(r"\d+", error.remedy)]
-    assert offered
-    for size in offered:
-        check(section(size), {}, world_size=world_size)
-
-
-@pytest.mark.parametrize("seconds", [0, float("inf")])
-def test_a_time_limit_is_a_positive_number(seconds):
-    error = refusal({"watchdog": {"timeout_s": seconds}}, {})
-    assert error.key == "wavemare.watchdog.timeout_s"
-
-
-@pytest.mark.parametrize(
-    ("guard", "config", "key"),
-    [
-        ({"nonfinite": "skip"}, FP16, "nonfinite"),
-        ({"nonfinite": "maybe"}, {}, "nonfinite"),
-        ({"max_skips": 3}, {}, "max_skips"),
-        ({"nonfinite": "skip", "max_skips": 0}, {}, "max_skips"),
-        ({"checksum": True}, {}, "checksum"),
-    ],
-)
-def test_guards_that_would_have_no_effect(guard, config, key):
-    assert refusal({"guard": guard}, config).key == f"wavemare.guard.{key}"
-
-
-@pytest.mark.parametrize(
-    ("section", "config", "key", "reason"),
-    [
-        ({"mode": "snyc"}, {}, "wavemare.wavelet.mode", "Did you mean 'sync'?"),
-        ({"mod": "sync"}, {}, "wavemare.wavelet.mod", "does not exist"),
-        (
-            {"mode": "sync"},
-            {"flops_profiler": {"enabled": True}},
-            "flops_profiler.enabled",
-            "whole forward passes",
-        ),
-    ],
-)
-def test_what_waves_do_not_go_with(section, config, key, reason):
-    error = refusal({"wavelet": section}, config)
-    assert error.key == key
-    assert reason in str(error)
-
-
-@pytest.mark.parametrize(
-    ("config", "key", "reason"),
-    [
-        ({"pipeline": {"pipe_partitioned": True}}, "pipeline.pipe_partitioned", "whole tensors"),
-        ({"pipeline": {"grad_partitioned": True}}, "pipeline.grad_partitioned", "whole tensors"),
-        (FP16, "fp16.enabled", "one rank alone"),
-        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled", "never shows"),
-        (zero(2), "zero_optimization.stage", "pipeline"),
-    ],
-)
-def test_what_split_stages_do_not_go_with(config, key, reason):
-    error = refusal(SPLIT, config)
-    assert error.key == key
-    assert reason in str(error)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "config", "key"),
-    [
-        ({}, zero(2), "zero_optimization.stage"),
-        ({}, {"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
-        ({}, {"compile": {"deepcompile": True}}, "compile.deepcompile"),
-        ({"pipemare": {}}, {}, "wavemare.pipeline.pipemare"),
-        ({"chunks": 2}, {}, "wavemare.pipeline.chunks"),
-        ({"schedule": "zbv", "memory_limit": "1x"}, {}, "wavemare.pipeline.memory_limit"),
-        ({"schedule": "auto", "memory_limit": "4 apples"}, {}, "wavemare.pipeline.memory_limit"),
-    ],
-)
-def test_what_schedules_do_not_go_with(pipeline, config, key):
-    planned = {"schedule": "zb-h1", "stages": 2, **pipeline}
-    assert refusal({"pipeline": planned}, config).key == key
+@pytest.mark.parametrize(("section", "config", "key"), REFUSED)
+def test_what_does_not_go_together_is_refused_by_its_key(section, config, key):
+    assert refusal(section, config).key == key
 
 
 def test_split_stages_need_enough_ranks():
-    error = refusal(SPLIT, {}, world_size=6)
-    assert error.key == "wavemare.tensor_parallel.size"
-    assert "times the 2 pipeline stages" in str(error)
-
-
-def test_what_balance_does_not_go_with():
-    error = refusal({"balance": {"shares": [1, 1]}, "wavelet": {"mode": "sync"}}, {})
-    assert error.key == "wavemare.balance.shares"
-    assert "alike on all ranks" in str(error)
-    assert "shares" in str(refusal({"balance": {"share": [1]}}, {}))
-    curriculum = {"data_sampling": {"curriculum_learning": {"enabled": True}}}
-    error = refusal({"balance": {"shares": [1, 1]}}, {"data_efficiency": curriculum})
-    assert "it makes equal shares" in error.reason
-
-
-WITHOUT_SUMS = {
-    "zero_optimization.stage": zero(3),
-    "zero_optimization.offload_optimizer.device": zero(2, offload_optimizer={"device": "cpu"}),
-    "zero_optimization.cpu_offload": zero(2, cpu_offload=True),
-    "zero_optimization.zenflow": zero(2, zenflow={"topk_ratio": 0.1}),
-    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
-    "sequence_parallel_size": {"sequence_parallel_size": 2},
-    "expert_parallel.enabled": {"expert_parallel": {"enabled": True}},
-    "compile.deepcompile": {"compile": {"deepcompile": True}},
-    "hybrid_engine.enabled": {"hybrid_engine": {"enabled": True}},
-}
-
-
-@pytest.mark.parametrize("key", WITHOUT_SUMS)
-def test_the_sparse_collective_needs_sums_of_gradients(key):
-    config = WITHOUT_SUMS[key]
-    assert refusal({"sparse_collective": {"mode": "pushpull"}}, config).key == key
-    check({"sparse_collective": {"mode": "off"}}, config)
+    assert refusal(SPLIT, {}, world_size=6).key == "wavemare.tensor_parallel.size"
 
 
 @pytest.mark.parametrize(
-    ("section", "config", "key", "reason"),
-    [
-        ({"mode": "off", **COMPRESSOR}, {}, "compressor", "it has no effect"),
-        ({"block": 64}, {}, "block", "mode is 'off'"),
-        (
-            {"mode": "auto", "hierarchical": True},
-            zero(1),
-            "hierarchical",
-            "no effect on the reduce-scatters of ZeRO 1",
-        ),
-        ({"mode": "packed"}, {}, "mode", "does not sum in the order of the ranks"),
-        ({"mode": "allgather"}, zero(2), "mode", "reduce-scatters, which ZeRO 2"),
-    ],
+    ("tensor", "size", "stages", "world_size"), [(4, 2, 1, 8), (2, 3, 1, 6), (2, 3, 2, 12)]
 )
-def test_sparse_settings_that_contradict_each_other(section, config, key, reason):
-    error = refusal({"sparse_collective": section}, config)
-    assert error.key == f"wavemare.sparse_collective.{key}"
-    assert reason in str(error)
+def test_experts_are_shared_by_whole_split_models(tensor, size, stages, world_size):
+    def section(number):
+        sizes = {"tensor_parallel": {"size": tensor}, "expert_parallel": {"size": number}}
+        return {**sizes, "pipeline": {"stages": stages}}
 
-
-@pytest.mark.parametrize("dtype", ["float16", "half", "bfloat16"])
-def test_a_guard_does_not_go_with_a_loss_scaler(dtype):
-    guard, autocast = {"guard": {"nonfinite": "stop"}}, {"enabled": True, "dtype": dtype}
-    assert refusal(guard, FP16).key == "wavemare.guard.nonfinite"
-    if dtype == "bfloat16":
-        check(guard, {"torch_autocast": autocast})
-    else:
-        assert refusal(guard, {"torch_autocast": autocast}).key == "wavemare.guard.nonfinite"
-
-
-def test_a_skipped_step_would_lose_what_a_compressor_has_sent():
-    sparse = {"sparse_collective": {"mode": "pushpull", **COMPRESSOR}}
-    error = refusal({**sparse, "guard": {"nonfinite": "skip"}}, {})
-    assert error.key == "wavemare.guard.nonfinite"
-
-
-@pytest.mark.parametrize("scale", [{}, {"loss_scale": 0}, {"loss_scale": 128}, {"enabled": 1}])
-def test_residuals_cannot_go_with_steps_that_overflow(scale):
-    sparse = {"sparse_collective": {"mode": "pushpull", **COMPRESSOR}}
-    assert refusal(sparse, {"fp16": {"enabled": True, **scale}}).key == "fp16.enabled"
-
-
-SPARSE = {"sparse_collective": {"mode": "pushpull"}}
+    error = refusal(section(size), {}, world_size=world_size)
+    assert error.key == "wavemare.expert_parallel.size"
+    offered = [int(found) for found in re.findall(r"\d+", error.remedy)]
+    assert offered
+    for other in offered:
+        check(section(other), {}, world_size=world_size)
 
 
 @pytest.mark.parametrize(
     ("section", "config"),
     [
+        *((sparse("off"), config) for config, _ in WITHOUT_SUMS),
+        (
+            {"guard": {"nonfinite": "stop"}},
+            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        ),
         ({"guard": {"nonfinite": "off"}}, FP16),
         ({"guard": {}}, FP16),
         ({"guard": {"nonfinite": "skip", "max_skips": 1}}, {}),
@@ -246,13 +170,13 @@ SPARSE = {"sparse_collective": {"mode": "pushpull"}}
         ({"balance": {"shares": [1, 1]}, "pipeline": {"stages": 2}}, zero(1)),
         ({"balance": {"shares": [1, 1, 1, 1], "mean": "tokens"}}, zero(3)),
         ({"balance": {}, "wavelet": {"mode": "sync"}}, {}),
-        ({**SPARSE, "guard": {"nonfinite": "stop"}}, {}),
-        (SPARSE, zero(2, offload_optimizer={"device": "none"})),
-        (SPARSE, {"zero_optimization": True}),
-        (SPARSE, {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}}),
-        (SPARSE, FP16),
-        (SPARSE, {"expert_parallel": {"enabled": False}}),
-        ({"sparse_collective": {"mode": "pushpull", **COMPRESSOR}}, {}),
+        ({**sparse(), "guard": {"nonfinite": "stop"}}, {}),
+        (sparse(), zero(2, offload_optimizer={"device": "none"})),
+        (sparse(), {"zero_optimization": True}),
+        (sparse(), {"sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}}),
+        (sparse(), FP16),
+        (sparse(), {"expert_parallel": {"enabled": False}}),
+        (sparse(**COMPRESSOR), {}),
     ],
 )
 def test_what_goes_together_passes(section, config):

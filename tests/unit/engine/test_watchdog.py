@@ -238,7 +238,7 @@ def test_an_engine_may_be_collected_by_the_watchdogs_own_thread(clock, start, ca
 
     start(Collects())
     for thread in threads():
-        thread.join(60)
+        thread.join(300)
     assert not threads()
     assert current() is None
     assert not caplog.records

@@ -67,7 +67,7 @@ def run_peer(pipe, group, config, machine, late_s):
     watchdog.meet(group := group_of(*group))  # a store at a port goes with its first owner
     worker = os.fork()  # as of a data loader: it outlives this rank
     if worker == 0:
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
     pipe.send(worker)
     while word := pipe.recv():
@@ -80,7 +80,7 @@ def run_peer(pipe, group, config, machine, late_s):
             while ticks.count < before + 4:
                 time.sleep(0.001)
         elif word == "end":
-            watchdog._board.decide(json.dumps(["watchdog: it ends", 0, [1]]), 60)
+            watchdog._board.decide(json.dumps(["watchdog: it ends", 0, [1]]), 300)
         elif word == "hold":
             pipe.send(word)
             ctypes.PyDLL(None).sleep(600)  # without giving way to other threads
@@ -360,6 +360,6 @@ Watchdog(WatchdogConfig()).start().meet((FileStore({str(tmp_path / "store")!r}, 
     other = subprocess.Popen([sys.executable, "-c", program])
     watchdog = Watchdog(WatchdogConfig(folder=str(tmp_path / "w"))).start()
     watchdog.meet(group_of(tmp_path / "store", 0))
-    assert other.wait(60) == 0
+    assert other.wait(600) == 0
     assert "has ended by itself, after step 0" in watchdog.explain_loss()
     watchdog.release()

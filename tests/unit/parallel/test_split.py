@@ -262,10 +262,16 @@ def files(folder):
 
 NEEDING_MORE = ("corda", "loftq")
 """Initializations by packages that are not there."""
-STARTS = (False, True, "gaussian", "orthogonal", "pissa", "olora", "eva", *NEEDING_MORE)
+STARTS = (False, True, "gaussian", "pissa", "orthogonal", "olora", "eva", *NEEDING_MORE)
 
 
-@pytest.mark.parametrize(("start", "name"), zip(STARTS, cycle(["mine", "default"])))
+@pytest.mark.parametrize(
+    ("start", "name"),
+    [
+        pytest.param(start, name, marks=[pytest.mark.nightly] if number > 3 else [])
+        for number, (start, name) in enumerate(zip(STARTS, cycle(["mine", "default"])))
+    ],
+)
 def test_an_adapter_of_any_initialization_is_saved_as_peft_does(start, name, alone, tmp_path):
     begins = True if start in NEEDING_MORE else start
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=begins)

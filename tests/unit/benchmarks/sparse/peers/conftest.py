@@ -32,7 +32,7 @@ class Mail:
             return next((m for m in own if source in (None, m[0])), None)
 
         with self.changed:
-            assert self.changed.wait_for(find, timeout=60), f"{target} waits for {source}"
+            assert self.changed.wait_for(find, timeout=300), f"{target} waits for {source}"
             found = find()
             self.waiting[target].remove(found)
             return found

@@ -11,7 +11,7 @@ from slow_twins import INTEGERS, bucket, intact, same, slow_gather, slow_mask, s
 
 from wavemare.comm.kernels import DTYPES, num_blocks
 
-SINGLE, BF16, DOUBLE = torch.float32, torch.bfloat16, torch.float64
+SINGLE, BF16 = torch.float32, torch.bfloat16
 
 
 def sizes(block, long):
@@ -51,7 +51,7 @@ def check_mask_with_the_usual_tile(subject):
 
 
 def check_mask_of_unaligned_bucket(subject):
-    dtypes = DTYPES if subject.long else (SINGLE, BF16, DOUBLE)
+    dtypes = DTYPES if subject.long else (SINGLE, BF16)
     for dtype, block, offset in product(dtypes, (64, 75), (1, 2, 3) if subject.long else (1, 2)):
         flat = bucket(dtype, block * 17 + 5, block, seed=offset)
         case = f"{dtype} {block} {offset}"
@@ -98,7 +98,7 @@ def copy_case(subject, kernels, flat, block, index, offset=64):
 
 def check_gather_and_scatter(subject):
     # Rows are copied by their bytes: one type of each width.
-    dtypes = DTYPES if subject.long else (SINGLE, BF16, DOUBLE)
+    dtypes = DTYPES if subject.long else (SINGLE, BF16)
     for dtype, block in product(dtypes, (64, 256, 100)):
         for numel in sizes(block, subject.long):
             flat = bucket(dtype, numel, block, seed=numel, dense=0.5)
@@ -109,7 +109,7 @@ def check_gather_and_scatter(subject):
 
 
 def check_gather_and_scatter_of_odd_rows(subject):
-    dtypes = DTYPES if subject.long else (SINGLE, BF16, DOUBLE)
+    dtypes = DTYPES if subject.long else (SINGLE, BF16)
     for dtype, block in product(dtypes, (1, 7, 75, 300, 768, 4096)):
         numel = block * (3 if block > 512 else 40) + block // 3
         flat = bucket(dtype, numel, block, seed=block, dense=0.5)
