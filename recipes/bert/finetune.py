@@ -25,7 +25,6 @@ from wavemare.observe.recording import Recording
 from wavemare.recipes.bert.pretrain import finish
 from wavemare.recipes.gpt.pretrain import train
 from wavemare.training.arguments import (
-    SIZES,
     ModelArguments,
     TrainArguments,
     option,
@@ -107,18 +106,13 @@ def check_options(args: FinetuneArguments) -> None:
     """Refuse options that have no effect.
 
     Raises:
-        ConfigError: ``--split`` is given, or a size of a model that comes from a folder.
+        ConfigError: ``--split`` is given.
     """
     if args.split is not None:
         reason = (
             "labelled texts are no Megatron data, and their validation part is chosen by its hash"
         )
         raise ConfigError("--split", args.split, reason, "Leave it out")
-    for name in (*SIZES, "make_vocab_size_divisible_by"):
-        size = getattr(args, name)
-        if args.model is not None and size is not None:
-            reason = "the model comes from a folder, with its own size"
-            raise ConfigError(f"--{name}", size, reason, "Leave it out")
 
 
 def measure(evaluation: Any, num_samples: int | None, *, num_classes: int) -> Mapping[str, float]:
@@ -165,7 +159,7 @@ def make_model(
             )
         return tokenizer, model
     cache = Path(args.cache).expanduser()
-    tokenizer = cached_tokenizer(corpus.train, args.vocab_size, "bert", cache)
+    tokenizer = cached_tokenizer(corpus.train, args.trained_vocabulary, "bert", cache)
     rows = args.padded(len(tokenizer), tensor_parallel)
     own = {"num_labels": len(names), "pad_token_id": tokenizer.pad_token_id, **labels}
     with reraise_model_errors("--model_config", args.model_config):

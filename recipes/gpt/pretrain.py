@@ -85,7 +85,8 @@ def main(
 
     connect(setup)
     lr_scheduler = adjust(setup)
-    text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
+    made = {"tokenizer": args.tokenizer, "vocab_size": args.trained_vocabulary}
+    text = read_text(source, args, "gpt", **made)
     wait_for_data(setup)
     model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
     learn(setup, recording, model, text, args.prompt, title, lr_scheduler)

@@ -230,7 +230,7 @@ def test_a_folder_without_a_model_to_finetune(recipe, write):
     ("words", "package", "extra"),
     [
         ("report runs --output report.html", "plotly", "report"),
-        ("plan show --output plan", "matplotlib", "report"),
+        ("plan show --schedule file:nosuch --output plan", "matplotlib", "report"),
         ("simulate gpt --systems flush --plot losses.png", "matplotlib", "report"),
         ("benchmarks sparse --plot cost.png", "matplotlib", "report"),
     ],
