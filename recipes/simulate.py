@@ -82,7 +82,7 @@ def main(make: Any = None) -> None:
         arguments,
         "gpt" if name == "gpt" else "bert",
         tokenizer=arguments.tokenizer,
-        vocab_size=arguments.vocab_size,
+        vocab_size=arguments.trained_vocabulary,
     )
     if text.split is not None:
         reason = "a simulation reads no data in Megatron's order"

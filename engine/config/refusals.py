@@ -276,6 +276,17 @@ def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) ->
             "without ZeRO DeepSpeed's 16-bit optimizers clip by the weights of one rank alone",
             'Set "stage" to 1 or 2 in zero_optimization',
         )
+    dtype = section_of(config, "torch_autocast").get("dtype")
+    yield (
+        (stages > 1 or (divided and zero == 0))
+        and not ours.pipeline.is_asynchronous  # which goes with no autocast at all
+        and _scales_by_autocast(config),
+        "torch_autocast.dtype",
+        dtype,
+        "torch's loss scaler sees the gradients of one rank's weights alone",
+        'Use "bfloat16", which needs none',
+    )
+    yield from _before_the_sum(config)
     split = section_of(config, "tensor_parallel").get("autotp_size", 1)
     yield (
         size > 1 and split != 1,
@@ -295,6 +306,22 @@ def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) ->
         yield from _beside(config, _BESIDE_STAGES, "stages", f"{SECTION}.pipeline.stages")
     if ours.balance.shares is not None:
         yield from _beside(config, _BESIDE_SHARES, "unequal shares", _SHARES)
+
+
+def _before_the_sum(config: Mapping[str, Any]) -> _Rows:
+    """Refuse what divides gradients before they are summed, where DeepSpeed cannot."""
+    zero = zero_section(config)
+    stage, sums = zero.get("stage", 0), str(config.get("gradient_allreduce_op")).lower() == "sum"
+    scatters = stage in (2, ZERO_WEIGHTS) and zero.get("reduce_scatter", True) and not sums
+    for name, idle in (("gradient_predivide_factor", _ONE), ("prescale_gradients", _OFF)):
+        value = config.get(name)
+        yield (
+            scatters and value not in idle,
+            name,
+            value,
+            f"DeepSpeed does not do that before the reduce-scatters of ZeRO {stage}",
+            "Leave it out, or use ZeRO 0 or 1",
+        )
 
 
 def _experts(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) -> _Rows:
@@ -426,6 +453,12 @@ _FP16 = ("fp16", "float16", "torch.float16", "half")
 """DeepSpeed's names of the type to which autocast scales losses."""
 
 
+def _scales_by_autocast(config: Mapping[str, Any]) -> bool:
+    """Whether autocast goes to fp16, for which torch scales losses."""
+    autocast = section_of(config, "torch_autocast")
+    return is_enabled(config, "torch_autocast") and autocast.get("dtype") in _FP16
+
+
 def _health(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     guard = ours.guard
     for key, value in (
@@ -440,10 +473,8 @@ def _health(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
             "Leave it out, or wavemare.checkpoint.background",
         )
     given = "nonfinite" in guard.model_fields_set and guard.nonfinite != "off"
-    autocasts = section_of(config, "torch_autocast").get("dtype") in _FP16
-    scales = is_enabled(config, "fp16") or (is_enabled(config, "torch_autocast") and autocasts)
     yield (
-        scales and given,
+        (is_enabled(config, "fp16") or _scales_by_autocast(config)) and given,
         f"{SECTION}.guard.nonfinite",
         guard.nonfinite,
         "with fp16 gradients overflow in a healthy run, and its loss scaler skips them",

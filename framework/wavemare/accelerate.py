@@ -13,16 +13,22 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
 import accelerate
 import deepspeed
 import torch
-from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderShard,
+    SkipBatchSampler,
+    prepare_data_loader,
+)
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, operations
@@ -46,6 +52,8 @@ _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
 _USE_CPU, _USE_DEEPSPEED = "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"
 _ACCELERATOR = "wavemare_accelerator"
 """Where accelerate's state, which all share and the Trainer pickles, holds the number of one."""
+_SECTION_OF_PLUGIN = "wavemare_section"
+"""Attribute of accelerate's plugin, which several accelerators may share."""
 _accelerators: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
 _swap_lock = threading.RLock()
 
@@ -54,8 +62,8 @@ class Accelerator(accelerate.Accelerator):
     """``accelerate.Accelerator`` whose DeepSpeed engines are ours.
 
     Processes that share a model (stages, tensor parallelism) get the same batches. What gathers or
-    reduces counts them once, also ``gather`` and ``gather_object`` of ``accelerate.utils``; its
-    ``reduce`` alone, which is no method, adds up processes.
+    reduces counts them once, also ``gather``, ``gather_object`` and ``reduce`` of
+    ``accelerate.utils``. Of several plugins each brings its own ``"wavemare"`` section.
 
     Attributes:
         section: The ``"wavemare"`` section; None without one.
@@ -82,16 +90,23 @@ class Accelerator(accelerate.Accelerator):
         if any(given.get(name) for name in _PLUGINS) or parse_flag_from_env(_USE_DEEPSPEED):
             _join_on_cpus(given)
         super().__init__(**given)
-        plugin = getattr(self.state, "deepspeed_plugin", None)
-        if plugin is not None:
+        if getattr(self.state, "deepspeed_plugin", None) is not None:
             check_joined(self.num_processes)
-            self.take_section(plugin.deepspeed_config.pop(SECTION, None))
+            self.take_section(self._given_section())
+
+    def _given_section(self) -> dict[str, Any] | None:
+        """Return the section of the selected plugin, of which other accelerators may make use."""
+        plugin = self.state.deepspeed_plugin
+        if SECTION in plugin.deepspeed_config:  # accelerate would fill in its "auto"
+            setattr(plugin, _SECTION_OF_PLUGIN, plugin.deepspeed_config.pop(SECTION))
+        return getattr(plugin, _SECTION_OF_PLUGIN, None)
 
     def take_section(self, section: dict[str, Any] | None) -> None:
-        """Use a ``"wavemare"`` section. accelerate must not see it: it would fill in ``"auto"``.
+        """Use a ``"wavemare"`` section for the models of the selected plugin.
 
         Raises:
-            ConfigError: It is invalid, or needs another training loop.
+            ConfigError: It is invalid, needs another training loop, or divides models over another
+                number of processes than an engine of this accelerator.
         """
         ours = WavemareConfig.of({SECTION: section} if section is not None else {})
         key = self.whole_step_key = _whole_step_key(ours)
@@ -99,6 +114,14 @@ class Accelerator(accelerate.Accelerator):
             reason = "its engine trains whole steps, and accelerate's loop single passes"
             remedy = "Use wavemare.hf.Trainer, or wavemare.initialize and engine.train_batch"
             raise ConfigError(f"{SECTION}.{key}", section, reason, remedy)
+        built = getattr(self, "deepspeed_engine_wrapped", None)
+        if built is not None and ours.model_ranks != self.model_ranks:
+            reason = f"loaders and engines of this accelerator count {self.model_ranks} per model"
+            remedy = "Build this model's engine by wavemare.initialize, or divide both alike"
+            raise ConfigError(SECTION, section, reason, remedy)
+        plugin = getattr(self.state, "deepspeed_plugin", None)
+        if plugin is not None:
+            setattr(plugin, _SECTION_OF_PLUGIN, section)
         self.section = section
         PartialState._shared_state[_ACCELERATOR] = id(self)
         _accelerators[id(self)] = self
@@ -145,6 +168,8 @@ class Accelerator(accelerate.Accelerator):
             section = {} if self.section is None else {SECTION: self.section}
             return self.build(config={**config_params, **section}, **arguments)
 
+        if (section := self._given_section()) is not self.section:  # another plugin is selected
+            self.take_section(section)
         self._counts_models = self.model_ranks > 1  # in sizes of batches and lengths of schedules
         try:
             with _initializing_by(ours):
@@ -230,15 +255,11 @@ class Accelerator(accelerate.Accelerator):
             skipped.first = num_batches
         return skipped
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return tensors reduced over data ranks; see accelerate's method of that name."""
-        if self.model_ranks == 1 or reduction not in _REDUCTIONS:
-            return super().reduce(tensor, reduction, scale)
-        return recursively_apply(
-            lambda own: _REDUCTIONS[reduction](torch.stack(_parts(own, self.ranks))).to(own.dtype),
-            tensor,
-            error_on_other_type=True,
-        )
+    def check_trigger(self) -> bool:
+        """Return whether any process has set the trigger; see accelerate's method of that name."""
+        if self.model_ranks > 1 and any(gather(bool(self.flag_tensor))):
+            self.set_trigger()  # sums count the processes of a model once
+        return bool(super().check_trigger())
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -270,7 +291,7 @@ def _parts(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
     return parts if group is not None else [parts[rank] for rank in ranks.replicas]
 
 
-def _gathered(tensor: Any, ranks: Ranks) -> Any:
+def _gathered(ranks: Ranks, tensor: Any) -> Any:
     """Return tensors of all replicas, concatenated."""
 
     def of_one(own: torch.Tensor) -> torch.Tensor:
@@ -279,40 +300,74 @@ def _gathered(tensor: Any, ranks: Ranks) -> Any:
     return recursively_apply(of_one, tensor, error_on_other_type=True)
 
 
-def _gathered_objects(objects: Any, ranks: Ranks) -> list[Any]:
+def _gathered_objects(ranks: Ranks, object: Any) -> list[Any]:
     """Return what the lists of all replicas hold, in one list."""
     if ranks.data_world_size == 1:
-        return [each for each in objects]
-    found = gather(objects)
+        return [each for each in object]
+    found = gather(object)
     return [each for rank in ranks.replicas for each in found[rank]]
 
 
-def _counting_models(name: str, ours: Callable[[Any, Ranks], Any]) -> None:
+def _reduced(ranks: Ranks, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Return tensors reduced over all replicas; the scale is XLA's alone."""
+    reduce = _REDUCTIONS.get(reduction, _REDUCTIONS["sum"])  # as accelerate takes other words
+    return recursively_apply(
+        lambda own: reduce(torch.stack(_parts(own, ranks))).to(own.dtype),
+        tensor,
+        error_on_other_type=True,
+    )
+
+
+def _count_models(stock: Callable[..., Any], ours: Callable[..., Any], beside: object) -> None:
     """Let a function of accelerate count the processes of one model once, whoever calls it.
 
-    Raises:
-        RuntimeError: This version of accelerate has no such function.
+    Args:
+        stock: The function, which modules may have imported by any name.
+        ours: The same of replicas, whose ranks it takes first.
+        beside: A module that goes on with the stock function.
     """
-    stock = getattr(operations, name, None)
-    if stock is None:
-        raise RuntimeError(
-            f"accelerate {accelerate.__version__} gathers in another way than versions before: "
-            f"accelerate.utils.operations has no {name}"
-        )
 
     @functools.wraps(stock)
-    def counting(given: Any) -> Any:
+    def counting(*args: Any, **kwargs: Any) -> Any:
         accelerator = _accelerators.get(PartialState._shared_state.get(_ACCELERATOR, 0))
         if accelerator is None or accelerator.model_ranks == 1:
-            return stock(given)
-        return ours(given, accelerator.ranks)
+            return stock(*args, **kwargs)
+        return ours(accelerator.ranks, *args, **kwargs)
 
-    setattr(operations, name, counting)
+    for module in [each for each in sys.modules.values() if each is not beside]:
+        names = getattr(module, "__dict__", {})
+        for name in [name for name, value in list(names.items()) if value is stock]:
+            names[name] = counting
 
 
-# All that gathers ends there: accelerate.utils.gather and gather_object, the accelerator's methods.
-_counting_models("_gpu_gather", _gathered)
-_counting_models("_gpu_gather_object", _gathered_objects)
+_count_models(operations.gather, _gathered, None)
+_count_models(operations.gather_object, _gathered_objects, None)
+# accelerate copies the tensor of one process to the others by a sum over all processes.
+_count_models(operations.reduce, _reduced, operations)
+
+
+def rows_that_count(loader: Any, rows: int, *, data_rank: int, data_ranks: int) -> int:
+    """Return how many rows of the batch that was read last are no repetitions.
+
+    accelerate fills up the last batches of an epoch, so that all data ranks have equal ones. Its
+    own count is of the data set, whatever a sampler draws of it, and it has none where a run goes
+    on within an epoch.
+
+    Args:
+        loader: Prepared by accelerate; None outside of an epoch.
+        rows: Of the batch.
+        data_rank: Of this process.
+        data_ranks: That share the loader's batches.
+    """
+    if loader is None or not loader.end_of_dataloader:
+        return rows
+    batches, left = getattr(loader, "batch_sampler", None), int(loader.remainder)
+    for wrapper in (SkipBatchSampler, BatchSamplerShard):
+        batches = batches.batch_sampler if isinstance(batches, wrapper) else batches
+    sampler, size = getattr(batches, "sampler", None), getattr(batches, "batch_size", None)
+    if isinstance(sampler, Sized) and size and not batches.drop_last:
+        left = len(sampler) % (size * data_ranks)
+    return min(max(left - data_rank * rows, 0), rows) if left > 0 else rows
 
 
 class _SharedLoader(DataLoaderShard):

@@ -24,7 +24,6 @@ from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.observe.recording import Recording
 from wavemare.training.arguments import (
-    SIZES,
     ModelArguments,
     TrainArguments,
     option,
@@ -162,18 +161,13 @@ def check_options(args: FinetuneArguments) -> None:
     """Refuse options that have no effect.
 
     Raises:
-        ConfigError: ``--split`` is given, or a size of a model that comes from a folder.
+        ConfigError: ``--split`` is given.
     """
     if args.split is not None:
         reason = (
             "labelled texts are no Megatron data, and their validation part is chosen by its hash"
         )
         raise ConfigError("--split", args.split, reason, "Leave it out")
-    for name in (*SIZES, "make_vocab_size_divisible_by"):
-        size = getattr(args, name)
-        if args.model is not None and size is not None:
-            reason = "the model comes from a folder, with its own size"
-            raise ConfigError(f"--{name}", size, reason, "Leave it out")
 
 
 def measure(evaluation: Any, num_samples: int | None, num_classes: int) -> Mapping[str, float]:

@@ -72,7 +72,9 @@ def main() -> None:
 
     # The text. One process of each host reads and tokenizes it; the others take it from the cache.
     connect(setup)
-    text = read_text(source, args, "bert", tokenizer=args.tokenizer, vocab_size=args.vocab_size)
+    text = read_text(
+        source, args, "bert", tokenizer=args.tokenizer, vocab_size=args.trained_vocabulary
+    )
     samples, validation = text.masked_samples(
         args.sequence_length, probability=args.mask_probability, seed=args.seed
     )

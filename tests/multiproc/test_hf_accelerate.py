@@ -26,6 +26,12 @@ def test_the_section_reaches_the_engine_in_spite_of_auto(results):
         assert result["sparse"]["losses"] == pytest.approx(result["stock"]["losses"], rel=1e-5)
 
 
+def test_each_plugin_brings_its_own_section(results):
+    for result in results:
+        assert result["plugins"] == [[True, False, True, False], [False, True, False, True]]
+        assert result["unlike plugins"].startswith("ConfigError: wavemare = ")
+
+
 def test_ranks_that_share_a_model_read_and_count_batches_once(results):
     for result in results:
         assert result["tensor"]["gathered"] == [4, 4, 4, 3]
@@ -58,7 +64,8 @@ def test_ranks_that_share_a_model_count_once(results):
     for result in (found["shared"] for found in results):
         assert result["ranks"] == [[0, 1], 1]
         assert result["part"] == ["a", "b", "c"]
-        assert result["reduced"] == [1.0, 1.0, 1.0]
+        assert result["reduced"] == [1.0] * 9
+        assert result["triggers"] == [True, False]  # one of the two has set it
         assert result["gathered"] == result["objects"] == ["name"]
         assert result["tensors"] == result["padded"] == [1.0]
         assert result["rate"] == [0.5]

@@ -16,7 +16,7 @@ import typer
 from wavemare.cli.options import option
 from wavemare.errors import ConfigError, os_errors
 from wavemare.extras import require
-from wavemare.files import atomic_write_bytes
+from wavemare.files import atomic_write_bytes, check_writable
 
 if TYPE_CHECKING:
     from wavemare.pipeline.clock.simulate import Costs, Timeline
@@ -108,6 +108,9 @@ def show(
     costs_ms = {option(n): context.params[n] for n in _TIMES if context.params[n] is not None}
     if csv and text:
         raise ConfigError("--csv", csv, "--text prints another form", "Leave out one of them")
+    if output is not None:
+        require("matplotlib", "--output")
+        check_writable("--output", output, is_folder=True)
     if schedule.startswith(_FILE):
         plan = _read_plan(context, Path(schedule.removeprefix(_FILE)))
     else:
@@ -321,7 +324,6 @@ def _collectives(plan: Plan, timeline: Timeline, costs: Costs) -> str:
 
 
 def _write(plan: Plan, timeline: Timeline, folder: Path) -> None:
-    require("matplotlib", "--output")
     from wavemare.pipeline import draw
 
     contents = (

@@ -22,7 +22,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer import Trainer as StockTrainer
 from transformers.trainer_pt_utils import find_batch_size
 
-from wavemare.accelerate import Accelerator, check_joined
+from wavemare.accelerate import Accelerator, check_joined, rows_that_count
 from wavemare.api import initialize
 from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.labels import counts_items
@@ -468,11 +468,12 @@ class Trainer(StockTrainer):
 
     def _rows_that_count(self, inputs: Any) -> int:
         """Return how many rows of a batch are no repetitions that fill up the last ones."""
-        rows = int(find_batch_size(inputs) or 0)
-        state = self.accelerator.gradient_state
-        if not state.end_of_dataloader or state.remainder <= 0:
-            return rows
-        return min(max(state.remainder - self.accelerator.data_rank * rows, 0), rows)
+        return rows_that_count(
+            self.accelerator.gradient_state.active_dataloader,
+            int(find_batch_size(inputs) or 0),
+            data_rank=self.accelerator.data_rank,
+            data_ranks=self.accelerator.data_ranks,
+        )
 
     def _of_last_stage(self, predicted: Any) -> Any:
         """Broadcast what the last stage has predicted; its error is raised by all stages."""

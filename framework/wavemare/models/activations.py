@@ -141,7 +141,11 @@ class StageContext:
 
 
 def split_batch(
-    batch: Mapping[str, Tensor], inputs: Sequence[str], *, labels_required: bool = True
+    batch: Mapping[str, Tensor],
+    inputs: Sequence[str],
+    *,
+    labels_required: bool = True,
+    accepted: Sequence[str] | None = None,
 ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | tuple[()]]:
     """Order a batch's entries as the pipeline expects them.
 
@@ -153,6 +157,7 @@ def split_batch(
         inputs: The declared names, ``input_ids`` first.
         labels_required: Whether a batch without labels is an error; else an empty tuple stands
             for them.
+        accepted: Names that may be declared; any if omitted.
 
     Returns:
         The inputs (a bare tensor if only ``input_ids`` is declared, else a tuple of int64 tensors)
@@ -168,7 +173,7 @@ def split_batch(
                 name, None, "the batch has no such entry", f"Let the collator return {name!r}"
             )
     for name, value in batch.items():
-        _check_declared(name, value, inputs, batch.get("position_ids"))
+        _check_declared(name, value, inputs, batch.get("position_ids"), accepted)
     ids = batch["input_ids"]
     tensors = []
     for name in inputs:
@@ -188,7 +193,11 @@ def split_batch(
 
 
 def _check_declared(
-    name: str, value: Tensor, inputs: Sequence[str], positions: Tensor | None
+    name: str,
+    value: Tensor,
+    inputs: Sequence[str],
+    positions: Tensor | None,
+    accepted: Sequence[str] | None,
 ) -> None:
     if name in inputs or name == "labels":
         return
@@ -203,12 +212,11 @@ def _check_declared(
             "model, but not in the pipeline, which does not carry it",
             f"{_declared([*inputs, name])}, or drop it from the batch",
         )
-    raise ModelError(
-        name,
-        tuple(value.shape),
-        f"the pipeline carries only {', '.join(inputs)}, so this entry would be ignored",
-        f"{_declared([*inputs, name])}, or drop it from the batch",
-    )
+    remedy = "Drop it from the batch: the layers of this model take no such entry"
+    if accepted is None or name in accepted:
+        remedy = f"{_declared([*inputs, name])}, or drop it from the batch"
+    reason = f"the pipeline carries only {', '.join(inputs)}, so this entry would be ignored"
+    raise ModelError(name, tuple(value.shape), reason, remedy)
 
 
 def _declared(inputs: list[str]) -> str:

@@ -166,6 +166,9 @@ _BERT_CLS = Family(
 )
 _DECODER = Family("decoder", _DECODER_INPUTS, _DECODER_INPUTS[:2], decoder_chain, _causal_loss)
 
+ACCEPTED = {family.name: family.accepted for family in (_GPT2, _BERT_MLM, _DECODER)}
+"""Batch entries that the layers of each family understand."""
+
 
 def family_of(model: Any) -> Family:
     """Return the family of a model.

@@ -19,7 +19,7 @@ from wavemare.engine.experts import expert_group, is_divided
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 from wavemare.engine.seams import replaced
 from wavemare.models.activations import split_batch
-from wavemare.models.families import Loss
+from wavemare.models.families import ACCEPTED, Loss
 from wavemare.models.layers import AuxiliaryLoss, PipelineLayer, TiedHead, spec_of
 
 
@@ -134,7 +134,8 @@ class TransformerPipeline(ChunkedPipelineModule):
         Raises:
             ModelError: An entry is missing, not declared or of a wrong shape.
         """
-        return split_batch(batch, self.inputs, labels_required=labels_required)
+        accepted = ACCEPTED[self.family]
+        return split_batch(batch, self.inputs, labels_required=labels_required, accepted=accepted)
 
     def weight_names(self) -> dict[str, str]:
         """For each key of the model's state dict, the key under which a stage holds it."""

@@ -32,6 +32,8 @@ SIZES = {"num_layers": "num_hidden_layers"} | {
     name: name for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")
 }
 """transformers' names of a model's sizes, by Megatron's."""
+_VOCABULARY = 4096
+_OF_A_NEW_MODEL = *SIZES, "make_vocab_size_divisible_by", "model_config"
 
 
 def option(default: Any, text: str) -> Any:
@@ -145,7 +147,7 @@ class ModelArguments:
     """Options of a new model."""
 
     model_config: str = option("", "transformers configuration of a new model")
-    vocab_size: int = option(4096, "tokens of the trained BPE")
+    vocab_size: int | None = option(None, f"tokens of the trained BPE; {_VOCABULARY} if omitted")
     num_layers: int | None = option(None, "layers, in place of the configuration's")
     hidden_size: int | None = option(None, "width, in place of the configuration's")
     num_attention_heads: int | None = option(None, "heads, in place of the configuration's")
@@ -153,6 +155,11 @@ class ModelArguments:
     make_vocab_size_divisible_by: int | None = option(
         None, "pad the vocabulary to a multiple of this times the tensor-parallel size"
     )
+
+    @property
+    def trained_vocabulary(self) -> int:
+        """Number of tokens of a tokenizer that is trained."""
+        return self.vocab_size or _VOCABULARY
 
     def sizes(self) -> dict[str, int]:
         """Return the given sizes of the model by transformers' names."""
@@ -216,7 +223,27 @@ def parse_arguments(kind: type[Arguments], words: Sequence[str] | None = None) -
         _check_value(each.name, getattr(arguments, each.name), each.default)
     if not arguments.deepspeed_config:
         raise ConfigError("--deepspeed_config", None, "it is missing", "Name a JSON file")
-    return _resolve_megatron(arguments)
+    arguments = _resolve_megatron(arguments)
+    if isinstance(arguments, ModelArguments):
+        _refuse_idle(arguments)
+    return arguments
+
+
+def _refuse_idle(given: ModelArguments) -> None:
+    """Refuse options of a new model and a new tokenizer where these come from folders.
+
+    Raises:
+        ConfigError: Such an option is given.
+    """
+    model, tokenizer = (getattr(given, name, None) for name in ("model", "tokenizer"))
+    for folder, names, reason in (
+        (model, _OF_A_NEW_MODEL, "the model comes from a folder, with its own configuration"),
+        (model or tokenizer, ("vocab_size",), "the tokenizer comes from a folder, with its tokens"),
+    ):
+        for each in fields(given):
+            value = getattr(given, each.name)
+            if folder is not None and each.name in names and value != each.default:
+                raise ConfigError(f"--{each.name}", value, reason, "Leave it out")
 
 
 def _spelled(word: str) -> str:

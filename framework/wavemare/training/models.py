@@ -153,7 +153,7 @@ def load_classifier(
             )
         return tokenizer, model
     cache = Path(args.cache).expanduser()
-    tokenizer = cached_tokenizer(corpus.train, args.vocab_size, "bert", cache)
+    tokenizer = cached_tokenizer(corpus.train, args.trained_vocabulary, "bert", cache)
     rows = args.padded(len(tokenizer), tensor_parallel)
     own = {"num_labels": len(names), "pad_token_id": tokenizer.pad_token_id, **labels}
     with reraise_model_errors("--model_config", args.model_config):

@@ -12,6 +12,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim
+from accelerate.utils import reduce as reduce_imported_before
 from common import leave, refusal
 from hf_common import Rows, plain_model
 
@@ -126,13 +127,17 @@ def shared():
         accelerator.backward(model(**next(iter(own))).loss)
 
     one = torch.ones(1)
+    if accelerator.process_index == 1:
+        accelerator.set_trigger()
+    reducers = accelerator.reduce, accelerate.utils.reduce, reduce_imported_before
     with accelerator.split_between_processes(["a", "b", "c"]) as part:
         return {
             "read": read,
             "after": [random.random(), float(numpy.random.rand()), float(torch.rand(()))],
             "rate": scheduler.get_last_lr(),
             "part": part,
-            "reduced": [accelerator.reduce(one, kind).item() for kind in ("sum", "mean", "max")],
+            "reduced": [f(one, kind).item() for f in reducers for kind in ("sum", "mean", "max")],
+            "triggers": [accelerator.check_trigger() for _ in range(2)],
             "gathered": accelerator.gather_for_metrics(["name"]),
             "objects": accelerate.utils.gather_object(["name"]),
             "tensors": accelerate.utils.gather({"one": one})["one"].tolist(),
@@ -140,6 +145,31 @@ def shared():
             "ranks": [list(accelerator.ranks.model), accelerator.ranks.data_world_size],
             "unseeded": refusal(train),
         }
+
+
+def plugins(*sections):
+    """Whether the engine of each plugin has the sparse collective, also by another accelerator."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    names = {}
+    for number, section in enumerate(sections):
+        config = {**configuration(section), "train_batch_size": "auto"}
+        del config["optimizer"]
+        names[str(number)] = DeepSpeedPlugin(hf_ds_config=config)
+    first = wavemare.accelerate.Accelerator(deepspeed_plugins=names, gradient_accumulation_steps=2)
+    found = []
+    for number, selected in enumerate([None, "1", "0", "1"]):
+        again = (
+            wavemare.accelerate.Accelerator(gradient_accumulation_steps=2) if number > 1 else None
+        )
+        accelerator = again or first
+        if selected is not None:
+            accelerator.state.select_deepspeed_plugin(selected)
+        model = plain_model("gpt2")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        loader = torch.utils.data.DataLoader(Rows("gpt2", 4), batch_size=2)
+        engine = accelerator.prepare(model, optimizer, loader)[0]
+        found.append(engine.sparse is not None)
+    return found
 
 
 def patched():
@@ -169,6 +199,8 @@ if __name__ == "__main__":
             "sparse": loop(ours, auto),
             "pipeline": refusal(lambda: loop(ours, {"pipeline": {"stages": 2}})),
             "waves": refusal(lambda: loop(ours, {"wavelet": {"mode": "sync"}})),
+            "plugins": [plugins(auto, {}), plugins(None, auto)],
+            "unlike plugins": refusal(lambda: plugins({}, {"tensor_parallel": {"size": 2}})),
             "tensor": loop(ours, {"tensor_parallel": {"size": 2}}, 4),
             "shared": shared(),
             "patched": patched(),

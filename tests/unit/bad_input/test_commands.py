@@ -204,7 +204,7 @@ def test_the_configuration_of_a_model_to_finetune(recipe, write, content, key):
     ("words", "package", "extra"),
     [
         ("report runs --output report.html", "plotly", "report"),
-        ("plan show --output plan", "matplotlib", "report"),
+        ("plan show --schedule file:nosuch --output plan", "matplotlib", "report"),
         ("simulate gpt --systems flush --plot losses.png", "matplotlib", "report"),
         ("benchmarks sparse --plot cost.png", "matplotlib", "report"),
     ],

@@ -14,6 +14,7 @@ BF16 = {"bf16": {"enabled": True}}
 UNMANAGED = {"managed_gradient_accumulation": False}
 SPLIT = {"pipeline": {"stages": 2}, "tensor_parallel": {"size": 2}}
 COMPRESSOR = {"compressor": {"type": "block_topk"}}
+SPARSE = {"sparse_collective": {"mode": "pushpull"}}
 
 
 def zero(stage, **more):
@@ -148,6 +149,46 @@ def test_experts_are_shared_by_whole_split_models(tensor, size, stages, world_si
     assert offered
     for other in offered:
         check(section(other), {}, world_size=world_size)
+
+
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "config", "key"),
+    [
+        ({"pipeline": {"stages": 2}}, {}, "torch_autocast.dtype"),
+        ({"pipeline": {"stages": 2, "schedule": "zbv"}}, zero(1), "torch_autocast.dtype"),
+        ({"tensor_parallel": {"size": 2}}, {}, "torch_autocast.dtype"),
+        ({"expert_parallel": {"size": 2}}, {}, "torch_autocast.dtype"),
+        ({"pipeline": {"stages": 2, "schedule": "pipemare"}}, {}, "torch_autocast.enabled"),
+        ({"tensor_parallel": {"size": 2}}, zero(1), None),
+        ({"wavelet": {"mode": "sync"}}, {}, None),
+        ({}, {}, None),
+    ],
+)
+def test_a_loss_scaler_of_torch_sees_the_weights_of_one_rank(section, config, key):
+    if key is None:
+        check(section, {**config, **AUTOCAST})
+        return
+    error = refusal(section, {**config, **AUTOCAST})
+    assert error.key == key
+    if key == "torch_autocast.dtype":  # what the remedy names goes with it
+        (named,) = re.findall('"(.+)"', error.remedy)
+        check(section, {**config, "torch_autocast": {"enabled": True, "dtype": named}})
+
+
+@pytest.mark.parametrize("name", ["gradient_predivide_factor", "prescale_gradients"])
+@pytest.mark.parametrize("section", [{}, {"wavelet": {"mode": "sync"}}, SPARSE])
+def test_gradients_are_divided_before_the_sum_only_where_deepspeed_can(section, name):
+    value = {"gradient_predivide_factor": 2.0, "prescale_gradients": True}[name]
+    assert refusal(section, {name: value, **zero(2)}).key == name
+    for stage in map(int, re.findall(r"\d", refusal(section, {name: value, **zero(2)}).remedy)):
+        check(section, {name: value, **zero(stage)})
+    check(section, {name: value, "gradient_allreduce_op": "SUM", **zero(2)})
+    check(section, {name: value, **zero(2, reduce_scatter=False)})
+    if section is not SPARSE:
+        assert refusal(section, {name: value, **zero(3)}).key == name
 
 
 @pytest.mark.parametrize(

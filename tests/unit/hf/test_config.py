@@ -3,8 +3,12 @@
 
 import pytest
 import torch
+from accelerate import skip_first_batches
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
+from wavemare.accelerate import rows_that_count
 from wavemare.engine.checkpoint.random_state import drawn_alike, seeded
 from wavemare.errors import ConfigError
 from wavemare.hf.config import TrainerConfig
@@ -191,3 +195,31 @@ def test_rows_without_labels_are_masked_and_float_labels_stay():
     assert found["input_ids"] is ones
     assert bool((ones == 1).all())
     assert bool((without_labels({"labels": ones.float()}, 0)["labels"] == 1).all())
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 4])
+@pytest.mark.parametrize("drawn", [20, 21, 22, 24, 27])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_drawn_row_counts_once_wherever_a_run_goes_on(skipped, drawn, ranks):
+    order, counted = [7 * n % 24 for n in range(drawn)], []
+    for rank in range(ranks):
+        loader = prepare_data_loader(
+            DataLoader(range(24), batch_size=2, sampler=order),
+            num_processes=ranks,
+            process_index=rank,
+            put_on_device=False,
+        )
+        loader = skip_first_batches(loader, skipped) if skipped else loader
+        for batch in loader:
+            count = rows_that_count(loader, len(batch), data_rank=rank, data_ranks=ranks)
+            counted += batch[:count].tolist()
+    assert sorted(counted) == sorted(order[skipped * 2 * ranks :])
+
+
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_no_row_is_a_repetition_where_the_last_ones_are_left_out(skipped):
+    loader = DataLoader(range(23), batch_size=2, drop_last=True)
+    loader = prepare_data_loader(loader, num_processes=2, process_index=1, put_on_device=False)
+    loader = skip_first_batches(loader, skipped) if skipped else loader
+    for batch in loader:
+        assert rows_that_count(loader, len(batch), data_rank=1, data_ranks=2) == 2

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a conversion takes apart, proves and refuses; the batches that it splits."""
 
+import json
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -266,6 +268,24 @@ def test_undeclared_entries_are_refused(make_model):
         with pytest.raises(ModelError, match=rf'inputs to \["input_ids", "{name}"\]') as info:
             module.split_batch({"input_ids": IDS, "labels": IDS, name: value})
         assert info.value.key == name
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert-mlm"])
+@pytest.mark.parametrize("name", ["token_type_ids", "position_ids", "cu_seq_lens_q"])
+def test_the_remedy_of_an_undeclared_entry_works_when_followed(make_model, model, name):
+    batch = {"input_ids": IDS, "labels": IDS}
+    module = to_pipeline(make_model(model), num_stages=1, inputs=["input_ids"])
+    with pytest.raises(ModelError) as info:
+        module.split_batch({**batch, name: IDS})
+    told = re.search(r"inputs to (\[.*?\])", info.value.remedy)
+    if told:
+        module = to_pipeline(make_model(model), num_stages=1, inputs=json.loads(told[1]))
+        module.split_batch({**batch, name: IDS})
+    else:
+        assert info.value.remedy.startswith("Drop it from the batch")
+        with pytest.raises(ConfigError):
+            to_pipeline(make_model(model), num_stages=1, inputs=["input_ids", name])
+    module.split_batch(batch)
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels"])

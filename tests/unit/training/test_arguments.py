@@ -22,6 +22,10 @@ from wavemare.training.models import load_chat_model, load_classifier, read_mode
 
 CONFIG = str(files("wavemare.recipes") / "gpt" / "finetune.json")
 
+SIZES = (
+    *("num-layers", "hidden-size", "num-attention-heads", "max-position-embeddings"),
+    "make-vocab-size-divisible-by",
+)
 WARMUP = {"warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr"}
 
 
@@ -198,19 +202,31 @@ def test_a_model_from_a_folder_has_its_own_size():
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("option", "folder", "kind"),
     [
-        *("num-layers", "hidden-size", "num-attention-heads", "max-position-embeddings"),
-        "make-vocab-size-divisible-by",
+        *((f"--{name} 2", "--model folder", Classification) for name in SIZES),
+        ("--model_config model.json", "--model folder", Classification),
+        *((f"--vocab_size {size}", "--model folder", Classification) for size in (300, 4096)),
+        *(
+            (f"--vocab_size {size}", "--tokenizer folder", PretrainArguments)
+            for size in (300, 4096)
+        ),
+        ("--vocab-size 300", "--vocab-file bpe/vocab.json", PretrainArguments),
     ],
 )
-def test_a_size_beside_a_folder_is_refused_by_the_name_of_its_option(name):
-    check_options(parsed(f"--{name} 2", Classification))
+def test_what_a_folder_has_of_its_own_is_refused_by_the_name_of_its_option(option, folder, kind):
+    parsed(option, kind)
     with pytest.raises(ConfigError) as caught:
-        check_options(parsed(f"--{name} 2 --model folder", Classification))
-    check_options(parsed(f"{caught.value.key} 2", Classification))  # there is such an option
-    assert caught.value.key.replace("_", "-") == f"--{name}"
-    check_options(parsed("--model folder", Classification))  # without it, as the remedy says
+        parsed(f"{option} {folder}", kind)
+    name, value = option.split()
+    parsed(f"{caught.value.key} {value}", kind)  # there is such an option
+    assert caught.value.key.replace("_", "-") == name.replace("_", "-")
+    parsed(folder, kind)  # without it, as the remedy says
+
+
+def test_a_tokenizer_of_its_own_has_the_size_that_is_given():
+    assert parsed("").trained_vocabulary == 4096
+    assert parsed("--vocab_size 300").trained_vocabulary == 300
 
 
 NO_CORPUS = SimpleNamespace(label_names=("a", "b"))
