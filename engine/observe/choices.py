@@ -28,7 +28,7 @@ def tell_choice(key: str, chosen: object, reason: str) -> None:
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(line)
     else:
-        print(f"wavemare: {line}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def _is_first() -> bool:

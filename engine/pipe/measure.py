@@ -79,7 +79,7 @@ class PlanSearch:
         now, above = f"{1e3 * after_s:.4g} ms", f"{100 * (after_s / bound_s - 1):.1f} %"
         earlier = "" if kept else f", and {1e3 * before_s:.4g} ms in the old order"
         tell_choice(
-            "schedule",
+            "wavemare.pipeline.schedule",
             "the plan for equal passes stays" if kept else "a new plan, for the measured passes",
             f"it predicts {now} for the passes of a step ({above} above the lower bound){earlier}",
         )

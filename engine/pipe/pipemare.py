@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from wavemare.engine.pipe.engine import PipelineEngine
 
 logger = logging.getLogger("wavemare")
+_CORRECTION = "wavemare.pipeline.pipemare.discrepancy_correction.mode"
 
 
 class PipeMare(Update):
@@ -346,7 +347,7 @@ class PipeMare(Update):
         stale = [max_staleness(s, stages, engine.micro_batches, slack) for s in range(stages)]
         modes = ", ".join(resolve_mode("auto", steps) for steps in stale)
         reason = f"gradients of the stages are up to {', '.join(map(str, stale))} steps old"
-        tell_choice("pipemare.discrepancy_correction.mode", modes, reason)
+        tell_choice(_CORRECTION, modes, reason)
 
     def _new_correction(self) -> None:
         engine, settings = self._engine, self._config.discrepancy_correction

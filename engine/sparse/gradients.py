@@ -185,7 +185,7 @@ class SparseGradients(Feature, ABC):
             chosen = ", ".join(f"{name} for {n:.0f}" for name, n in sorted(calls.items()))
             share = 100 * found.get("sparse_density", 1.0)
             tell_choice(
-                "sparse_collective.mode",
+                "wavemare.sparse_collective.mode",
                 f"{chosen} of {sum(calls.values()):.0f} sums of the first step",
                 f"predicted to be the fastest; {share:.3g} % of a rank's blocks are not zero",
             )
@@ -193,12 +193,12 @@ class SparseGradients(Feature, ABC):
             by_mpi = "an MPI launcher started all ranks"
             reasons = {"nccl": "torch has NCCL for the device", "mpi": by_mpi}
             reason = reasons.get(transport.name, "no MPI launcher started all ranks")
-            tell_choice("sparse_collective.transport", transport.name, reason)
+            tell_choice("wavemare.sparse_collective.transport", transport.name, reason)
         if config.staging == "auto" and "staging" in config.model_fields_set:
             copies = transport.stages(torch.empty(0, device=self._engine.device))
             reason = "not on a GPU, or not every rank's MPI or NCCL takes its memory"
             tell_choice(
-                "sparse_collective.staging",
+                "wavemare.sparse_collective.staging",
                 "pinned" if copies else "direct",
                 reason if copies else "no copy through the host's memory is needed",
             )

@@ -99,7 +99,7 @@ class Wavelet:
         elif self._steps == _PROBE_WARMUPS + _PROBE_STEPS + 1:
             decision = self._probe.decide(micro_batches)
             self.paired, self._runner.recorder = decision.on, None
-            tell_choice("wavelet.mode", "sync" if decision.on else "off", decision.reason)
+            tell_choice("wavemare.wavelet.mode", "sync" if decision.on else "off", decision.reason)
 
 
 def attach_wavelet(

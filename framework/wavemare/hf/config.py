@@ -104,7 +104,7 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
             max_steps=num_training_steps,
         )
         for path, value in filled.items():
-            tell_choice(path, value, _REASONS[path])
+            tell_choice(f"{SECTION}.{path}", value, _REASONS[path])
 
     def _note_choices(self, args: TrainingArguments) -> None:
         """Note an optimizer or scheduler in the arguments that the JSON file would overrule."""
