@@ -80,6 +80,8 @@ class EngineMixin(CheckpointMixin):
     """Whether the present step has done more than to read its data."""
     _dropped: Sequence[dict[str, Any] | None] = ()
     """Parameter groups of a stage that DeepSpeed has dropped, as `AllGroups` takes them."""
+    _own_batches: Iterator[Any] | None = None
+    """The iterator over ``training_data`` that the engine has made for itself."""
     broken = ""
     """Which step failed midway, so that the engine refuses the next one; empty if none did."""
 
@@ -386,8 +388,7 @@ class EngineMixin(CheckpointMixin):
             if watchdog is not None:
                 stack.callback(watchdog.release)
             stack.callback(self.loaded_weights.close)
-            for name in ("_own_batches", "data_iterator"):
-                stack.callback(end_workers, getattr(self, name, None))
+            stack.callback(end_workers, self._own_batches)
             if hasattr(self, "norm"):
                 stack.callback(self.norm.close)
             for feature in self.features:

@@ -35,7 +35,6 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
     """
 
     loss_fn: Callable[[Callable[..., Any], Any], torch.Tensor] | None = None
-    _own_batches: Iterator[Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

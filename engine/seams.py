@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
-from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from torch import distributed
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.file_baton import FileBaton
@@ -272,9 +272,9 @@ def end_workers(batches: Any) -> None:
     iterator and queues together, it closes the queues first, and torch waits 5 s for each process.
 
     Args:
-        batches: What the engine reads from: a loader of DeepSpeed's, wrapped or not, or anything.
+        batches: The loader of ``training_data`` that the engine has made an iterator of, or None.
     """
-    loader = batches.loader if isinstance(batches, RepeatingLoader) else batches
+    loader = getattr(batches, "loader", None)
     if isinstance(loader, DeepSpeedDataLoader):
         loader.data = loader.data_iterator = None
 

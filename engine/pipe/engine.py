@@ -455,6 +455,7 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         elif self.is_first_stage() or self.is_last_stage():
             # Not the loader that ``initialize`` returns: a caller who reads it moves that one on.
             self.data_iterator = iter(RepeatingLoader(self.deepspeed_io(dataset)))
+        self._own_batches = self.data_iterator
 
     def put_back(self) -> None:
         """Give what was read for micro-batches in flight back, to be read again."""

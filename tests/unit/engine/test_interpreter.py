@@ -2,6 +2,7 @@
 """The loop that runs plans, in an engine of one rank that has all stages of a model."""
 
 import gc
+import multiprocessing
 import os
 import weakref
 from unittest import mock
@@ -72,7 +73,7 @@ def start():
     """Return a function that makes an engine of a plan's text, which is destroyed afterwards."""
     engines = []
 
-    def start(text, seen=lambda: None, **config):
+    def start(text, seen=lambda: None, training_data=None, **config):
         sizes = {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": MICRO_BATCHES,
@@ -84,7 +85,12 @@ def start():
         model = ChunkedPipelineModule(
             layers(seen), num_stages=1, homes=(0, 0), loss_fn=nn.functional.mse_loss
         )
-        engine, *_ = wavemare.initialize(model=model, config=sizes | config, plan=Plan.parse(text))
+        engine, *_ = wavemare.initialize(
+            model=model,
+            training_data=training_data,
+            config=sizes | config,
+            plan=Plan.parse(text),
+        )
         engines.append(engine)
         return engine
 
@@ -132,6 +138,19 @@ def passes_of(text):
 
 def in_words(actions):
     return [str(action._replace(version=-1)) for action in actions]
+
+
+@pytest.mark.parametrize("section", [{}, {"wavemare": {}}])
+def test_a_destroyed_engine_has_ended_the_processes_that_read_its_data(start, section):
+    """Where the garbage collector ends them, torch waits 5 s for each."""
+    samples = [
+        sample for inputs, labels in batches(6) for sample in zip(inputs, labels, strict=True)
+    ]
+    engine = start(WHOLE, training_data=samples, **section)
+    engine.train_batch()
+    assert multiprocessing.active_children()
+    engine.destroy()
+    assert not multiprocessing.active_children()
 
 
 @plans
