@@ -20,7 +20,7 @@ from wavemare.comm.executors.hierarchy import Hierarchy
 from wavemare.comm.executors.ranges import gather_ranges
 from wavemare.comm.lists import SAMPLE, BlockLists, mask_of_sample
 from wavemare.comm.selection.cost import Constants
-from wavemare.comm.selection.selector import DENSE, Selector
+from wavemare.comm.selection.selector import DENSE, ExecutorChoice, Selector
 from wavemare.comm.statistics import Statistics, Timer
 from wavemare.comm.transport import Transport
 from wavemare.errors import CommError
@@ -28,7 +28,7 @@ from wavemare.errors import CommError
 
 @dataclass(frozen=True)
 class Bucket:
-    """A gradient to be summed.
+    """A gradient to be summed, or parts of it.
 
     Args:
         flat: (E,), its elements.
@@ -36,6 +36,7 @@ class Bucket:
         scale: Factor of the sum.
         weights: (E,), the weights of this gradient, for a compressor.
         blocks: (k,), int64, the blocks that may be non-zero on this rank; None if unknown.
+        ranges: Each is summed at its owner, or sent by it; None to sum all at all ranks.
     """
 
     flat: Tensor
@@ -43,6 +44,7 @@ class Bucket:
     scale: float
     weights: Tensor | None = None
     blocks: Tensor | None = None
+    ranges: Sequence[OwnedRange] | None = None
 
 
 class Seen(NamedTuple):
@@ -122,8 +124,8 @@ class Reduction:
             all_reduce = partial(hierarchy.all_reduce, between.sum_shard)
             self._executors["hierarchical"] = Executor(all_reduce, needs_masks=False)
 
-    def all_reduce(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> None:
-        """Replace each rank's bucket by the scaled sum of all buckets.
+    def reduce(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> None:
+        """Replace each rank's bucket by the scaled sum of all buckets, or its own ranges alone.
 
         Args:
             bucket: It.
@@ -133,25 +135,27 @@ class Reduction:
         Raises:
             CommError: A rank makes another call, or has not listed a non-zero block.
         """
-        self._reduce(bucket, agreement, stats, self._mode_of_sums)
+        if not bucket.flat.numel():
+            agreement.agree()
+            return
+        call, timer = self._call(bucket, stats), Timer(bucket.flat.device)
+        mode = self._mode_of_sums if bucket.ranges is None else self._mode
+        if self._compressor is None:
+            seen = self._look(call, mode, bucket.blocks, agreement)
+        else:
+            # Before the residuals change.
+            agreement.begin(Reported(self._took_ns(bucket.key)))
+            self._check(agreement.wait(), bucket.key)
+            self._compressor.step(bucket.key, bucket.flat, bucket.weights)
+            timer = Timer(bucket.flat.device)
+            seen = self._look_on(call, mode)
+        self._sum(call, mode, seen, timer)
 
-    def reduce_scatter(
-        self,
-        bucket: Bucket,
-        ranges: Sequence[OwnedRange],
-        agreement: Agreement,
-        stats: Statistics,
-    ) -> None:
-        """Put the scaled sum of each range on its owner; arguments as for `all_reduce`."""
-        self._reduce(bucket, agreement, stats, self._mode, ranges)
-
-    def all_gather(
-        self, flat: Tensor, ranges: Sequence[OwnedRange], agreement: Agreement, stats: Statistics
-    ) -> None:
+    def all_gather(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> None:
         """Copy each range from its owner to all ranks."""
         agreement.agree()
         stats.executor = "dense"
-        gather_ranges(self._call(Bucket(flat, "", 1.0), stats), ranges)
+        gather_ranges(self._call(bucket, stats))
 
     def sum_shard(self, call: CollectiveCall) -> None:
         """Sum a bucket over the ranks of the call, which have agreed on it in another group."""
@@ -167,73 +171,42 @@ class Reduction:
             self._scratch,
             stats,
             bucket.key,
+            bucket.ranges,
         )
 
-    def _reduce(
-        self,
-        bucket: Bucket,
-        agreement: Agreement,
-        stats: Statistics,
-        mode: str,
-        ranges: Sequence[OwnedRange] | None = None,
-    ) -> None:
-        if not bucket.flat.numel():
-            agreement.agree()
-            return
-        call, timer = self._call(bucket, stats), Timer(bucket.flat.device)
-        if self._compressor is None:
-            seen = self._look(call, mode, bucket.blocks, agreement, halves=ranges is not None)
-        else:
-            # Before the residuals change.
-            agreement.begin(Reported(self._took_ns(bucket.key)))
-            self._check(agreement.wait(), bucket.key)
-            self._compressor.step(bucket.key, bucket.flat, bucket.weights)
-            timer = Timer(bucket.flat.device)
-            seen = self._look_on(call, mode)
-        self._sum(call, mode, seen, timer, ranges)
-
-    def _sum(
-        self,
-        call: CollectiveCall,
-        mode: str,
-        seen: Seen,
-        timer: Timer,
-        ranges: Sequence[OwnedRange] | None = None,
-    ) -> None:
+    def _sum(self, call: CollectiveCall, mode: str, seen: Seen, timer: Timer) -> None:
         """Sum by the mode's executor or the selector's choice; by ranges, only at their owners."""
         seen.describe(call.stats)
         name, predicted = mode, None
         if mode == "auto":
-            assert seen.blocks is not None
-            choice = self.selector.choose(
-                call.key,
-                seen.blocks,
-                call.block_bytes,
-                halves=ranges is not None,
-                searched=seen.searched,
-            )
+            choice = self._choose(call, seen)
             name, predicted = choice.executor, choice.predicted_s[choice.executor]
         call.stats.executor, call.stats.predicted_s = name, predicted
         if name in DENSE:
             timer = Timer(call.flat.device)  # without the mask, which dense calls rarely take
         executor = self._executors[name]
-        if ranges is None:
-            executor.all_reduce(call, seen.masks)
-        else:
-            assert executor.reduce_scatter is not None
-            executor.reduce_scatter(call, seen.masks, ranges)
+        run = executor.all_reduce if call.ranges is None else executor.reduce_scatter
+        assert run is not None
+        run(call, seen.masks)
         timer.stop()
         if predicted is not None:
             self._took[call.key] = name, timer, predicted
 
+    def _choose(
+        self, call: CollectiveCall, seen: Seen, *, tentative: bool = False
+    ) -> ExecutorChoice:
+        assert seen.blocks is not None
+        return self.selector.choose(
+            call.key,
+            seen.blocks,
+            call.block * call.flat.element_size(),
+            halves=call.ranges is not None,
+            searched=seen.searched,
+            tentative=tentative,
+        )
+
     def _look(
-        self,
-        call: CollectiveCall,
-        mode: str,
-        blocks: Tensor | None,
-        agreement: Agreement,
-        *,
-        halves: bool,
+        self, call: CollectiveCall, mode: str, blocks: Tensor | None, agreement: Agreement
     ) -> Seen:
         """Agree on the call, and find the non-zero blocks of all ranks."""
         if not self._needs_masks(mode):
@@ -241,7 +214,7 @@ class Reduction:
             self._check(agreement.wait(), call.key)
             return Seen()
         bits, stray = self._lists.take(call, blocks)
-        dense_blocks = self._dense_blocks(call, bits, halves=halves) if mode == "auto" else -1
+        dense_blocks = self._dense_blocks(call, bits) if mode == "auto" else -1
         # The mask is taken while these messages travel.
         agreement.begin(Reported(self._took_ns(call.key), dense_blocks, stray, int(bits is None)))
         if bits is None and dense_blocks < 0:
@@ -293,7 +266,7 @@ class Reduction:
             self.selector.learn(key, executor, 1e-9 * took_ns / predicted)
         return reports
 
-    def _dense_blocks(self, call: CollectiveCall, bits: Tensor | None, *, halves: bool) -> int:
+    def _dense_blocks(self, call: CollectiveCall, bits: Tensor | None) -> int:
         """Return the number of non-zero blocks; -1 if sparse sums may be faster.
 
         ``bits`` are the bucket's mask, if it is known; otherwise a sample is taken.
@@ -308,12 +281,5 @@ class Reduction:
                 bits = mask_of_sample(call, places)
         count = int(np.bitwise_count(bits.cpu().numpy()).sum()) * blocks // number
         # The best case of sparse sums: all ranks have the same blocks.
-        choice = self.selector.choose(
-            call.key,
-            BlockCounts(blocks, np.full(call.size, count), count),
-            call.block_bytes,
-            halves=halves,
-            searched=searched,
-            tentative=True,
-        )
-        return count if choice.executor in DENSE else -1
+        alike = Seen(BlockCounts(blocks, np.full(call.size, count), count), searched)
+        return count if self._choose(call, alike, tentative=True).executor in DENSE else -1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -190,7 +191,7 @@ class SparseComm:
             CommError: A peer was lost, or calls another collective.
         """
         bucket = self._bucket(flat, key, weights, blocks)
-        work = partial(self._reduction.all_reduce, bucket)
+        work = partial(self._reduction.reduce, bucket)
         inputs = weights, blocks
         return self._submit("allreduce_", flat, work, async_op, key=bucket.key, inputs=inputs)
 
@@ -224,7 +225,7 @@ class SparseComm:
             raise ConfigError("mode", self.mode, reason, f"Choose auto, {' or '.join(HALVES)}")
         bucket = self._bucket(flat, key, weights, blocks, prefix="scatter ")
         ranges = ranges_of(partition, flat.numel(), self.size)
-        work = partial(self._reduction.reduce_scatter, bucket, ranges)
+        work = partial(self._reduction.reduce, replace(bucket, ranges=ranges))
         inputs = weights, blocks
         return self._submit(
             "reduce_scatter_", flat, work, async_op, ranges, key=bucket.key, inputs=inputs
@@ -246,7 +247,8 @@ class SparseComm:
         """
         check_bucket(flat)
         ranges = ranges_of(partition, flat.numel(), self.size)
-        work = partial(self._reduction.all_gather, flat.detach(), ranges)
+        bucket = Bucket(flat.detach(), "", 1.0, ranges=ranges)
+        work = partial(self._reduction.all_gather, bucket)
         return self._submit("allgather_", flat, work, async_op, ranges)
 
     def allreduce_rows_(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.ranks import interleaved, ratio_row
 from benchmarks.sparse.peers import PEERS, OmniReduce
-from benchmarks.sparse.peers.base import Bench, nonzero_rows
+from benchmarks.sparse.peers.base import AnySource, Bench, nonzero_rows
 from benchmarks.sparse.request import DENSE, DUELIST, TOPK_SHARE, Case, SparseRequest
 from wavemare.comm import SparseComm
 from wavemare.comm.blocks.masks import Masks
@@ -42,7 +42,7 @@ class Network:
         group: The ranks, for torch; None if all processes are ranks.
     """
 
-    everyone: Transport
+    everyone: AnySource
     ranks: Transport
     group: dist.ProcessGroup | None
 

@@ -6,10 +6,9 @@ In: a bucket and the masks of all ranks. Out: the sum, in the bucket. Read `base
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.executors.base import CollectiveCall, Scratch
 from wavemare.comm.executors.block_allgather import block_allgather
 from wavemare.comm.executors.push_pull import push_pull
@@ -34,23 +33,19 @@ class Executor(NamedTuple):
         deterministic: Whether the result is the sum in rank order, starting from +0.0, in float32
             (or the bucket's type if wider or integer), scaled and rounded once. All ranks then get
             the same bits.
-        reduce_scatter: Sums the ranges of a partition at their owners, which it gets behind the
-            masks; None if there is no such form.
+        reduce_scatter: As `all_reduce`, but each of the call's ranges is summed at its owner alone;
+            None if there is no such form.
     """
 
     all_reduce: Callable[[CollectiveCall, Any], None]
     needs_masks: bool = True
     deterministic: bool = True
-    reduce_scatter: Callable[[CollectiveCall, Any, Sequence[OwnedRange]], None] | None = None
+    reduce_scatter: Callable[[CollectiveCall, Any], None] | None = None
 
 
 EXECUTORS_BY_MODE: Mapping[str, Executor] = {
     "dense": Executor(dense, needs_masks=False, deterministic=False),
-    "ordered": Executor(
-        reduce_and_gather,
-        needs_masks=False,
-        reduce_scatter=lambda call, masks, ranges: reduce_ranges(call, ranges),
-    ),
+    "ordered": Executor(reduce_and_gather, needs_masks=False, reduce_scatter=reduce_ranges),
     "packed": Executor(packed, deterministic=False),
     "pushpull": Executor(push_pull, reduce_scatter=reduce_scatter),
     "allgather": Executor(block_allgather),

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.blocks.masks import mask_bytes
 from wavemare.comm.kernels import BlockKernels, kernels_for, num_blocks
 from wavemare.comm.statistics import Statistics, Timer
@@ -58,6 +59,7 @@ class CollectiveCall:
         scratch: Memory to use.
         stats: Its phases are filled in.
         key: Name of the bucket.
+        ranges: A partition of the bucket with its owners, if that is what is summed or sent.
     """
 
     flat: Tensor
@@ -67,6 +69,7 @@ class CollectiveCall:
     scratch: Scratch
     stats: Statistics = field(default_factory=Statistics)
     key: str = ""
+    ranges: Sequence[OwnedRange] | None = None
 
     @property
     def kernels(self) -> BlockKernels:
@@ -87,11 +90,6 @@ class CollectiveCall:
     def num_blocks(self) -> int:
         """Blocks of the bucket."""
         return num_blocks(self.flat.numel(), self.block)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return self.block * self.flat.element_size()
 
     @property
     def on_device(self) -> bool:

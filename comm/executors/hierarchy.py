@@ -80,13 +80,13 @@ class Hierarchy:
         """
         # Both steps scale: a node's sum may overflow 16 bits.
         parts = self.within.size if call.scale != 1 else 1
-        within = replace(call, transport=self.within, scale=1 / parts)
-        ranges = equal_ranges(call.flat.numel(), call.block, within.size)
-        reduce_ranges(within, ranges)
+        ranges = equal_ranges(call.flat.numel(), call.block, self.within.size)
+        within = replace(call, transport=self.within, scale=1 / parts, ranges=ranges)
+        reduce_ranges(within)
         own = ranges[within.rank]
         shard, scale = call.flat[own.start : own.stop], call.scale * parts
         sum_between(replace(call, flat=shard, transport=self.between, scale=scale))
-        gather_ranges(within, ranges)
+        gather_ranges(within)
 
     def close(self) -> None:
         """Close both transports."""

@@ -40,9 +40,9 @@ def _equal_parts(flat: Tensor, block: int, count: int) -> Parts:
     return [[part] for part in flat.split(sizes)]
 
 
-def _parts_of(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> Parts:
+def _parts_of(call: CollectiveCall) -> Parts:
     parts: list[list[Tensor]] = [[] for _ in range(call.size)]
-    for owned in ranges:
+    for owned in call.ranges or ():
         parts[owned.owner].append(call.flat[owned.start : owned.stop])
     return parts
 
@@ -62,36 +62,20 @@ def reduce_and_gather(call: CollectiveCall, masks: Masks | None = None) -> None:
     )
 
 
-def reduce_ranges(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> None:
-    """Sum all elements at their owners, in rank order.
-
-    Args:
-        call: Afterwards its bucket's own ranges hold the scaled sums; the others are unchanged.
-        ranges: With their owners.
-    """
-    _begin_reduce(call, _parts_of(call, ranges), 0)()
+def reduce_ranges(call: CollectiveCall, masks: Masks | None = None) -> None:
+    """Sum all elements of the ranges at their owners, in rank order; the others are unchanged."""
+    _begin_reduce(call, _parts_of(call), 0)()
 
 
-def gather_ranges(call: CollectiveCall, ranges: Sequence[OwnedRange]) -> None:
-    """Copy each range from its owner to all ranks.
-
-    Args:
-        call: The ranges of other owners are written in its bucket.
-        ranges: With their owners.
-    """
-    _begin_gather(call, _parts_of(call, ranges))()
+def gather_ranges(call: CollectiveCall) -> None:
+    """Copy each range from its owner to all ranks."""
+    _begin_gather(call, _parts_of(call))()
 
 
-def reduce_scatter(call: CollectiveCall, masks: Masks, ranges: Sequence[OwnedRange]) -> None:
-    """Sum the non-zero blocks at the owners of their ranges.
-
-    Args:
-        call: Afterwards its bucket's own ranges hold the scaled sums; the others are undefined.
-        masks: Of all ranks.
-        ranges: With their owners.
-    """
+def reduce_scatter(call: CollectiveCall, masks: Masks) -> None:
+    """Sum the non-zero blocks at the owners of their ranges; others are undefined afterwards."""
     with call.phase("plan"):
-        layout = assign_ranges(masks, call.block, ranges)
+        layout = assign_ranges(masks, call.block, call.ranges or ())
     own = layout.group(call.rank)
     summed = call.packed("summed", own.stop - own.start)
     begin_push(call, layout, summed)()
