@@ -101,8 +101,8 @@ class CheckpointMixin(DeepSpeedEngine):
     _writers: Any = None
     _earlier_runs: tuple[str, ...] = ()
     gather_weights: Callable[[Any, bool], dict[str, Tensor] | None] | None = None
-    """Gathers an engine's transformers model, of which each rank holds a part, on rank 0, without
-    frozen weights if so asked. `wavemare.initialize` sets it."""
+    """Gathers an engine's pipeline or transformers model on rank 0, where each rank holds a part,
+    without frozen weights if so asked. `wavemare.initialize` sets it."""
     loaded_weights = LoadedWeights()
     """Lets ``module.load_state_dict`` change what the optimizer steps."""
     is_collected = False

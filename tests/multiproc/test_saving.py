@@ -106,8 +106,9 @@ def test_models_inside_other_modules_train_and_say_what_they_are(sample):
     for found in sample:
         inside = found["inside"]
         assert math.isfinite(inside["loss"])
-        assert (inside["pipeline"], inside["saved"]) == ("", "")
-        assert inside["state"].startswith("ModelError"), inside
+        assert (inside["pipeline"], inside["saved"], inside["whole"]) == ("", "", "")
+        for use in ("folder", "state"):
+            assert inside[use].startswith("ModelError"), (use, inside)
 
 
 @pytest.mark.world_size(2)

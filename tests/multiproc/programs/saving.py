@@ -42,6 +42,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import wavemare
 import wavemare.hf
 from wavemare.errors import ConfigError, WavemareError
+from wavemare.models import whole_state_dict
 
 huggingface_hub.constants.HF_HUB_OFFLINE = True
 FACTOR = 2.0
@@ -497,6 +498,7 @@ def inside():
         module = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=lambda out, _: out.sum())
         engine = engine_of(module, pipeline={})
         found = {"loss": float(engine.train_batch(iter([(ids, ids)] * 2)))}
+        found["folder"] = refusal(lambda: wavemare.save_pretrained(engine, "folder"))
         engine.save_16bit_model("stages")
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, engine.module.state_dict())
@@ -507,6 +509,8 @@ def inside():
     config = configuration(0, wavemare={}, zero_optimization=stage)
     engine = wavemare.initialize(model=Wrapper(dense()), config=config)[0]
     found["state"] = refusal(engine.module.state_dict)
+    gathered = whole_state_dict(engine)
+    found["whole"] = difference(expected if gathered is None else gathered, expected)
     engine.save_16bit_model("inside")
     dist.barrier()
     engine.destroy()
