@@ -59,8 +59,8 @@ def main() -> None:
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     connect(setup)
-    made = {"tokenizer": args.tokenizer, "vocab_size": args.trained_vocabulary}
-    text = read_text(source, args, "bert", **made)
+    size = args.trained_vocabulary
+    text = read_text(source, args, "bert", tokenizer=args.tokenizer, vocab_size=size)
     wait_for_data(setup)
     model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
     check_gap(text.tokenizer, args.prompt, max_positions(model.config))

@@ -85,8 +85,8 @@ def main(
 
     connect(setup)
     lr_scheduler = adjust(setup)
-    made = {"tokenizer": args.tokenizer, "vocab_size": args.trained_vocabulary}
-    text = read_text(source, args, "gpt", **made)
+    size = args.trained_vocabulary
+    text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=size)
     wait_for_data(setup)
     model = make_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
     learn(setup, recording, model, text, args.prompt, title, lr_scheduler)
