@@ -266,7 +266,9 @@ def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) ->
             "the stages of a split model send each other whole tensors",
             "Leave it out",
         )
-    divided = max(size, ours.expert_parallel.size) > 1 or is_enabled(config, "expert_parallel")
+    theirs = section_of(config, "expert_parallel").get("autoep_size", 1)
+    divides = is_enabled(config, "expert_parallel") and theirs != 1
+    divided = max(size, ours.expert_parallel.size) > 1 or divides
     # In a pipeline, bf16 has an optimizer of its own, which counts split weights of all ranks.
     for name in ("fp16",) if stages > 1 else ("fp16", "bf16"):
         yield (

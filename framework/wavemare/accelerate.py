@@ -361,7 +361,8 @@ def rows_that_count(loader: Any, rows: int, *, data_rank: int, data_ranks: int) 
     """
     if loader is None or not loader.end_of_dataloader:
         return rows
-    batches, left = getattr(loader, "batch_sampler", None), int(loader.remainder)
+    batches: Any = getattr(loader, "batch_sampler", None)
+    left = int(loader.remainder)
     for wrapper in (SkipBatchSampler, BatchSamplerShard):
         batches = batches.batch_sampler if isinstance(batches, wrapper) else batches
     sampler, size = getattr(batches, "sampler", None), getattr(batches, "batch_size", None)

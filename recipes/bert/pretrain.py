@@ -72,12 +72,8 @@ def main() -> None:
 
     # The text. One process of each host reads and tokenizes it; the others take it from the cache.
     connect(setup)
-    text = read_text(
-        source, args, "bert", tokenizer=args.tokenizer, vocab_size=args.trained_vocabulary
-    )
-    samples, validation = text.masked_samples(
-        args.sequence_length, probability=args.mask_probability, seed=args.seed
-    )
+    size = args.trained_vocabulary
+    text = read_text(source, args, "bert", tokenizer=args.tokenizer, vocab_size=size)
     wait_for_data(setup)
 
     # The model, whole on every process.

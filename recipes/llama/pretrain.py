@@ -78,9 +78,8 @@ def main() -> None:
     # The text. One process of each host reads and tokenizes it; the others take it from the cache.
     connect(setup)
     prefer_bf16(setup)
-    text = read_text(
-        source, args, "gpt", tokenizer=args.tokenizer, vocab_size=args.trained_vocabulary
-    )
+    size = args.trained_vocabulary
+    text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=size)
     samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
     wait_for_data(setup)
 

@@ -178,6 +178,15 @@ def test_a_loss_scaler_of_torch_sees_the_weights_of_one_rank(section, config, ke
         check(section, {**config, "torch_autocast": {"enabled": True, "dtype": named}})
 
 
+@pytest.mark.parametrize("half", [FP16, BF16, AUTOCAST])
+def test_experts_of_deepspeed_are_divided_by_more_than_one_rank(half):
+    experts = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    key = refusal({}, {**half, **experts}).key
+    assert key.split(".")[0] in half
+    for alone in ({"autoep_size": 1}, {}):  # every rank has all of them
+        check({}, {**half, "expert_parallel": {"enabled": True, **alone}})
+
+
 @pytest.mark.parametrize("name", ["gradient_predivide_factor", "prescale_gradients"])
 @pytest.mark.parametrize("section", [{}, {"wavelet": {"mode": "sync"}}, SPARSE])
 def test_gradients_are_divided_before_the_sum_only_where_deepspeed_can(section, name):
