@@ -74,6 +74,9 @@ def main() -> None:
     connect(setup)
     size = args.trained_vocabulary
     text = read_text(source, args, "bert", tokenizer=args.tokenizer, vocab_size=size)
+    samples, validation = text.masked_samples(
+        args.sequence_length, probability=args.mask_probability, seed=args.seed
+    )
     wait_for_data(setup)
 
     # The model, whole on every process.

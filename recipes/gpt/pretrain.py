@@ -73,9 +73,9 @@ def main() -> None:
 
     # The text. One process of each host reads and tokenizes it; the others take it from the cache.
     connect(setup)
-    lr_scheduler = adjust(setup)
     size = args.trained_vocabulary
     text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=size)
+    samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
     wait_for_data(setup)
 
     # The model, whole on every process.
