@@ -25,7 +25,7 @@ def test_four_times_the_text_takes_little_more_memory(tmp_path, kind):
     """Encodings or Python objects of all tokens would be 100 bytes for each, and more."""
     found = [
         measure(kind, tokens, tmp_path / str(tokens), names=("build",))["build"]
-        for tokens in (400_000, 1_600_000)
+        for tokens in (700_000, 2_800_000)
     ]
     (few, small), (many, large) = (each.values() for each in found)
     assert many > 3.9 * few

@@ -36,7 +36,7 @@ class Gradients(SparseGradients):
     rounds = None
 
     def __init__(self, comm, numel=3, boundary=True):
-        self.comm, self._metrics = comm, {}
+        self.comm, self._metrics, self._told = comm, {}, True
         self._engine = SimpleNamespace(is_gradient_accumulation_boundary=lambda: boundary)
         self.reducer = SimpleNamespace(buckets=[Bucket("a to b", torch.float32, numel, ())])
 

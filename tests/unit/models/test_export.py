@@ -119,7 +119,7 @@ def test_a_failure_leaves_the_target_as_it_was(make_model, tmp_path, monkeypatch
 
 def test_other_modules_are_refused(tmp_path):
     for call in (whole_state_dict, lambda module: save_pretrained(module, tmp_path)):
-        with pytest.raises(ModelError, match=r"'Linear': .*model inside.*save_checkpoint"):
+        with pytest.raises(ModelError, match="'Linear'"):
             call(SimpleNamespace(module=torch.nn.Linear(2, 2)))
 
 
