@@ -155,17 +155,27 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         return super().before_backward(loss)
 
     def _holds_a_whole_step(self) -> bool:
-        """Whether ZeRO 1 or 2 has reduced a step; without ZeRO and with 3 passes always add up."""
+        """Whether ZeRO 1 or 2 holds a step that a pass would replace, and not add to.
+
+        Passes add up without ZeRO, with ZeRO 3, and in a buffer of the partition's own, which
+        DeepSpeed has where the gradients of ZeRO 2 are summed in another type.
+        """
+        return any(
+            gradients is not None and getattr(gradients, "flat_partition", None) is None
+            for gradients in self._held_gradients().values()
+        )
+
+    def _held_gradients(self) -> dict[int, Any]:
+        """Return the reduced gradients of ZeRO 1 and 2, by group; None for those that are used."""
         if self.zero_optimization_stage() not in (1, 2):
-            return False
-        held = getattr(self.optimizer, "averaged_gradients", {})
-        return any(gradients is not None for gradients in held.values())
+            return {}
+        return getattr(self.optimizer, "averaged_gradients", {})
 
     def zero_grad(self) -> None:
         """Drop gradients as DeepSpeed's method of that name, and those of ZeRO 1 and 2."""
         super().zero_grad()
-        if self._holds_a_whole_step():
-            self.optimizer.averaged_gradients = dict.fromkeys(self.optimizer.averaged_gradients)
+        for group in (held := self._held_gradients()):
+            held[group] = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, scaled and weighted."""

@@ -8,6 +8,8 @@ are. Words are unsigned on CPUs, signed in torch and Triton.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ try:
 except ModuleNotFoundError:  # an extra: `SparseComm` says so
     numba = None
 
+_COMPILING = RLock()
+"""numba looks up the types of arguments in a table that another thread's first call may change."""
 _UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -46,7 +50,20 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     if numba is None:
         return function
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        kernel = numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:
         # No writable folder for numba's cache.
-        return numba.njit(nogil=True)(function)
+        kernel = numba.njit(nogil=True)(function)
+    ready: set[tuple[Any, ...]] = set()
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        kinds = tuple(getattr(argument, "dtype", type(argument)) for argument in arguments)
+        if kinds in ready:
+            return kernel(*arguments)
+        with _COMPILING:
+            result = kernel(*arguments)
+        ready.add(kinds)
+        return result
+
+    return call

@@ -232,7 +232,12 @@ def test_bert_pretraining_and_finetuning(recipe, small_options, recipe_config, t
     table.write_text("text\tlabel\n" + "\n".join(rows) + "\n")
     config = recipe_config("bert/finetune", engine)
     options = small_options(
-        "bert", finetuned, model=pretrained / "model", data=table, vocab_size=None
+        "bert",
+        finetuned,
+        model=pretrained / "model",
+        data=table,
+        vocab_size=None,
+        model_config=None,
     )
     recipe("bert/finetune", "--deepspeed_config", config, *options).check()
     _, results = check_run_folder(finetuned)
@@ -301,7 +306,8 @@ def write_table(folder, kind, text_folder):
         for text in texts:
             writer.add_sequence(tokenizer(text)["input_ids"])
             writer.end_document()
-    return {"data": folder / "corpus", "tokenizer": folder / "tokenizer"}
+    tokens = {"tokenizer": folder / "tokenizer", "vocab_size": None}
+    return {"data": folder / "corpus", **tokens}
 
 
 @pytest.mark.parametrize("kind", [pytest.param("jsonl", marks=SLOW), "megatron"])

@@ -43,7 +43,7 @@ def test_plans_are_given_in_four_ways(launch_once):
 def test_what_is_refused(launch_once):
     for result in launch_once("annotations.py", "refusals"):
         assert "PlanError" in result["disagree"]
-        assert "the ranks' plans differ: rank 0 has" in result["disagree"]
+        assert "the ranks' layouts differ: rank 0 has" in result["disagree"]
         assert "cannot be read (No such file" in result["no file"]
         assert result["resumed"][0] == result["resumed"][1]
         assert result["digests"][0] == result["digests"][1]
@@ -55,7 +55,7 @@ def test_what_is_refused(launch_once):
             assert text in result["other plan"]
         assert "wavemare.parallel with names and by annotations in the program" in result["twice"]
         assert "num_layers = 7: the model has 6 layers" in result["other model"]
-        assert "the plan is for 4 processes" in result["more processes"]
+        assert "the layout is for 4 processes" in result["more processes"]
         assert "Start 4 processes, or change the annotations" in result["world size"]
 
 

@@ -8,7 +8,7 @@ EXPECTED = {
     "tied": ("ModelError", "tied layers", "ends", "LayerSpec instead of TiedLayerSpec"),
     "line search": ("ConfigError", "optimizer", "LBFGS", "AdamW, Adam or SGD"),
     "two waves": ("ConfigError", SCHEDULE, "pipemare", "Give a PipelineModule"),
-    "no pipeline": ("ConfigError", "wavemare.pipeline.stages", "2", "or 1 stage"),
+    "no pipeline": ("ConfigError", "wavemare.pipeline.stages", "2", "or give 1 stage"),
     "no stages": ("ConfigError", SCHEDULE, "pipemare", "Give a PipelineModule"),
     "model axis": ("ConfigError", SCHEDULE, "pipemare", "the axes pipe and data alone"),
 }

@@ -69,6 +69,7 @@ SHORT = [
     *pair("bert", 3, ours=CHECKED),
     *pair("gpt", 3, ours=CHECKED, zero=2),
     *pair("gpt", 3, zero=1, **BF16),
+    *pair("gpt", 3, zero=2, data_types={"grad_accum_dtype": "fp32"}, **BF16),
     *pair("gpt", 3, zero=2, zero_keys={"contiguous_gradients": False}),
     *pair("rows", 4, of="rows of tables"),
     *pair("shared", 3),

@@ -286,10 +286,13 @@ def thawed(num_stages, micro_batches, mode):
             weight.requires_grad_(step not in (2, 3))
             if name == "told" or step == 2:
                 engine.drain()
-            if step == 4 and name == "plain":
+            if step >= 3 and name == "plain":
+                # The stage that has not yet ended the step before hears of it there.
                 found["refused"] = refusal(lambda: engine.train_batch(data))  # noqa: B023
-                break
-            engine.train_batch(data)
+                if found["refused"] != "accepted":
+                    break
+            else:
+                engine.train_batch(data)
             moved.append(not torch.equal(before, weight))
             before = weight.detach().clone()
         found[name] = moved
