@@ -93,12 +93,12 @@ def main() -> None:
     tokenizer, model = load_classifier(args, corpus, shape, setup.section.tensor_parallel.size)
     samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
     wait_for_data(setup)
-    rows = {
+    facts = {
         "name": corpus.name,
         "texts": f"{len(samples)} to train, {len(validation)} for validation",
         "classes": ", ".join(corpus.label_names),
     }
-    panel = start_up_panel(setup, model, rows)
+    panel = start_up_panel(setup, model, facts)
     recording.screen.panel("wavemare: BERT classification", panel)
 
     # The engine. The JSON decides the layout, the optimizer and the learning rate.
@@ -129,7 +129,7 @@ def main() -> None:
                 recording.log(step, loss=float(sum(losses) / len(losses)))
                 losses.clear()
             if step % args.eval_interval == 0 and not last:
-                with recording.paused():
+                with recording.paused():  # of the weights as they are, without a drain
                     recording.run.log(step, **measure(evaluation, setup.eval_samples, classes))
             if last or step % args.save_interval == 0:
                 save_run(setup, engine, batches, recording)

@@ -113,7 +113,7 @@ def main() -> None:
                 recording.log(step, loss=float(sum(losses) / len(losses)))
                 losses.clear()
             if step % args.eval_interval == 0 and not last:
-                with recording.paused():
+                with recording.paused():  # of the weights as they are, without a drain
                     recording.run.log(step, eval_loss=evaluation.loss(setup.eval_samples))
             if last or step % args.save_interval == 0:
                 save_run(setup, engine, batches, recording)

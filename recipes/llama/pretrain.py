@@ -96,6 +96,7 @@ def main() -> None:
     engine, *_ = wavemare.initialize(model=model, config=config, lr_scheduler=rate)
     recording.screen.note(setup.layout or engine.layout)
     seed_dropout(engine, args.seed)
+    # Data in Megatron's order has its own.
     batches = ResumableLoader.of(engine, samples, seed=args.seed, shuffle=text.split is None)
     evaluation = Evaluation(engine, validation)
     recording.engine = engine
@@ -119,7 +120,7 @@ def main() -> None:
                 recording.log(step, loss=float(sum(losses) / len(losses)))
                 losses.clear()
             if step % args.eval_interval == 0 and not last:
-                with recording.paused():
+                with recording.paused():  # of the weights as they are, without a drain
                     recording.run.log(step, eval_loss=evaluation.loss(setup.eval_samples))
             if last or step % args.save_interval == 0:
                 save_run(setup, engine, batches, recording)

@@ -58,11 +58,11 @@ class SftArguments(TrainArguments):
     sequence_length: int = option(256, "tokens per sample (--max-length)")
     no_packing: bool = option(False, "one row per sample")
     long_rows: str = option(
-        "cut", "rows of more tokens: cut, or left out where the answer is cut away; skip: left out"
+        "cut", "what happens to rows that are too long: cut shortens them, skip leaves them out"
     )
     chat_template: str | None = option(None, "file in place of the tokenizer's chat template")
     lora_r: int | None = option(None, "rank of LoRA; all weights are trained if omitted")
-    lora_alpha: int = option(32, "LoRA's scale, times the rank")
+    lora_alpha: int = option(32, "LoRA's alpha: adapters are scaled by alpha / rank")
     lora_targets: str = option("all-linear", "names of the adapted layers, with commas between")
     merge: bool = option(False, "export a full model, with LoRA's weights merged")
 
@@ -99,15 +99,15 @@ def main() -> None:
     )
     wait_for_data(setup)
     fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    shape: dict[str, Any] = {"max_length": args.sequence_length, "fill": fill, "positions": packs}
-    samples = ChatSamples(rows, packs=packs, **shape)
-    validation = ChatSamples(validation_rows, packs=False, **shape)
-    corpus = {
+    sizes: dict[str, Any] = {"max_length": args.sequence_length, "fill": fill, "positions": packs}
+    samples = ChatSamples(rows, packs=packs, **sizes)
+    validation = ChatSamples(validation_rows, packs=False, **sizes)
+    facts = {
         "name": source.name,
         "rows": f"{len(rows)} to train in {len(samples)} samples, "
         f"{len(validation_rows)} for validation",
     }
-    panel = start_up_panel(setup, model, corpus)
+    panel = start_up_panel(setup, model, facts)
     recording.screen.panel("wavemare: supervised fine-tuning", panel)
     recording.screen.note(describe_fates((rows, validation_rows), args.sequence_length))
     marked = mark_trained(rows[0], tokenizer)
@@ -147,7 +147,7 @@ def main() -> None:
                 # Reading a loss waits for the device: not every step.
                 recording.log(step, loss=float(sum(losses) / len(losses)))
                 losses.clear()
-            if not stop and (last or step % args.eval_interval == 0):
+            if step == args.max_steps or step % args.eval_interval == 0:
                 with recording.paused():
                     engine.synchronize()  # what is evaluated is what is exported
                     loss = batches.loss(evaluation.batches(setup.eval_samples))

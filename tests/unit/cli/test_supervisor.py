@@ -97,7 +97,7 @@ class Supervised:
 
     def ended(self, code):
         """Wait for the end, of which nothing may be left; return what was said."""
-        _, errors = self.process.communicate(timeout=120)
+        _, errors = self.process.communicate(timeout=600)
         assert self.process.returncode == code, errors
         self._wait_for(lambda: not any(map(lives, self.pids)))
         return errors
@@ -171,7 +171,7 @@ def test_ranks_save_although_every_process_was_signalled(start, tmp_path):
     for process in launchers:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, errors = supervised.process.communicate(timeout=120)
+    _, errors = supervised.process.communicate(timeout=600)
     assert supervised.process.returncode in (143, 1), errors
     assert len(saved(tmp_path)) == 2
     assert not any(map(lives, supervised.pids))
@@ -262,7 +262,7 @@ def attempts_of(folder):
 )
 def test_ranks_restart_as_often_as_allowed(restarted, tmp_path, end, code, attempts):
     job = restarted(end)
-    _, errors = job.communicate(timeout=120)
+    _, errors = job.communicate(timeout=600)
     assert job.returncode == code, errors
     found = attempts_of(tmp_path)
     assert [len(ranks) for ranks in found] == [2] * attempts
@@ -284,6 +284,6 @@ def test_stopped_ranks_leave_and_are_not_restarted(restarted, tmp_path, wait_for
     job = restarted("wait")
     wait_for(lambda: [*map(len, attempts_of(tmp_path))] == [2])
     job.send_signal(signal.SIGTERM)
-    assert job.communicate(timeout=120) == (None, "")
+    assert job.communicate(timeout=600) == (None, "")
     assert job.returncode == 0
     assert len(attempts_of(tmp_path)) == 1
