@@ -124,8 +124,12 @@ def _without_blanks(source: Source, rows: Dataset) -> Dataset:
 
 def hash_fraction(key: str) -> float:
     """Map a text to a number in [0, 1) that is the same on every machine."""
-    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:6]) / 2**48
+    from wavemare.data.tokenizer import utf8_pieces
+
+    digest = hashlib.sha256()
+    for piece in utf8_pieces(key):
+        digest.update(piece)
+    return int.from_bytes(digest.digest()[:6]) / 2**48
 
 
 def split_indices(
@@ -166,6 +170,8 @@ def split_indices(
 def _split_one(name: str, text: str) -> Corpus:
     """Split the only document by position, at a line end within half a share of the position."""
     from datasets import Dataset
+    from datasets.fingerprint import generate_random_fingerprint as random_fingerprint
+    from datasets.table import InMemoryTable
 
     first = len(text) - len(text.lstrip()) + 1  # neither part may be blank
     last = len(text.rstrip()) - 1
@@ -177,7 +183,11 @@ def _split_one(name: str, text: str) -> Corpus:
     reach = len(text) * _VALIDATION / 2
     near = [end for end in around if first <= end <= last and abs(end - target) <= reach]
     cut = min(near, key=lambda end: abs(end - target), default=target)
-    train, validation = (Dataset.from_dict({"text": [part]}) for part in (text[:cut], text[cut:]))
+    train, validation = (
+        # Without a fingerprint datasets would pickle the whole text for one.
+        Dataset(InMemoryTable.from_pydict({"text": [part]}), fingerprint=random_fingerprint())
+        for part in (text[:cut], text[cut:])
+    )
     return Corpus(name, train, validation)
 
 

@@ -31,6 +31,7 @@ MOST_TRAINED = 1 << 30
 """Bytes of text that a tokenizer is trained on, about."""
 PIECE_CHARACTERS = 1 << 18
 _LINE_END = re.compile(r"(?<=[^\W_])\n")
+_PIECE = 1 << 20  # characters
 _NUM_BYTES = 256
 _END_OF_TEXT = "<|endoftext|>"
 _GPT_ROLES = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), _END_OF_TEXT)
@@ -190,10 +191,17 @@ def content_key(parts: Iterable[str | None]) -> str:
     """Hash a sequence of texts; unequal sequences have unequal keys, however they are divided."""
     digest = hashlib.sha256()
     for part in parts:
-        encoded = (part or "").encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8))
-        digest.update(encoded)
+        size = sum(map(len, utf8_pieces(part or "")))
+        digest.update(size.to_bytes(8))
+        for piece in utf8_pieces(part or ""):
+            digest.update(piece)
     return digest.hexdigest()
+
+
+def utf8_pieces(text: str) -> Iterator[bytes]:
+    """Yield the bytes of a text, some at a time: a second copy of a long text costs memory."""
+    for start in range(0, len(text), _PIECE):
+        yield text[start : start + _PIECE].encode("utf-8", "surrogatepass")
 
 
 def build_once(
