@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.kernels.words import as_words, compiled, magnitude_bits
+from wavemare.comm.kernels.words import as_words, compiled, compiled_part, magnitude_bits
 
 _PROBE = 16
 """Elements of a block that are looked at first: in a dense bucket there is no need for more."""
@@ -142,13 +142,13 @@ def _reduce_half(packed: Any, sources: Any, block: int, scale: Any, bfloat: bool
                 _round_float16(sums, out[j * block + first : j * block + last])
 
 
-@compiled
+@compiled_part
 def _add_bfloat16(terms: Any, sums: Any) -> None:
     for i in range(sums.size):
         sums[i] += _u32(_u32(terms[i]) << _u32(16)).view(np.float32)
 
 
-@compiled
+@compiled_part
 def _round_bfloat16(sums: Any, out: Any) -> None:
     bits = sums.view(np.uint32)
     for i in range(sums.size):
@@ -157,7 +157,7 @@ def _round_bfloat16(sums: Any, out: Any) -> None:
         out[i] = np.uint16(_u32(bits[i] + _u32(0x7FFF) + odd) >> _u32(16))
 
 
-@compiled
+@compiled_part
 def _add_float16(terms: Any, sums: Any) -> None:
     for i in range(sums.size):
         sign = _u32(_u32(_u32(terms[i]) & _u32(0x8000)) << _u32(16))
@@ -171,7 +171,7 @@ def _add_float16(terms: Any, sums: Any) -> None:
         sums[i] += _u32(exact | sign).view(np.float32)
 
 
-@compiled
+@compiled_part
 def _round_float16(sums: Any, out: Any) -> None:
     bits = sums.view(np.uint32)
     for i in range(sums.size):

@@ -42,18 +42,23 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+def compiled_part(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that only compiled ones call; see `compiled`."""
+    if numba is None:
+        return function
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        # No writable folder for numba's cache.
+        return numba.njit(nogil=True)(function)
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function by numba at its first call, without the interpreter's lock.
 
     Without numba it stays as it is, far too slow to be called.
     """
-    if numba is None:
-        return function
-    try:
-        kernel = numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:
-        # No writable folder for numba's cache.
-        kernel = numba.njit(nogil=True)(function)
+    kernel = compiled_part(function)
     ready: set[tuple[Any, ...]] = set()
 
     @wraps(function)
