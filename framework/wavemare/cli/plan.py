@@ -16,7 +16,7 @@ import typer
 from wavemare.cli.options import option
 from wavemare.errors import ConfigError, os_errors
 from wavemare.extras import require
-from wavemare.files import atomic_write_bytes, check_writable
+from wavemare.files import atomic_write_bytes
 
 if TYPE_CHECKING:
     from wavemare.pipeline.clock.simulate import Costs, Timeline
@@ -110,7 +110,6 @@ def show(
         raise ConfigError("--csv", csv, "--text prints another form", "Leave out one of them")
     if output is not None:
         require("matplotlib", "--output")
-        check_writable("--output", output, is_folder=True)
     if schedule.startswith(_FILE):
         plan = _read_plan(context, Path(schedule.removeprefix(_FILE)))
     else:
