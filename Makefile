@@ -16,7 +16,9 @@ TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 CPU    ?= $(if $(wildcard $(VENV)/.cpu),1)
 BIN    := $(VENV)/bin
+# What is imported is compiled then; pip would compile all files, for most of its time.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --no-compile
 # A stamp for what training needs, and one for what tests and documentation need beside it; other
 # ones for each choice of torch: another one sets up again.
 BUILD  := $(TORCH)$(if $(CPU), for CPUs)
@@ -36,7 +38,7 @@ setup: $(DEV)
 
 # pip knows no build of a package; uv does, and where each of torch's is.
 UV_TORCH := $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend=cpu $(TORCH)
-INSTALL_TORCH := $(if $(CPU),$(PIP) install --quiet uv && $(UV_TORCH),$(PIP) install --quiet $(TORCH))
+INSTALL_TORCH := $(if $(CPU),$(INSTALL) uv && $(UV_TORCH),$(INSTALL) $(TORCH))
 
 # torch goes first: what depends on it would pull another build.
 $(READY): pyproject.toml
@@ -46,11 +48,11 @@ $(READY): pyproject.toml
 	$(INSTALL_TORCH)
 	echo '$(BUILD)' > $(VENV)/.torch
 	$(if $(CPU),touch,rm -f) $(VENV)/.cpu
-	$(PIP) install --quiet --editable '.[$(MPI),report,sparse]'
+	$(INSTALL) --editable '.[$(MPI),report,sparse]'
 	touch $@
 
 $(DEV): $(READY)
-	$(PIP) install --quiet --editable '.[dev,$(MPI),report,sparse]'
+	$(INSTALL) --editable '.[dev,$(MPI),report,sparse]'
 	touch $@
 
 train: $(READY)
