@@ -340,7 +340,8 @@ def test_a_tutorial_runs_from_top_to_bottom(shell, tmp_path, page):
         if block.page != page:
             continue
         if block.language == "bash":
-            shell(block.text.replace("--max_steps 40", "--max_steps 4"))
+            words = block.text.replace("--max_steps 40", "--max_steps 4")
+            shell(words.replace("--warmup_steps 10", "--warmup_steps 1"))
         elif block.language == "diff":
             file = tmp_path / block.title
             file.write_text(apply(block.text, file.read_text()))
