@@ -126,6 +126,8 @@ def place(tmp_path, text_folder):
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     for name, values in (("gpt", GPT), ("bert", BERT), ("llama", LLAMA)):
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    (model,) = (block.text for block in BLOCKS if '"model_type"' in block.text)
+    (tmp_path / "my-model.json").write_text(model)
     texts = [file.read_text() for file in sorted(text_folder.iterdir())]
     (tmp_path / "book.txt").write_text("".join(texts))
     (tmp_path / "corpus" / "part").mkdir(parents=True)
