@@ -64,7 +64,9 @@ def main(make: Any = None) -> None:
     arguments: Any = parse_arguments(cast(Any, GptArguments if name == "gpt" else BertArguments))
     refuse_idle(arguments)
     config = configure(arguments)
-    shape = read_model_config(arguments.model_config, arguments.sequence_length, arguments.sizes())
+    model_config = read_model_config(
+        arguments.model_config, arguments.sequence_length, arguments.sizes()
+    )
     source = find_text(arguments)
     recording = Recording(
         arguments.output, steps=arguments.max_steps, arguments=arguments.given(), show=True
@@ -89,11 +91,11 @@ def main(make: Any = None) -> None:
         raise ConfigError("--data", arguments.data, reason, "Give one text")
     transformers.set_seed(arguments.seed)
     if name == "gpt":
-        model = new_causal_model(arguments, shape, text.tokenizer)
+        model = new_causal_model(arguments, model_config, text.tokenizer)
         text.check_fits(arguments.sequence_length, model.config)
         train, validation = text.causal_samples(arguments.sequence_length, 0, arguments.seed)
     else:
-        model = new_masked_model(arguments, shape, text.tokenizer)
+        model = new_masked_model(arguments, model_config, text.tokenizer)
         text.check_fits(arguments.sequence_length, model.config)
         train, validation = text.masked_samples(
             arguments.sequence_length, probability=arguments.mask_probability, seed=arguments.seed

@@ -70,16 +70,16 @@ def main() -> None:
     args = parse_arguments(FinetuneArguments)
     check_options(args)
     setup = prepare(args)
-    shape: dict[str, Any] = {}
+    model_config: dict[str, Any] = {}
     if args.model is not None:
         check_model_folder(args.model, args.sequence_length)
     else:
-        shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
+        model_config = read_model_config(args.model_config, args.sequence_length, args.sizes())
     source = resolve(args.data)
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # The texts and the model, whole on every process.
-    connect(setup)
+    connect(setup)  # before the model: it seeds the weights alike on all processes
 
     from wavemare.data.classification import (
         majority_baseline,
@@ -90,9 +90,11 @@ def main() -> None:
     cache = Path(args.cache).expanduser()
     columns = {"text_column": args.text_column, "label_column": args.label_column}
     corpus = prepare_classification(source, cache, **columns)
-    tokenizer, model = load_classifier(args, corpus, shape, setup.section.tensor_parallel.size)
+    tokenizer, model = load_classifier(
+        args, corpus, model_config, setup.section.tensor_parallel.size
+    )
     samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
-    wait_for_data(setup)
+    wait_for_data(setup)  # a collective would time out while one host still reads
     facts = {
         "name": corpus.name,
         "texts": f"{len(samples)} to train, {len(validation)} for validation",
@@ -104,7 +106,7 @@ def main() -> None:
     # The engine. The JSON decides the layout, the optimizer and the learning rate.
     engine, *_ = wavemare.initialize(model=model, config=setup.config_for(model))
     recording.screen.note(setup.layout or engine.layout)
-    seed_dropout(engine, args.seed)
+    seed_dropout(engine, args.seed)  # before load_run, which restores what was saved
     batches = ResumableLoader.of(engine, samples, seed=args.seed)
     evaluation = Evaluation(engine, validation)
     classes = len(corpus.label_names)

@@ -67,20 +67,20 @@ def main() -> None:
     args = parse_arguments(PretrainArguments)
     setup = prepare(args)
     source = find_text(args)
-    shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
+    model_config = read_model_config(args.model_config, args.sequence_length, args.sizes())
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # The text. One process of each host reads and tokenizes it; the others take it from the cache.
-    connect(setup)
+    connect(setup)  # before the model: it seeds the weights alike on all processes
     size = args.trained_vocabulary
     text = read_text(source, args, "bert", tokenizer=args.tokenizer, vocab_size=size)
     samples, validation = text.masked_samples(
         args.sequence_length, probability=args.mask_probability, seed=args.seed
     )
-    wait_for_data(setup)
+    wait_for_data(setup)  # a collective would time out while one host still reads
 
     # The model, whole on every process.
-    model = new_masked_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
+    model = new_masked_model(args, model_config, text.tokenizer, setup.section.tensor_parallel.size)
     text.check_fits(args.sequence_length, model.config)
     check_gap(text.tokenizer, args.prompt, max_positions(model.config))
     panel = start_up_panel(setup, model, text.describe())
@@ -89,7 +89,7 @@ def main() -> None:
     # The engine. The JSON decides the layout, the optimizer and the learning rate.
     engine, *_ = wavemare.initialize(model=model, config=setup.config_for(model))
     recording.screen.note(setup.layout or engine.layout)
-    seed_dropout(engine, args.seed)
+    seed_dropout(engine, args.seed)  # before load_run, which restores what was saved
     batches = ResumableLoader.of(engine, samples, seed=args.seed)
     evaluation = Evaluation(engine, validation)
     recording.engine = engine

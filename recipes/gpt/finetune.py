@@ -67,10 +67,10 @@ def main() -> None:
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # The text. One process of each host reads and tokenizes it; the others take it from the cache.
-    connect(setup)
+    connect(setup)  # before the model: it seeds the weights alike on all processes
     text = read_text(source, args, "gpt", tokenizer=args.tokenizer or args.model)
     samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
-    wait_for_data(setup)
+    wait_for_data(setup)  # a collective would time out while one host still reads
 
     # The model, whole on every process.
     from transformers import AutoModelForCausalLM
@@ -85,7 +85,7 @@ def main() -> None:
     # The engine. The JSON decides the layout, the optimizer and the learning rate.
     engine, *_ = wavemare.initialize(model=model, config=setup.config_for(model))
     recording.screen.note(setup.layout or engine.layout)
-    seed_dropout(engine, args.seed)
+    seed_dropout(engine, args.seed)  # before load_run, which restores what was saved
     # Data in Megatron's order has its own.
     batches = ResumableLoader.of(engine, samples, seed=args.seed, shuffle=text.split is None)
     evaluation = Evaluation(engine, validation)

@@ -72,22 +72,22 @@ def main() -> None:
     args = parse_arguments(PretrainArguments)
     setup = prepare(args)
     source = find_text(args)
-    shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
+    model_config = read_model_config(args.model_config, args.sequence_length, args.sizes())
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # The text. One process of each host reads and tokenizes it; the others take it from the cache.
-    connect(setup)
-    prefer_bf16(setup)
+    connect(setup)  # before the model: it seeds the weights alike on all processes
+    prefer_bf16(setup)  # before anything reads the configuration
     size = args.trained_vocabulary
     text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=size)
     samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
-    wait_for_data(setup)
+    wait_for_data(setup)  # a collective would time out while one host still reads
 
     # The model, whole on every process.
-    model = new_causal_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
+    model = new_causal_model(args, model_config, text.tokenizer, setup.section.tensor_parallel.size)
     text.check_fits(args.sequence_length, model.config)
     prompt = text.check_prompt(args.prompt, max_positions(model.config))
-    panel = start_up_panel(setup, model, text.describe())
+    panel = start_up_panel(setup, model, text.describe(), "warm-up, constant, decay")
     recording.screen.panel("wavemare: Llama pretraining", panel)
 
     # The engine. The JSON decides the layout and the optimizer, and may name a learning rate.
@@ -95,7 +95,7 @@ def main() -> None:
     rate = None if "scheduler" in config else learning_rate(args.max_steps)
     engine, *_ = wavemare.initialize(model=model, config=config, lr_scheduler=rate)
     recording.screen.note(setup.layout or engine.layout)
-    seed_dropout(engine, args.seed)
+    seed_dropout(engine, args.seed)  # before load_run, which restores what was saved
     # Data in Megatron's order has its own.
     batches = ResumableLoader.of(engine, samples, seed=args.seed, shuffle=text.split is None)
     evaluation = Evaluation(engine, validation)

@@ -4,7 +4,7 @@
 By default the model of ``wavemare train llama`` learns to describe functions. With a model and rows
 of one's own (``messages``, ``prompt`` and ``completion``, or ``text``), and with LoRA::
 
-    wavemare train llama/sft -- --model SmolLM2-135M --data chats.jsonl --lora-r 16
+    wavemare train llama/sft -- --model SmolLM2-135M --data chats.jsonl --lora_r 16
 
 Only what the assistant says is trained. Rows are packed, and do not see each other. The loss is the
 mean over all trained tokens of a step.
@@ -55,7 +55,7 @@ class SftArguments(TrainArguments):
     model: str = option("runs/llama-pretrain/model", "Hugging Face folder of model and tokenizer")
     max_steps: int = option(100, "optimizer steps")
     eval_interval: int = option(50, "steps between evaluations; the best one's model is exported")
-    sequence_length: int = option(256, "tokens per sample (--max-length)")
+    sequence_length: int = option(256, "tokens per sample")
     no_packing: bool = option(False, "one row per sample")
     long_rows: str = option(
         "cut", "what happens to rows that are too long: cut shortens them, skip leaves them out"
@@ -78,8 +78,8 @@ def main() -> None:
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # The model, whole on every process, and the rows. One process of each host formats them.
-    connect(setup)
-    prefer_bf16(setup)
+    connect(setup)  # before the model: it seeds the weights alike on all processes
+    prefer_bf16(setup)  # before anything reads the configuration
 
     from wavemare.data.chat import (
         ChatSamples,
@@ -97,7 +97,7 @@ def main() -> None:
     rows, validation_rows = prepare_chats(
         source, tokenizer, args.sequence_length, cache, long_rows=args.long_rows
     )
-    wait_for_data(setup)
+    wait_for_data(setup)  # a collective would time out while one host still reads
     fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     sizes: dict[str, Any] = {"max_length": args.sequence_length, "fill": fill, "positions": packs}
     samples = ChatSamples(rows, packs=packs, **sizes)
@@ -107,6 +107,7 @@ def main() -> None:
         "rows": f"{len(rows)} to train in {len(samples)} samples, "
         f"{len(validation_rows)} for validation",
     }
+    config = complete(setup.config_for(model), lora=args.lora_r is not None, packs=packs)
     panel = start_up_panel(setup, model, facts)
     recording.screen.panel("wavemare: supervised fine-tuning", panel)
     recording.screen.note(describe_fates((rows, validation_rows), args.sequence_length))
@@ -117,10 +118,9 @@ def main() -> None:
     from wavemare.engine import Interruption
     from wavemare.hf.steps import TokenMean
 
-    config = complete(setup.config_for(model), lora=args.lora_r is not None, packs=packs)
     engine, *_ = wavemare.initialize(model=model, config=config)
     recording.screen.note(engine.layout)
-    seed_dropout(engine, args.seed)
+    seed_dropout(engine, args.seed)  # before load_run, which restores what was saved
     loader = ResumableLoader.of(engine, samples, seed=args.seed)
     batches = TokenMean(engine, loader)
     evaluation = Evaluation(engine, validation)
@@ -192,7 +192,7 @@ def check_options(args: SftArguments) -> None:
         reason = "there is no such way to treat them"
         raise ConfigError("--long_rows", args.long_rows, reason, "Give cut or skip")
     if args.lora_r is not None:
-        require("peft", "--lora-r")
+        require("peft", "--lora_r")
 
 
 def complete(config: dict[str, Any], *, lora: bool, packs: bool) -> dict[str, Any]:

@@ -126,6 +126,8 @@ def place(tmp_path, text_folder):
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     for name, values in (("gpt", GPT), ("bert", BERT), ("llama", LLAMA)):
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    (model,) = (block.text for block in BLOCKS if '"model_type"' in block.text)
+    (tmp_path / "my-model.json").write_text(model)
     texts = [file.read_text() for file in sorted(text_folder.iterdir())]
     (tmp_path / "book.txt").write_text("".join(texts))
     (tmp_path / "corpus" / "part").mkdir(parents=True)
@@ -340,7 +342,8 @@ def test_a_tutorial_runs_from_top_to_bottom(shell, tmp_path, page):
         if block.page != page:
             continue
         if block.language == "bash":
-            shell(block.text.replace("--max_steps 40", "--max_steps 4"))
+            words = block.text.replace("--max_steps 40", "--max_steps 4")
+            shell(words.replace("--warmup_steps 10", "--warmup_steps 1"))
         elif block.language == "diff":
             file = tmp_path / block.title
             file.write_text(apply(block.text, file.read_text()))

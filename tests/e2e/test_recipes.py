@@ -71,6 +71,7 @@ def check_recorded(folder, steps):
 
 def check_screen(output):
     assert output.count("samples per step") == 1
+    assert re.search(r"learning rate +[0-9.e-]+, \w", output), output
     assert "tokens/s" in output
     assert "results" in output
     assert "Warning" not in output, output

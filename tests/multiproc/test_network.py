@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.cluster import EmulatedCluster
 from benchmarks.cluster.namespaces import run_tool
+from support.refusals import refuses
 from wavemare.comm.mpi_library import describe_mpi
 from wavemare.errors import LaunchError
 
@@ -207,7 +208,7 @@ def test_nothing_stays_however_it_ends(ending):
 
 def test_a_number_of_hosts_out_of_range_is_refused():
     for number in (0, 65):
-        with pytest.raises(LaunchError, match="Give 1 to 64"):
+        with refuses(LaunchError, "num_hosts", number):
             EmulatedCluster(number)
 
 
@@ -215,7 +216,7 @@ def test_a_number_of_hosts_out_of_range_is_refused():
 def test_the_obstacle_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert EmulatedCluster.obstacle() == "only root may create hosts as namespaces"
-    with pytest.raises(LaunchError, match="only root"), EmulatedCluster(2):
+    with refuses(LaunchError, "cluster", "2 hosts"), EmulatedCluster(2):
         pass
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with monkeypatch.context() as without_tc:

@@ -189,7 +189,7 @@ def _write_rows(source: Source, prefix: Path, rows: Any, encoded: Any) -> None:
                 place += 1
         if first is None:
             reason = f"none of the {place} rows for the {prefix.name} part has a trained token"
-            remedy = "Give rows with answers, or --max-length more"
+            remedy = "Give rows with answers, or a larger --sequence_length"
             raise DataError("--data", source.name, reason, remedy)
     facts = {"counts": counts, "first": json.loads(rows[first]["row"])}
     prefix.with_suffix(".json").write_text(json.dumps(facts), encoding="utf-8")
@@ -301,7 +301,7 @@ def _encode_chat(
         template = tokenizer.get_chat_template()
     except ValueError:
         reason = "the rows are chats, and the tokenizer has no chat template"
-        raise DataError("--chat-template", None, reason, "Name a file with one") from None
+        raise DataError("--chat_template", None, reason, "Name a file with one") from None
     try:
         turns = [{k: v for k, v in turn.items() if v is not None} for turn in row["messages"]]
         if not _GENERATION.search(template):
@@ -312,7 +312,7 @@ def _encode_chat(
         return encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
     except Exception as error:  # of any kind, which the template decides
         reason = f"the chat template does not take this row ({error})"
-        remedy = "Give messages with role and content, or another --chat-template"
+        remedy = "Give messages with role and content, or another --chat_template"
         raise DataError("--data", row, reason, remedy) from error
 
 

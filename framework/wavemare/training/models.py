@@ -98,45 +98,45 @@ def read_model_config(
 
 
 def new_causal_model(
-    args: ModelArguments, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
+    args: ModelArguments, model_config: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
 ) -> Any:
     """Return a new model that continues text; without a vocabulary size, the tokenizer's.
 
     Args:
         args: Options of the model.
-        shape: Of `read_model_config`.
+        model_config: Of `read_model_config`.
         tokenizer: The tokenizer.
         tensor_parallel: Ranks that share a layer; the vocabulary is padded for them.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     end, rows = tokenizer.eos_token_id, args.padded(len(tokenizer), tensor_parallel)
-    config = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end, **shape}
+    config = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end, **model_config}
     with reraise_model_errors("--model_config", args.model_config):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
 
 
 def new_masked_model(
-    args: ModelArguments, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
+    args: ModelArguments, model_config: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
 ) -> Any:
     """Return a new model that fills gaps in text, as `new_causal_model` does."""
     from transformers import AutoConfig, AutoModelForMaskedLM
 
     rows = args.padded(len(tokenizer), tensor_parallel)
-    config = {"vocab_size": rows, "pad_token_id": tokenizer.pad_token_id, **shape}
+    config = {"vocab_size": rows, "pad_token_id": tokenizer.pad_token_id, **model_config}
     with reraise_model_errors("--model_config", args.model_config):
         return AutoModelForMaskedLM.from_config(AutoConfig.for_model(**config))
 
 
 def load_classifier(
-    args: Any, corpus: Any, shape: dict[str, Any], tensor_parallel: int
+    args: Any, corpus: Any, model_config: dict[str, Any], tensor_parallel: int
 ) -> tuple[Any, Any]:
     """Return the tokenizer and the model to start from: of the folder ``--model``, or new.
 
     Args:
         args: The recipe's options.
         corpus: The labelled texts, whose names the model gets.
-        shape: Of `read_model_config`, for a new model.
+        model_config: Of `read_model_config`, for a new model.
         tensor_parallel: Ranks that share a layer; the vocabulary is padded for them.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -157,7 +157,7 @@ def load_classifier(
     rows = args.padded(len(tokenizer), tensor_parallel)
     own = {"num_labels": len(names), "pad_token_id": tokenizer.pad_token_id, **labels}
     with reraise_model_errors("--model_config", args.model_config):
-        config = AutoConfig.for_model(**{"vocab_size": rows, **shape, **own})
+        config = AutoConfig.for_model(**{"vocab_size": rows, **model_config, **own})
         return tokenizer, AutoModelForSequenceClassification.from_config(config)
 
 
@@ -177,7 +177,7 @@ def load_chat_model(args: Any) -> tuple[Any, Any]:
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                "--chat-template", args.chat_template, f"it cannot be read ({error})", "Name a file"
+                "--chat_template", args.chat_template, f"it cannot be read ({error})", "Name a file"
             ) from None
     with reraise_model_errors("--model", args.model):
         folder = Path(args.model).resolve()  # adapters name it
@@ -192,7 +192,7 @@ def load_chat_model(args: Any) -> tuple[Any, Any]:
     lora = LoraConfig(
         r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets, task_type="CAUSAL_LM"
     )
-    with reraise_model_errors("--lora-targets", args.lora_targets):
+    with reraise_model_errors("--lora_targets", args.lora_targets):
         return tokenizer, get_peft_model(model, lora)
 
 
@@ -218,7 +218,7 @@ def check_packing(model: Any) -> None:
     model.train(training)
     if not apart:
         reason = "it does not keep the rows of a packed sample apart"
-        raise ModelError("--model", type(model).__name__, reason, "Give --no-packing")
+        raise ModelError("--model", type(model).__name__, reason, "Give --no_packing")
 
 
 def max_positions(config: Any) -> int:
@@ -246,10 +246,17 @@ def reraise_model_errors(key: str, value: str) -> Iterator[None]:
 
 
 def start_up_panel(
-    setup: Setup, model: Any, corpus: Mapping[str, object]
+    setup: Setup, model: Any, corpus: Mapping[str, object], rate: str | None = None
 ) -> dict[str, Mapping[str, object]]:
-    """Return the rows of the start-up panel by group, for a whole transformers model."""
-    shape, batch, section = model.config, setup.batch, setup.section
+    """Return the rows of the start-up panel by group, for a whole transformers model.
+
+    Args:
+        setup: Of the run.
+        model: The model.
+        corpus: What it learns from, by name.
+        rate: How the learning rate changes if the JSON has no scheduler; constant if omitted.
+    """
+    config, batch, section = model.config, setup.batch, setup.section
     length, samples = setup.arguments.sequence_length, str(batch["train_batch_size"])
     if section.parallel.given:  # the engine makes its layout, which is shown then
         layout = {"processes": str(setup.world_size), "layout": "wavemare.parallel's, see below"}
@@ -261,8 +268,8 @@ def start_up_panel(
         "model": {
             "architecture": type(model).__name__,
             "parameters": f"{count_parameters(setup, model) / 1e6:.2f} M",
-            "layers x width x heads": f"{shape.num_hidden_layers} x {shape.hidden_size} x "
-            f"{shape.num_attention_heads}",
+            "layers x width x heads": f"{config.num_hidden_layers} x {config.hidden_size} x "
+            f"{config.num_attention_heads}",
         },
         "layout": layout,
         "batch": {
@@ -270,6 +277,7 @@ def start_up_panel(
             "tokens per step": batch["train_batch_size"] * length,
             "steps": setup.arguments.max_steps,
         },
+        "optimizer": _optimizer(setup.balance.config, rate),
         "corpus": corpus,
     }
 
@@ -284,6 +292,16 @@ def count_parameters(setup: Setup, model: Any) -> int:
     return own + sum(tie.num_parameters for tie in untied)
 
 
+def _optimizer(config: Mapping[str, Any], rate: str | None) -> dict[str, object]:
+    """Return the rows of the optimizer and its learning rate, as the JSON has them."""
+    optimizer, scheduler = config.get("optimizer", {}), config.get("scheduler", {})
+    return {
+        "type": optimizer.get("type", "none"),
+        "learning rate": f"{optimizer.get('params', {}).get('lr', 'its default')}, "
+        f"{scheduler.get('type') or rate or 'constant'}",
+    }
+
+
 def _layout(setup: Setup) -> dict[str, str]:
     section = setup.section
     stages, parts = section.pipeline.stages, section.tensor_parallel.size
@@ -291,10 +309,16 @@ def _layout(setup: Setup) -> dict[str, str]:
     return {
         "processes": f"{setup.world_size} = {stages} stages x {setup.data_ranks} replicas"
         + (f" x {parts} ranks that share layers" if parts > 1 else ""),
-        "schedule": (section.pipeline.schedule if stages > 1 else "data parallel")
+        "schedule": (_schedule(section.pipeline) if stages > 1 else "data parallel")
         + f", ZeRO {zero_section(setup.balance.config).get('stage', 0)}"
         + (f", waves {waves}" if waves != "off" else ""),
     }
+
+
+def _schedule(pipeline: Any) -> str:
+    """Return the name of the schedule, and how many steps are synchronous before it begins."""
+    steps = pipeline.pipemare.warmup_steps if pipeline.schedule == "pipemare" else 0
+    return f"{pipeline.schedule} after {steps} synchronous steps" if steps else pipeline.schedule
 
 
 def _gradients(setup: Setup, model: Any, samples_tokens: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ from PIL import Image
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from support.refusals import refuses
 from wavemare.cli import app
 from wavemare.errors import ConfigError, PlanError
 from wavemare.parallel.layout.layout import Layout
@@ -126,33 +127,33 @@ def test_steps_that_overlap_have_no_lower_bound(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "refusal"),
     [
-        (["--schedule", "zbv", "--chunks", "2"], "--chunks = 2: .*or give --chunks with interleav"),
+        (["--schedule", "zbv", "--chunks", "2"], ("--chunks", 2)),
         (
             ["--schedule", "interleaved", "--slack", "1"],
-            "--slack = 1: .* give --slack with pipemare",
+            ("--slack", 1),
         ),
-        (["--schedule", "1f1b", "--memory-limit", "0.5"], "'0F2@0': with it the rank keeps 3, and"),
-        (["--schedule", "auto", "--memory-limit", "0"], "memory_limit = 0.0: 1F1B keeps 4"),
-        (["--schedule", "zbv", "--memory-limit", "nan"], "memory_limit = nan: it is not pos"),
-        (["--schedule", "zbv", "--weight-ms", "3"], r"--weight-ms = '3': it is .* the 2 millis"),
+        (["--schedule", "1f1b", "--memory-limit", "0.5"], ("action", "0F2@0")),
+        (["--schedule", "auto", "--memory-limit", "0"], ("memory_limit", 0.0)),
+        (["--schedule", "zbv", "--memory-limit", "nan"], ("memory_limit",)),
+        (["--schedule", "zbv", "--weight-ms", "3"], ("--weight-ms", "3")),
         (
             ["--schedule", "auto", "--collective-ms", "1"],
-            "--collective-ms = '1': .* with tick-tock",
+            ("--collective-ms", "1"),
         ),
-        (["--schedule", "zbv", "--step-ms", "1,2"], "--step-ms = '1,2': .* 2 numbers for 4 ranks"),
-        (["--schedule", "zbv", "--csv"], "steps = 4: a file of torch holds one"),
-        (["--schedule", "zbv", "--csv", "--text"], "--csv = True: --text prints another form"),
-        (["--schedule", "interleaved", "--chunks", "99999"], "4 x 8 x 4 x 99999 forward passes"),
+        (["--schedule", "zbv", "--step-ms", "1,2"], ("--step-ms", "1,2")),
+        (["--schedule", "zbv", "--csv"], ("steps", 4)),
+        (["--schedule", "zbv", "--csv", "--text"], ("--csv", True)),
+        (["--schedule", "interleaved", "--chunks", "99999"], ("--stages", 4)),
         (
             ["--schedule", "auto", "--micro-batches", "2501"],
-            "micro_batches = 2501: .* or choose zbv",
+            ("micro_batches", 2501),
         ),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options, message):
-    with pytest.raises((ConfigError, PlanError), match=message):
+def test_options_that_do_not_fit_are_refused(options, refusal):
+    with refuses((ConfigError, PlanError), *refusal):
         show(*options)
 
 
@@ -208,18 +209,18 @@ def test_output_holds_every_form(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "kind", "reason"),
+    ("content", "kind", "refusal"),
     [
-        (b"\xff\xfe\x00", ConfigError, "this is not text"),
-        (b"0: 0F0", PlanError, "0: 0F0"),
-        (Layout(global_batch=8, shares=(8,)).to_json().encode(), PlanError, "--balance FILE"),
+        (b"\xff\xfe\x00", ConfigError, ("--schedule",)),
+        (b"0: 0F0", PlanError, ("plan", "0: 0F0")),
+        (Layout(global_batch=8, shares=(8,)).to_json().encode(), PlanError, ("--schedule",)),
         # Without the receive of its gradient the first stage's backward pass has no input.
-        (str(pipemare(2, 1, 1)).replace(" 0RG0@0", "").encode(), PlanError, "0B0"),
+        (str(pipemare(2, 1, 1)).replace(" 0RG0@0", "").encode(), PlanError, ("action", "0B0@0")),
     ],
 )
-def test_bad_files_are_refused(tmp_path, content, kind, reason):
+def test_bad_files_are_refused(tmp_path, content, kind, refusal):
     (tmp_path / "plan.txt").write_bytes(content)
-    with pytest.raises(kind, match=reason):
+    with refuses(kind, *refusal):
         show("--schedule", f"file:{tmp_path}/plan.txt")
 
 

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 
+from support.refusals import refuses
 from wavemare.comm.collective_queue import CollectiveQueue
 from wavemare.errors import CommError
 
@@ -33,9 +34,8 @@ def test_an_error_is_raised_by_each_wait_and_nothing_runs_after_it(worker):
     first = worker.submit(fails, CPU)
     ran = []
     second = worker.submit(ran.append, CPU)
-    with pytest.raises(CommError, match="what went wrong") as caught:
+    with refuses(CommError, "collective", "ValueError"):
         second.wait()
-    assert caught.value.key == "collective"
     assert not ran
     for _ in range(2):
         with pytest.raises(ValueError, match="what went wrong"):
@@ -48,7 +48,7 @@ def test_a_lost_peer_stays_named(worker):
         raise CommError("rank", "3", "it has gone", "Look there")
 
     worker.submit(loses, CPU)
-    with pytest.raises(CommError, match="it has gone") as caught:
+    with refuses(CommError, "rank", "3") as caught:
         worker.submit(lambda stats: None, CPU).wait()
     assert (caught.value.key, caught.value.value) == ("rank", "3")
 
@@ -79,7 +79,7 @@ def test_a_callback_that_raises_breaks_what_comes_after_it_and_hangs_nobody(work
     gate.set()
     assert handle.wait() is True
     last = worker.submit(lambda stats: None, CPU)
-    with pytest.raises(CommError, match="the callback's own fault"):
+    with refuses(CommError, "collective", "ValueError"):
         last.wait()
 
 

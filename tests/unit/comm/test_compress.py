@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from support.refusals import refuses
 from wavemare.comm.compressor import block_norms, make_compressor
 from wavemare.comm.config import CompressorConfig
 from wavemare.errors import CheckpointError, ConfigError
@@ -283,7 +284,7 @@ def test_a_state_of_other_settings_is_refused_by_name(other, name):
     with pytest.raises(CheckpointError) as caught:
         own.load_state_dict(other.state_dict())
     assert caught.value.key == f"compressor.{name}"
-    with pytest.raises(CheckpointError, match="residuals, settings, steps"):
+    with refuses(CheckpointError, "compressor", ["settings"]):
         own.load_state_dict({"settings": own.settings()})
 
 
@@ -334,7 +335,7 @@ def test_a_bucket_that_changes_is_refused_and_leaves_no_trace(changed):
     compressor = top_k(8)
     compressor.step("b", torch.arange(24.0))
     before = waiting(compressor).clone()
-    with pytest.raises(ConfigError, match=r"24 elements of torch\.float32"):
+    with refuses(ConfigError, "bucket b", f"{changed.numel()} elements of {changed.dtype}"):
         compressor.step("b", changed)
     assert same(waiting(compressor), before)
     assert compressor.state_dict()["steps"] == {"b": 1}

@@ -7,6 +7,7 @@ import datasets
 import pytest
 import torch
 
+from support.refusals import refuses
 from wavemare.data.classification import (
     LabelledCorpus,
     encode_labelled,
@@ -71,7 +72,7 @@ def test_class_labels_of_a_saved_dataset(tmp_path):
 def test_unknown_validation_labels(tmp_path):
     parts = {"train": labelled_rows(ROWS), "test": labelled_rows([("x", 8), ("y", 77)])}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(DataError, match=r"labels that no train text has: 77.*every label"):
+    with refuses(DataError, "--data", str(tmp_path / "saved")):
         load_classification(resolve(str(tmp_path / "saved")))
 
 

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.refusals import refuses
 from wavemare.data.loader import ResumableLoader, evaluation_batches
 from wavemare.errors import CheckpointError, ConfigError, DataError
 
@@ -110,15 +111,14 @@ def test_resume_is_exact(steps, micro, world):
 )
 def test_a_state_of_another_stream_is_refused(other, key):
     loader, state = load(Epochs(11)), other.state_dict()
-    with pytest.raises(CheckpointError, match=rf"{key} = .*Resume with the same data") as caught:
+    with refuses(CheckpointError, key):
         loader.load_state_dict({**state, "consumed_samples": 4})
-    assert caught.value.key == key
     assert loader.consumed_samples == 0
 
 
 def test_megatrons_order_is_for_one_number_of_steps():
     longer = load(Epochs(12), shuffle=False).state_dict()
-    with pytest.raises(CheckpointError, match=r"data\.num_samples.*the same --max_steps"):
+    with refuses(CheckpointError, "data.num_samples", 12):
         load(Epochs(11), shuffle=False).load_state_dict(longer)
 
 
@@ -126,7 +126,7 @@ def test_a_state_without_position_is_refused():
     loader = load(Epochs(11))
     state = loader.state_dict()
     del state["consumed_samples"]
-    with pytest.raises(CheckpointError, match=r"data\.consumed_samples.*does not hold it"):
+    with refuses(CheckpointError, "data.consumed_samples", None):
         loader.load_state_dict(state)
 
 
@@ -142,7 +142,7 @@ def test_evaluation(length, micro, world, limit):
         return [*map(samples_of, evaluation_batches(Epochs(length), micro, rank, world, limit))]
 
     if length < world:
-        with pytest.raises(DataError, match=rf"--data.*validation samples, fewer than the {world}"):
+        with refuses(DataError, "--data", length):
             evaluation_batches(Epochs(length), micro, 0, world)  # before a batch is asked for
         return
     ranks = [evaluate(rank) for rank in range(world)]
@@ -193,5 +193,5 @@ def test_a_run_resumes_under_other_shares():
 
 @pytest.mark.parametrize("shares", [[4, 3], [6, 0], [6]])
 def test_shares_that_do_not_fit_are_refused(shares):
-    with pytest.raises(ConfigError, match="shares"):
+    with refuses(ConfigError, "shares", shares):
         load(Epochs(9), micro=3, rank=1, world=2, shares=shares)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.refusals import refuses
 from wavemare.data.megatron_order import (
     blend_index,
     blend_sizes,
@@ -68,7 +69,7 @@ def test_the_slow_twin(lengths, wanted, length, seed, data):
     arguments = {"num_samples": wanted, "sequence_length": length, "seed": seed}
     sizes, numbers = np.array(lengths, np.int32), np.array(chosen, np.int32)
     if sum(lengths[d] for d in chosen) < length + 1:
-        with pytest.raises(DataError, match="do not fill one sample"):
+        with refuses(DataError, "--data", length):
             build_gpt_index(sizes, numbers, **arguments)
         return
     twin = Twin(lengths, chosen, wanted, length, seed)
@@ -133,7 +134,7 @@ def test_blending_is_the_greedy_rule():
     assert np.bincount(sources).tolist() == [300, 700]
     assert blend_sizes([3, 1], 10, 0.005) == [math.ceil(8 * 1.005), math.ceil(3 * 1.005)]
     for bad in ([], [-1, 2], [0, 0], [float("nan")]):
-        with pytest.raises(ConfigError, match="weights"):
+        with refuses(ConfigError, "--data", bad):
             blend_index(bad, 3)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.refusals import refuses
 from wavemare.data.tokenizer import (
     build_once,
     cached_tokenizer,
@@ -58,7 +59,7 @@ def test_every_text_survives(gpt_tokenizer, text):
 
 @pytest.mark.parametrize(("kind", "smallest"), [("gpt", 257), ("bert", 261)])
 def test_too_small_a_vocabulary(kind, smallest):
-    with pytest.raises(ConfigError, match=rf"vocab_size = {smallest - 1}.*at least {smallest}"):
+    with refuses(ConfigError, "vocab_size", smallest - 1):
         train_tokenizer(["text"], smallest - 1, kind=kind)
     assert len(train_tokenizer(["text"], smallest, kind=kind)) == smallest
 
@@ -85,7 +86,7 @@ def test_a_truncated_cache_entry_is_refused(tmp_path, documents):
     cached_tokenizer(documents, 270, "gpt", tmp_path)
     (file,) = tmp_path.glob("*/tokenizer.json")
     file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(DataError, match=rf"{file.parent}.*no tokenizer that can be loaded"):
+    with refuses(DataError, "--tokenizer"):
         cached_tokenizer(documents, 270, "gpt", tmp_path)
 
 

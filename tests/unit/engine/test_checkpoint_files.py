@@ -25,6 +25,7 @@ from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupLR
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.zero_to_fp32 import parse_model_states
 
+from support.refusals import refuses
 from wavemare.engine.checkpoint.files import (
     CheckpointFiles,
     RankFiles,
@@ -141,7 +142,7 @@ def test_deepspeeds_scripts_are_told_that_a_file_holds_a_part(tmp_path):
             assert parse_model_states([path])[0].param_shapes == shapes
         else:
             assert torch.equal(files.load(str(path))["module"]["a"], module["a"])
-            with pytest.raises(CheckpointError, match="experts are divided"):
+            with refuses(CheckpointError, "zero_to_fp32", "a checkpoint of parts"):
                 parse_model_states([path])
 
 
@@ -156,10 +157,10 @@ def test_deepspeeds_scripts_are_told_that_a_file_holds_a_part(tmp_path):
 def test_no_code_of_a_file_is_run(tmp_path, save):
     marker, file = tmp_path / "marker", tmp_path / "evil.pt"
     save({"module": Evil(marker)}, file)
-    with pytest.raises(CheckpointError, match="cannot be read safely"):
+    with refuses(CheckpointError, "checkpoint", str(file)):
         read_file(file)
     # As DeepSpeed loads parts of a universal checkpoint, past its checkpoint engine.
-    with pytest.raises(CheckpointError, match="cannot be read safely"), safe_loading(file):
+    with refuses(CheckpointError, "checkpoint", str(file)), safe_loading(file):
         torch.load(file, weights_only=False)
     assert not marker.exists()
     if save is torch.save:  # the file is one that would
@@ -170,7 +171,7 @@ def test_no_code_of_a_file_is_run(tmp_path, save):
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"no file of torch", as_saved([1])[:90]])
 def test_what_is_no_file_of_torch_is_named(tmp_path, content):
     (tmp_path / "file.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match="cannot be read") as caught:
+    with refuses(CheckpointError, "checkpoint", str(tmp_path / "file.pt")) as caught:
         read_file(tmp_path / "file.pt")
     assert caught.value.value == str(tmp_path / "file.pt")
 
@@ -186,7 +187,7 @@ def test_loads_are_safe_in_their_thread_alone(tmp_path, monkeypatch):
     torch.save({"own": Own()}, own)
     torch.save({"scaler": LossScaler(2.0)}, scaler)
     with safe_loading(tmp_path), ThreadPoolExecutor(1) as pool:
-        with pytest.raises(CheckpointError, match=r"Own.*add_safe_globals"):
+        with refuses(CheckpointError, "checkpoint", str(own)):
             torch.load(own, weights_only=False)
         assert torch.load(scaler, weights_only=False)["scaler"].cur_scale == 2.0
         other = pool.submit(torch.load, own, weights_only=False)
@@ -199,13 +200,13 @@ def test_loads_are_safe_in_their_thread_alone(tmp_path, monkeypatch):
 
 def test_classes_that_the_client_has_named_are_read(tmp_path):
     torch.save({"own": Own(), "scaler": LossScaler(2.0)}, tmp_path / "own.pt")
-    with pytest.raises(CheckpointError, match=r"Own.*add_safe_globals"):
+    with refuses(CheckpointError, "checkpoint", str(tmp_path / "own.pt")):
         read_file(tmp_path / "own.pt")
     with torch.serialization.safe_globals([Own, LossScaler]), safe_loading(tmp_path):
         assert isinstance(read_file(tmp_path / "own.pt")["own"], Own)
         # What is inside another one does not end it.
         assert isinstance(torch.load(tmp_path / "own.pt", weights_only=False)["own"], Own)
-    with pytest.raises(CheckpointError, match="Own"):
+    with refuses(CheckpointError, "checkpoint", str(tmp_path / "own.pt")):
         read_file(tmp_path / "own.pt")
 
 
@@ -238,7 +239,7 @@ def test_members_of_enumerations_are_read_by_their_names(tmp_path):
 def test_no_other_attribute_is_looked_up(tmp_path, kind, name):
     path = tmp_path / "states.pt"
     torch.save({"zero_stage": ByGetattr(kind, name)}, path)
-    with pytest.raises(CheckpointError, match=r"read safely.*getattr"):
+    with refuses(CheckpointError, "checkpoint", str(path)):
         read_file(path)
 
 
@@ -299,7 +300,7 @@ def test_random_generators_go_on(tmp_path, generator_of_numpy, kind):
     restore_random_state(read_file(tmp_path / "a.pt"))
     assert draw() == expected
     generator_of_numpy("PCG64" if kind == "MT19937" else "MT19937")
-    with pytest.raises(CheckpointError, match=kind):
+    with refuses(CheckpointError, "numpy.random", "PCG64" if kind == "MT19937" else "MT19937"):
         restore_random_state(read_file(tmp_path / "a.pt"))
     generator_of_numpy(kind)  # as the remedy says
     restore_random_state(read_file(tmp_path / "a.pt"))
@@ -348,9 +349,8 @@ class OwnLR(torch.optim.lr_scheduler.LambdaLR):
 
 def test_a_scheduler_whose_state_would_not_come_back_is_refused():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    with pytest.raises(CheckpointError, match="Progress") as caught:
+    with refuses(CheckpointError, "lr_scheduler.state_dict()['progress']"):
         check_scheduler(OwnLR(optimizer))
-    assert caught.value.key == "lr_scheduler.state_dict()['progress']"
     with torch.serialization.safe_globals([Progress]):  # as the remedy says
         check_scheduler(OwnLR(optimizer))
 
@@ -360,23 +360,22 @@ def test_an_optimizer_whose_state_would_not_come_back_is_refused():
     check_optimizer_state(optimizer)
     check_optimizer_state(None)
     optimizer.state[optimizer.param_groups[0]["params"][0]] = {"own": Progress(3)}
-    with pytest.raises(CheckpointError, match="Progress"):
+    with refuses(CheckpointError, "optimizer.state"):
         check_optimizer_state(optimizer)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    "value",
     [
-        ([Progress(3)], "Progress"),
-        (defaultdict(int, a=1), "collections.defaultdict"),
-        (np.random.default_rng(1), "numpy.random"),
-        (np.array([Progress(3)]), "Progress"),
-        (lambda: 3, "pickle"),
-        (threading.Lock(), "pickle"),
+        [Progress(3)],
+        defaultdict(int, a=1),
+        np.random.default_rng(1),
+        np.array([Progress(3)]),
+        lambda: 3,
+        threading.Lock(),
     ],
 )
-def test_what_would_not_come_back_is_refused_by_its_key(value, said):
-    with pytest.raises(CheckpointError, match=said) as caught:
+def test_what_would_not_come_back_is_refused_by_its_key(value):
+    with refuses(CheckpointError, "client_state['own']", value) as caught:
         check_client_state({"fine": 3, "own": value})
-    assert caught.value.key == "client_state['own']"
     assert "add_safe_globals" in caught.value.remedy

@@ -11,6 +11,7 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from torch import distributed
 
+from support.refusals import refuses
 from wavemare.engine.config.resolve import zero_section
 from wavemare.engine.initialize import ENGINES, build_engine
 from wavemare.errors import ConfigError, PlanError
@@ -94,9 +95,8 @@ def test_other_choices_are_left_alone(given, config):
 @pytest.mark.parametrize("key", ["amp", "elasticity", "zero_optimization.mics_shard_size"])
 def test_what_deepspeed_has_removed_is_refused_in_its_words(given, key):
     section, _, name = key.rpartition(".")
-    with pytest.raises(ConfigError, match="has been removed") as caught:
+    with refuses(ConfigError, key):
         given({section: {name: 2}} if section else {name: {}})
-    assert caught.value.key == key
 
 
 def test_a_client_optimizer_and_the_switch_leave_the_configuration_alone(given, monkeypatch):
@@ -178,6 +178,6 @@ def test_each_rank_refuses_a_plan_that_cannot_run_before_the_model_is_touched(
         "wavemare": {"pipeline": {"schedule": "pipemare", "stages": 2, "pipemare": {"slack": 9}}},
     }
     monkeypatch.setitem(SCHEDULES, "pipemare", replace(SCHEDULES["pipemare"], make=circle))
-    with pytest.raises(PlanError, match="wait"):
+    with refuses(PlanError, "plan", "1f1b"):
         build_engine(config, model=staged())
     assert asked == [(2, 4, {"norms": True, "correct": True, "slack": 9})]

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from support.refusals import refuses
 from wavemare.engine.launch.environment import (
     LauncherRank,
     first_host,
@@ -79,7 +80,7 @@ def test_slurm_needs_nobody_to_agree():
 
 def test_slurm_without_nodes_is_refused():
     blind = {name: value for name, value in SLURM.items() if "NODELIST" not in name}
-    with pytest.raises(LaunchError, match="which hosts"):
+    with refuses(LaunchError, "SLURM_STEP_NODELIST", None):
         torch_variables(blind, launcher_rank(blind))
 
 
@@ -149,7 +150,7 @@ def test_host_address_is_never_a_loopback_by_itself(monkeypatch, named, route, a
     monkeypatch.setattr(socket, "gethostbyname", lambda name: named)
     monkeypatch.setattr(socket, "socket", route)
     if address is None:
-        with pytest.raises(LaunchError, match="MASTER_ADDR"):
+        with refuses(LaunchError, "MASTER_ADDR", None):
             host_address({})
     else:
         assert host_address({}) == address
@@ -202,7 +203,7 @@ def bare(monkeypatch):
 
 
 def test_no_launcher_is_refused_with_the_commands_that_work(bare):
-    with pytest.raises(LaunchError, match="without a launcher") as caught:
+    with refuses(LaunchError, "launcher", None) as caught:
         ensure_launched()
     for launcher in ("wavemare train", "deepspeed", "torchrun", "mpirun", "srun"):
         assert launcher in caught.value.remedy

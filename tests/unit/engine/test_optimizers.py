@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepspeed.runtime import lr_schedules
 
+from support.refusals import refuses
 from wavemare.engine.optim.optimizers import (
     check_matrix_optimizer,
     is_added,
@@ -39,9 +40,8 @@ def engine(**changes):
 )
 def test_what_optimizers_of_matrices_cannot_go_with_is_refused_by_name(changes, key):
     for kind in (SOAP, Muon):
-        with pytest.raises(ConfigError, match=kind.__name__) as error:
+        with refuses(ConfigError, key):
             check_matrix_optimizer(engine(**changes), kind([torch.zeros(2, 2)]))
-        assert error.value.key == key
     check_matrix_optimizer(engine(**changes), torch.optim.AdamW([torch.zeros(2, 2)]))
     check_matrix_optimizer(engine(), SOAP([torch.zeros(2, 2)]))
 

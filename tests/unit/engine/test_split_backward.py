@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from support.refusals import refuses
 from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.errors import ModelError, PlanError
 from wavemare.parallel.tensor.layers import ParallelLinear
@@ -264,7 +265,7 @@ def test_a_layer_splits_or_is_left_whole(case, shape):
 def test_a_failed_step_leaves_nothing_to_the_next():
     split, whole = build("llama"), build("llama")
     splitter = SplitBackward(split)
-    with pytest.raises(PlanError, match="no queue"), splitter.step():
+    with refuses(PlanError, "micro_batch", "0"), splitter.step():
         run(split, "F0 F1 I0 I1 W0 W0", splitter)
     assert splitter.kept_bytes == {}
     split.zero_grad()
@@ -291,9 +292,9 @@ def test_kept_bytes_are_those_of_inputs_and_gradients_of_the_linear_layers():
 def test_wrong_orders_are_refused():
     model = build("gpt2")
     splitter = SplitBackward(model)
-    with pytest.raises(PlanError, match="ended before the weight gradients"), splitter.step():
+    with refuses(PlanError, "micro_batch", "0"), splitter.step():
         run(model, "F0 I0", splitter)
-    with pytest.raises(PlanError, match="outside of I"), splitter.step():
+    with refuses(PlanError, "module", "transformer.h.1.mlp.c_proj"), splitter.step():
         run(model, "F0 B0", splitter)
 
 
@@ -307,7 +308,7 @@ def test_a_change_in_place_between_the_parts_is_refused(changed):
             layer(x).backward(grad)
         with torch.no_grad():
             (x if changed == "input" else grad).add_(1)
-        with pytest.raises(ModelError, match="changed in place"):
+        with refuses(ModelError, "module", ""):
             splitter.backward_weight(0)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from support.refusals import refuses
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.convert import Options, convert
 from wavemare.megatron.files import read_checkpoint
@@ -109,7 +110,7 @@ def without(*path):
 )
 def test_what_computes_something_else_is_refused(changed, tmp_path, name, value):
     """The weights alone would fit, and both sides of the comparison would be equally wrong."""
-    with pytest.raises(ModelError, match=rf"args\.{name} = {value!r}"):
+    with refuses(ModelError, f"args.{name}", value):
         convert(changed(argument(name, value)), tmp_path / "no", "hf")
     assert not (tmp_path / "no").exists()
 
@@ -122,26 +123,34 @@ def encoder(**weights):
 
 
 @pytest.mark.parametrize(
-    ("change", "rank", "match"),
+    ("change", "rank", "refusal"),
     [
-        (without("encoder", WEIGHT), "01", "ranks do not all hold it"),
-        (encoder(**{WEIGHT: torch.zeros(3, 5)}), "01", "not in one shape"),
-        (encoder(x_extra_state=torch.zeros(0)), "*", "--transformer-impl local"),
+        (
+            without("encoder", WEIGHT),
+            "01",
+            ("weights", "encoder.layers.1.mlp.dense_h_to_4h.weight"),
+        ),
+        (
+            encoder(**{WEIGHT: torch.zeros(3, 5)}),
+            "01",
+            ("weights", "encoder.layers.1.mlp.dense_h_to_4h.weight"),
+        ),
+        (encoder(x_extra_state=torch.zeros(0)), "*", ("checkpoint",)),
         (
             encoder(x=io.BytesIO(b"0"), **{"x.layernorm_q": torch.ones(1)}),
             "*",
-            "Transformer Engine",
+            ("checkpoint",),
         ),
-        (without("embedding", "position_embeddings"), "*", "learned positions"),
-        (without("embedding", "word_embeddings"), "*", "learned positions"),
-        (lambda c: c["model"].update({"decoder.x": torch.ones(1)}), "*", "--use-legacy-models"),
-        (argument("num_attention_heads", 5), "*", "16 on 2 tensor-parallel ranks"),
-        (argument("num_attention_heads", 1), "*", "16 on 2 tensor-parallel ranks"),
-        (lambda content: content.update(args=None), "*", "--num-attention-heads"),
+        (without("embedding", "position_embeddings"), "*", ("weights",)),
+        (without("embedding", "word_embeddings"), "*", ("weights",)),
+        (lambda c: c["model"].update({"decoder.x": torch.ones(1)}), "*", ("checkpoint",)),
+        (argument("num_attention_heads", 5), "*", ("num_attention_heads",)),
+        (argument("num_attention_heads", 1), "*", ("num_attention_heads",)),
+        (lambda content: content.update(args=None), "*", ("num_attention_heads", None)),
     ],
 )
-def test_damaged_files(changed, tmp_path, change, rank, match):
-    with pytest.raises((ModelError, CheckpointError), match=match):
+def test_damaged_files(changed, tmp_path, change, rank, refusal):
+    with refuses((ModelError, CheckpointError), *refusal):
         convert(changed(change, rank), tmp_path / "no", "hf")
     assert not (tmp_path / "no").exists()
 
@@ -155,5 +164,5 @@ def test_damaged_files(changed, tmp_path, change, rank, match):
     ],
 )
 def test_options_without_effect_are_refused(checkpoints, tmp_path, source, to, options, name):
-    with pytest.raises(ModelError, match=rf"^{name} = .*no effect from {source} to {to}"):
+    with refuses(ModelError, name):
         convert(checkpoints / source, tmp_path / "no", to, options)

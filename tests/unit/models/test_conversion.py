@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from support.refusals import refuses
 from wavemare.errors import ConfigError, LaunchError, ModelError
 from wavemare.models import to_pipeline
 from wavemare.models.activations import split_batch
@@ -65,7 +66,7 @@ class SpecialForCausalLM(transformers.LlamaForCausalLM):
 def test_a_forward_that_does_more_is_refused(what, value, mode, make_model):
     model = SpecialForCausalLM(make_model("llama").config)
     setattr(model, what, value)
-    with pytest.raises(ModelError, match=f"in {mode} mode .* differ") as info:
+    with refuses(ModelError, "model", "SpecialForCausalLM") as info:
         to_pipeline(model, num_stages=1)
     assert "SpecialForCausalLM" in str(info.value)
     assert "Train it with one stage" in str(info.value)
@@ -79,7 +80,7 @@ def test_zeros_hide_nothing_and_are_no_fault(make_model):
         for weight in (model.lm_head.weight, model.model.layers[0].mlp.down_proj.weight):
             nn.init.zeros_(weight)
         state = {name: weight.clone() for name, weight in model.state_dict().items()}
-        with nullcontext() if holds else pytest.raises(ModelError, match="differ"):
+        with nullcontext() if holds else refuses(ModelError, "model", "SpecialForCausalLM"):
             to_pipeline(model, num_stages=1)
         assert all(torch.equal(state[name], weight) for name, weight in model.state_dict().items())
 
@@ -106,7 +107,7 @@ def test_what_a_forward_does_for_some_batches_only_is_refused(when, make_model):
     model = SometimesForCausalLM(make_model("llama").config)
     to_pipeline(model, num_stages=1)
     model.when = when
-    with pytest.raises(ModelError, match=r"evaluation mode .* differ"):
+    with refuses(ModelError, "model", "SometimesForCausalLM"):
         to_pipeline(model, num_stages=1)
 
 
@@ -142,7 +143,7 @@ def small_weights(family, **changes):
     ],
 )
 def test_what_a_configuration_does_outside_the_layers_is_refused(family, key, value):
-    with pytest.raises(ModelError, match="it does more than its layers show"):
+    with refuses(ModelError, "model"):
         to_pipeline(small_weights(family, **{key: value}), num_stages=1)
 
 
@@ -162,35 +163,35 @@ def test_families_whose_layers_do_everything_are_taken(family, changes):
 
 def test_unsupported_classes_are_refused_by_name(make_model):
     model = transformers.GPT2ForSequenceClassification(make_model("gpt2").config)
-    with pytest.raises(ModelError, match=r"GPT2ForSequenceClassification.*BertForMaskedLM.*llama"):
+    with refuses(ModelError, "model", "GPT2ForSequenceClassification"):
         to_pipeline(model, num_stages=1)
-    with pytest.raises(ModelError, match=r"Linear.*not a transformers model"):
+    with refuses(ModelError, "model", "Linear"):
         to_pipeline(nn.Linear(2, 2), num_stages=1)
 
 
 def test_unknown_kinds_of_attention_are_refused(make_model):
     model = make_model("qwen3")
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(ModelError, match="layers of kind 'linear_attention'"):
+    with refuses(ModelError, "model", "Qwen3ForCausalLM"):
         to_pipeline(model, num_stages=1)
 
 
 def test_a_model_without_weights_is_refused(make_model):
-    with pytest.raises(ModelError, match=r"meta device.*from_pretrained"):
+    with refuses(ModelError, "model", "LlamaForCausalLM"):
         to_pipeline(make_model("llama").to("meta"), num_stages=1)
 
 
 def test_bert_as_a_decoder_is_refused(make_model):
-    with pytest.raises(ModelError, match="is_decoder"):
+    with refuses(ModelError, "model", "BertForMaskedLM"):
         to_pipeline(make_model("bert-mlm", is_decoder=True), num_stages=1)
 
 
 def test_weights_in_no_layer_are_refused(make_model):
     model = make_model("llama")
     model.extra = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match=r"extra\.bias, extra\.weight belong to no layer"):
+    with refuses(ModelError, "model", "LlamaForCausalLM"):
         to_pipeline(model, num_stages=1)
-    with pytest.raises(ModelError, match="belong to no layer"):
+    with refuses(ModelError, "model", "LlamaForCausalLM"):
         name_weights(model, [])
 
 
@@ -200,27 +201,26 @@ PARTITION = "wavemare.pipeline.partition"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "key", "reason"),
+    ("name", "value", "key"),
     [
-        ({"inputs": ["attention_mask"]}, INPUTS, "'input_ids' is not the first"),
-        ({"inputs": ["input_ids", "labels", "labels"]}, INPUTS, "given twice"),
-        ({"inputs": ["input_ids", "token_type_ids"]}, INPUTS, "do not take 'token_type_ids'"),
-        ({"inputs": ["input_ids", "atention_mask"]}, INPUTS, "Did you mean 'attention_mask'"),
-        ({"num_stages": 2}, STAGES, "1 processes cannot form pipelines of that many stages"),
-        ({"num_stages": 0}, STAGES, "cannot form pipelines"),
-        ({"partition": "parameter"}, PARTITION, "Did you mean 'parameters'"),
-        ({"partition": [1]}, PARTITION, "does not start at layer 0"),
+        ("inputs", ["attention_mask"], INPUTS),
+        ("inputs", ["input_ids", "labels", "labels"], INPUTS),
+        ("inputs", ["input_ids", "token_type_ids"], INPUTS),
+        ("inputs", ["input_ids", "atention_mask"], INPUTS),
+        ("num_stages", 2, STAGES),
+        ("num_stages", 0, STAGES),
+        ("partition", "parameter", PARTITION),
+        ("partition", [1], PARTITION),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, key, reason, make_model):
-    with pytest.raises(ConfigError, match=reason) as info:
-        to_pipeline(make_model("gpt2"), **{"num_stages": 1, **arguments})
-    assert info.value.key == key
+def test_wrong_arguments_are_refused(name, value, key, make_model):
+    with refuses(ConfigError, key, value):
+        to_pipeline(make_model("gpt2"), **{"num_stages": 1, name: value})
 
 
 def test_a_process_without_a_launcher_is_told(make_model, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK")
-    with pytest.raises(LaunchError, match="init_distributed"):
+    with refuses(LaunchError, "torch.distributed", None):
         to_pipeline(make_model("gpt2"), num_stages=1)
 
 
@@ -250,7 +250,7 @@ def test_rows_of_a_packed_sample_do_not_see_each_other(name, make_model):
     torch.testing.assert_close(whole(whole.split_batch(masked, labels_required=False)[0]), seeing)
     bare = to_pipeline(model, num_stages=1, inputs=("input_ids", "position_ids"))
     torch.testing.assert_close(bare(bare.split_batch(packed, labels_required=False)[0]), expected)
-    with pytest.raises(ModelError, match="attention_mask"):
+    with refuses(ModelError, "attention_mask", (2, 8)):
         bare.split_batch(masked, labels_required=False)
 
 
@@ -265,9 +265,8 @@ def test_undeclared_entries_are_refused(make_model):
     padded = torch.ones_like(IDS)
     padded[0, -1] = 0
     for name, value in [("attention_mask", padded), ("position_ids", IDS)]:
-        with pytest.raises(ModelError, match=rf'inputs to \["input_ids", "{name}"\]') as info:
+        with refuses(ModelError, name, (2, 3)):
             module.split_batch({"input_ids": IDS, "labels": IDS, name: value})
-        assert info.value.key == name
 
 
 @pytest.mark.parametrize("model", ["gpt2", "bert-mlm"])
@@ -292,7 +291,7 @@ def test_the_remedy_of_an_undeclared_entry_works_when_followed(make_model, model
 def test_missing_required_entries_are_refused(name):
     batch = {"input_ids": IDS, "labels": IDS}
     del batch[name]
-    with pytest.raises(ModelError, match=f"Let the collator return '{name}'"):
+    with refuses(ModelError, name, None):
         split_batch(batch, ["input_ids"])
 
 
@@ -302,7 +301,7 @@ def test_labels_may_be_left_out_for_prediction():
 
 def test_other_shapes_are_refused():
     mask = torch.ones(2, 1, 3, 3)
-    with pytest.raises(ModelError, match=r"not of shape \(batch, sequence\)"):
+    with refuses(ModelError, "attention_mask", (2, 1, 3, 3)):
         split_batch({"input_ids": IDS, "labels": IDS, "attention_mask": mask}, ALL[:2])
-    with pytest.raises(ModelError, match="input_ids"):
+    with refuses(ModelError, "input_ids", (3,)):
         split_batch({"input_ids": IDS[0], "labels": IDS}, ["input_ids"])

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patterns of modules, lists of module names."""
 
-import re
-
 import pytest
 from annotation_models import bert, gpt2, plan
 
 import wavemare
+from support.refusals import refuses
 from wavemare.errors import PlanError
 from wavemare.parallel.layout.names import matches, named_chain
 
@@ -39,17 +38,12 @@ def test_patterns(pattern, expected):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("layers.2-4", "blocks, numbered from 0"),
-        ("hed", "Did you mean 'head'"),
-        ("re:(", "the expression is invalid"),
-        ("re:h", "no module's whole name"),
-    ],
+    ("pattern", "value"),
+    [("layers.2-4", "layers.4"), ("hed", "hed"), ("re:(", "re:("), ("re:h", "re:h")],
 )
-def test_patterns_without_a_module(pattern, message):
+def test_patterns_without_a_module(pattern, value):
     model = gpt2()
-    with pytest.raises(PlanError, match=f"key = .*{re.escape(message)}"):
+    with refuses(PlanError, "key", value):
         matches(model, named_chain(model), pattern, "key")
 
 
@@ -82,7 +76,7 @@ def test_the_innermost_of_two_patterns_counts():
 
 
 def test_a_range_may_not_be_of_any_length():
-    with pytest.raises(PlanError, match="the range 0-99999999999 goes beyond 5 digits"):
+    with refuses(PlanError, "mapping.split.modules", "layers.0-99999999999"):
         wavemare.annotate(gpt2(), {"split": {"size": 2, "modules": ["layers.0-99999999999"]}})
 
 

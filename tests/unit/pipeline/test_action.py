@@ -3,6 +3,7 @@
 
 import pytest
 
+from support.refusals import refuses
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.plan import Action, Kind
 
@@ -31,7 +32,7 @@ def test_the_text_form_is_stage_code_micro_batch_version(text, action):
     ],
 )
 def test_other_text_is_refused_with_the_codes(text):
-    with pytest.raises(PlanError, match=r"this is no action\. Write .* as in 2F5@1") as info:
+    with refuses(PlanError, "action", text) as info:
         Action.parse(text)
     assert info.value.value == text
     assert all(f" {kind.value}" in info.value.remedy for kind in Kind)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.refusals import refuses
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.check import check
 from wavemare.pipeline.plan.lowering import lower
@@ -131,62 +132,62 @@ ASYNCHRONOUS = pipemare(2, 2, 2, norms=True, correct=True)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "refusal"),
     [
-        ({"r0": {"0L1@0": ""}}, "action = '0F1@0': 0L1 does not come before it"),
-        ({"r1": {"1F1@0 1B1@0": "1B1@0 1F1@0"}}, "'1B1@0': 1F1 does not come before it"),
-        ({"r0": {"0R1@0": ""}}, "'0S1@0': 0R1 does not come before it"),
-        ({"r1": {"1B1@0 1SG1@0 1R1@0": "1R1@0 1B1@0 1SG1@0"}}, "'1R1@0': 1B1 does not come"),
-        ({"r0": {"0F1@0": "0F1@0 0F1@0"}}, "'0F1@0': it is done a second time"),
-        ({"r1": {"1S1@0": "1S1@0 1R1@1"}}, "'1R1@1': the next .* step is that of micro-batch 3"),
-        ({"r1": {"1S1@0": "", "1R1@0": "", "1SN1@0": ""}}, "'1RA2@1': the weights' version is 0"),
-        ({"r0": {"0SA3@1": ""}}, "action = '0SA3': it is missing"),
-        ({"r1": {"1R3@1": "", "1SN3@1": "", "1S3@1": ""}}, "steps = 2: stage 1 does 1 optimizer"),
-        ({"r1": {"1SN1@0": ""}}, "'0RN1@0': the next message .* is that of 1SG2@1"),
-        ({"r0": {"0RN3@1": ""}}, "'1SN3@1': its message is never received. Add 0RN3"),
-        ({"r0": {"0F2@0": "0F2@1"}}, "'0F2@1': the weights' version is 0 here"),
-        ({"r0": {"0U2@1": ""}}, "'0RG3@1': it would see the weights that 0C2@0 has put in"),
-        ({"r0": {"0C2@0": ""}}, "'0U2@1': 0C2 does not come before it"),
-        ({"r0": {"0C2@0 0RG2@1 0B2@1": "0RG2@1 0B2@1 0C2@0"}}, "'0C2@0': the backward pass comes"),
-        ({"r0": {"0B3@1": "0C3@1 0B3@1"}}, "'0R3@1': it would see the weights that 0C3@1"),
-        ({"r1": {"1SG1@0": "1SG1@0 1RG1@0"}}, "'1RG1@0': this stage has nothing of this kind"),
-        ({"r0": {"0L3@1": "0L3@1 0L4@1"}}, "'0F4': the plan has 4 micro-batches"),
-        ({"r0": {"0F1@0": "0F1@0 1F1@0"}}, "'1F1@0': it is on rank 0, but stage 1 is on rank 1"),
-        ({"r0": {"0F1@0": "0F1@0 2F1@0"}}, "'2F1@0': a plan of 2 stages has no stage 2"),
+        ({"r0": {"0L1@0": ""}}, ("action", "0F1@0")),
+        ({"r1": {"1F1@0 1B1@0": "1B1@0 1F1@0"}}, ("action", "1B1@0")),
+        ({"r0": {"0R1@0": ""}}, ("action", "0S1@0")),
+        ({"r1": {"1B1@0 1SG1@0 1R1@0": "1R1@0 1B1@0 1SG1@0"}}, ("action", "1R1@0")),
+        ({"r0": {"0F1@0": "0F1@0 0F1@0"}}, ("action", "0F1@0")),
+        ({"r1": {"1S1@0": "1S1@0 1R1@1"}}, ("action", "1R1@1")),
+        ({"r1": {"1S1@0": "", "1R1@0": "", "1SN1@0": ""}}, ("action", "1RA2@1")),
+        ({"r0": {"0SA3@1": ""}}, ("action", "0SA3")),
+        ({"r1": {"1R3@1": "", "1SN3@1": "", "1S3@1": ""}}, ("steps", 2)),
+        ({"r1": {"1SN1@0": ""}}, ("action", "0RN1@0")),
+        ({"r0": {"0RN3@1": ""}}, ("action", "1SN3@1")),
+        ({"r0": {"0F2@0": "0F2@1"}}, ("action", "0F2@1")),
+        ({"r0": {"0U2@1": ""}}, ("action", "0RG3@1")),
+        ({"r0": {"0C2@0": ""}}, ("action", "0U2@1")),
+        ({"r0": {"0C2@0 0RG2@1 0B2@1": "0RG2@1 0B2@1 0C2@0"}}, ("action", "0C2@0")),
+        ({"r0": {"0B3@1": "0C3@1 0B3@1"}}, ("action", "0R3@1")),
+        ({"r1": {"1SG1@0": "1SG1@0 1RG1@0"}}, ("action", "1RG1@0")),
+        ({"r0": {"0L3@1": "0L3@1 0L4@1"}}, ("action", "0F4")),
+        ({"r0": {"0F1@0": "0F1@0 1F1@0"}}, ("action", "1F1@0")),
+        ({"r0": {"0F1@0": "0F1@0 2F1@0"}}, ("action", "2F1@0")),
     ],
 )
-def test_a_damaged_plan_is_refused_by_its_action(changes, message):
-    with pytest.raises(PlanError, match=message):
+def test_a_damaged_plan_is_refused_by_its_action(changes, refusal):
+    with refuses(PlanError, *refusal):
         check(edited(ASYNCHRONOUS, **changes))
 
 
 def test_backward_passes_belong_to_their_step():
     plan = edited(pipemare(1, 1, 2), r0={"0B0@0 0R0@0 0S0@0 0L1@1 0F1@1": "0L1 0F1 0B1 0R0 0S0"})
-    with pytest.raises(PlanError, match="'0B1': it belongs to optimizer step 1, but 0 steps come"):
+    with refuses(PlanError, "action", "0B1"):
         check(plan)
 
 
 def test_swapped_messages_are_refused_on_the_receiving_side():
     swap = {"1RA0@0 1L0@0 1F0@0 1B0@0 1SG0@0 1RA1@0": "1RA1@0 1RA0@0 1L0@0 1F0@0 1B0@0 1SG0@0"}
-    with pytest.raises(PlanError, match=r"'1RA1@0': the next .* of 0SA0@0, which 1RA0 would rec"):
+    with refuses(PlanError, "action", "1RA1@0"):
         check(edited(ASYNCHRONOUS, r1=swap))
 
 
 def test_both_ends_of_the_pipeline_read_the_same_stream():
     first = {"0L0@0 0F0@0 0SA0@0 0L1@0": "0L1@0 0L0@0 0F0@0 0SA0@0"}
-    with pytest.raises(PlanError, match=r"'1L0@0': stage 0 loads 0L1@0 there"):
+    with refuses(PlanError, "action", "1L0@0"):
         check(edited(ASYNCHRONOUS, r0=first))
 
 
 def test_a_correction_that_nothing_ends_is_refused():
     plan = edited(pipemare(1, 1, 1), r0={"0B0@0 0R0@0 0S0@0": "0R0 0C0"})
-    with pytest.raises(PlanError, match="'0R0': 0B0 does not come before it"):
+    with refuses(PlanError, "action", "0R0"):
         check(plan)
     plan = inference(1, 1)
-    with pytest.raises(PlanError, match="'0C0@0': this stage has nothing"):
+    with refuses(PlanError, "action", "0C0@0"):
         check(with_rank(plan, 0, [*plan.ranks[0], Action(Kind.CORRECT, 0, 0, 0)]))
     text = "0L0 0F0 0L1 0F1 0B0 0R0 0S0 0C1 0B1"
-    with pytest.raises(PlanError, match="'0C1': the newest weights are not put back after it"):
+    with refuses(PlanError, "action", "0C1"):
         check(with_rank(pipemare(1, 1, 2), 0, parsed(text)))
 
 
@@ -241,9 +242,9 @@ def test_a_rank_may_hold_several_stages():
         "   1        8           2",
     ]
     twice = with_rank(plan, 1, [*plan.ranks[1], Action(Kind.LOAD, 0, 0)])
-    with pytest.raises(PlanError, match="'0L0': it is on rank 1, but stage 0 is on rank 0"):
+    with refuses(PlanError, "action", "0L0"):
         check(twice)
-    with pytest.raises(PlanError, match=r"there are 4 stages, and 2 ranks\. Add homes=0,1,1,0 to"):
+    with refuses(PlanError, "homes", ""):
         check(replace(plan, homes=()))
 
 
@@ -251,23 +252,23 @@ def test_a_rank_may_hold_several_stages():
 
 
 @pytest.mark.parametrize(
-    ("swap", "message"),
+    ("swap", "refusal"),
     [
-        ({"0F0 1F0": "1F0 0F0"}, "'1F0': 0F0 does not come before it"),
-        ({"2F0 2B0 1B0": "2F0 1B0 2B0"}, "'1B0': 2B0 does not come before it"),
-        ({"0L1 ": "", "0F1": "0L1 0F1 1SA1"}, "'1SA1': this stage has nothing of"),
-        ({"0S1": ""}, "steps = 1: stage 0 does 0 optimizer steps"),
-        ({"0F0 1F0": "0F0 0XO0 1F0"}, "'0XO0': this stage has nothing of this kind to do"),
+        ({"0F0 1F0": "1F0 0F0"}, ("action", "1F0")),
+        ({"2F0 2B0 1B0": "2F0 1B0 2B0"}, ("action", "1B0")),
+        ({"0L1 ": "", "0F1": "0L1 0F1 1SA1"}, ("action", "1SA1")),
+        ({"0S1": ""}, ("steps", 1)),
+        ({"0F0 1F0": "0F0 0XO0 1F0"}, ("action", "0XO0")),
     ],
 )
-def test_a_damaged_plan_of_waves_is_refused_by_its_action(swap, message):
+def test_a_damaged_plan_of_waves_is_refused_by_its_action(swap, refusal):
     text = "0L0 0F0 1F0 2F0 2B0 1B0 0L1 0F1 0B0 1F1 2F1 2B1 1B1 0B1 0R1 0N1 0S1"
     plan = Plan("tick-tock", 3, 2, 1, (tuple(parsed(text)),), homes=(0, 0, 0))
     assert check(plan).ticks == 12
     for old, new in swap.items():
         assert old in text
         text = text.replace(old, new)
-    with pytest.raises(PlanError, match=message):
+    with refuses(PlanError, *refusal):
         check(with_rank(plan, 0, parsed(text)))
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from support.refusals import refuses
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.check import Memory, check
 from wavemare.pipeline.plan.lowering import lower
@@ -31,59 +32,59 @@ VEE = Plan.parse(str(zbv(2, 2)).replace("@0", ""))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "refusal"),
     [
         # Complete.
-        ([(" 3I0", "")], "'3SG0': 3I0 does not come before it"),
-        ([(" 3W0", " 3B0")], "'3B0': it is done a second time"),
-        ([(" 3I0", " 3I0 3I0")], "'3I0': it is done a second time"),
+        ([(" 3I0", "")], ("action", "3SG0")),
+        ([(" 3W0", " 3B0")], ("action", "3B0")),
+        ([(" 3I0", " 3I0 3I0")], ("action", "3I0")),
         # Order, also where a boundary has no message.
-        ([(" 1F0 2F0", " 2F0 1F0")], "'2F0': 1F0 does not come before it"),
-        ([(" 2I1 2W1 1I1 1SG1", " 1I1 1SG1 2I1 2W1")], "'1I1': 2I1 does not come before it"),
-        ([(" 0I0 0W0", " 0W0 0I0")], "'0W0': 0I0 does not come before it"),
+        ([(" 1F0 2F0", " 2F0 1F0")], ("action", "2F0")),
+        ([(" 2I1 2W1 1I1 1SG1", " 1I1 1SG1 2I1 2W1")], ("action", "1I1")),
+        ([(" 0I0 0W0", " 0W0 0I0")], ("action", "0W0")),
         # The order of the gradients of the weights.
         (
             [(" 0W0", ""), (" 0W1", " 0W1 0W0")],
-            r"'0W1': the stage's next gradients .* are those of 0\. Add them up in the order",
+            ("action", "0W1"),
         ),
         # Step.
-        ([(" 0W1 0R1", " 0R1 0W1")], "'0R1': 0W1 does not come before it"),
-        ([(" 0N1 0S1", " 0S1 0N1")], "'0S1': 0N1 does not come before it"),
+        ([(" 0W1 0R1", " 0R1 0W1")], ("action", "0R1")),
+        ([(" 0N1 0S1", " 0S1 0N1")], ("action", "0S1")),
         (
             [(" 0R1 0N1 0S1", " 3R1 3N1 3S1")],
-            r"'3R1': a rank steps once, .* as stage 0\. Write 0R1",
+            ("action", "3R1"),
         ),
         # Messages.
-        ([(" 2SA1", "")], "'2SA1': it is missing"),
-        ([(" 3RA0 3F0", " 3RA0 3RA0 3F0")], "'3RA0': it is done a second time"),
-        ([(" 2F0 2SA0", " 2RA0 2F0 2SA0")], "'2RA0': this stage has nothing of this kind to do"),
+        ([(" 2SA1", "")], ("action", "2SA1")),
+        ([(" 3RA0 3F0", " 3RA0 3RA0 3F0")], ("action", "3RA0")),
+        ([(" 2F0 2SA0", " 2RA0 2F0 2SA0")], ("action", "2RA0")),
         # It ends.
-        ([(" 1SG1", ""), (" 1N1", " 1N1 1SG1")], r"1N1 <-- waits for 0N1(.|\n)*in a circle"),
+        ([(" 1SG1", ""), (" 1N1", " 1N1 1SG1")], ("plan", "zbv")),
         (
             [("0L1 0F1 0SA1 3RA0", "3RA0 0L1 0F1 0SA1"), (" 2SA0 1RA1 1F1", " 1RA1 1F1 2SA0")],
-            "circle",
+            ("plan", "zbv"),
         ),
         # Homes.
         (
             [("homes=0,1,1,0", "homes=0,1,1")],
-            r"homes = \(0, 1, 1\): these are 3 ranks for 4 stages",
+            ("homes", (0, 1, 1)),
         ),
-        ([("homes=0,1,1,0", "homes=0,1,0,1")], "it is on rank 0, but stage 3 is on rank 1"),
-        ([(" homes=0,1,1,0", "")], r"there are 4 stages, and 2 ranks\. Add homes=0,1,1,0"),
-        ([("homes=0,1,1,0", "homes=0,,1,0")], "homes = '': it is not a whole number"),
+        ([("homes=0,1,1,0", "homes=0,1,0,1")], ("action", "3RA0")),
+        ([(" homes=0,1,1,0", "")], ("homes", "")),
+        ([("homes=0,1,1,0", "homes=0,,1,0")], ("homes", "")),
         # What only plans have that are never empty, or waves.
-        ([(" 0I0", " 0C0 0I0 0U0")], "'0C0': this stage has nothing of this kind to do"),
+        ([(" 0I0", " 0C0 0I0 0U0")], ("action", "0C0")),
     ],
 )
-def test_a_damaged_plan_is_refused_by_its_action(changes, message):
+def test_a_damaged_plan_is_refused_by_its_action(changes, refusal):
     assert check(VEE)
-    with pytest.raises(PlanError, match=message):
+    with refuses(PlanError, *refusal):
         check(edited(VEE, *changes))
 
 
 def test_no_forward_pass_comes_before_its_own_step():
     plan = Plan("late", 1, 1, 2, (tuple(map(Action.parse, "0F0 0F1 0B0 0B1".split())),))
-    with pytest.raises(PlanError, match="'0F1@0': it belongs to optimizer step 1, but 0 steps"):
+    with refuses(PlanError, "action", "0F1@0"):
         lower(plan)
 
 
@@ -92,7 +93,7 @@ def test_messages_may_be_used_in_another_order_than_the_senders():
     plan = interleaved(2, 2)
     plan = edited(plan, (" 1RA1@0", ""), (" 1RA0@0", " 1RA1@0 1RA0@0"))
     check(replace(plan, send_slots=2))
-    with pytest.raises(PlanError, match="never ends"):
+    with refuses(PlanError, "plan", "interleaved"):
         check(replace(plan, send_slots=1))
 
 
@@ -102,14 +103,14 @@ def test_memory_is_checked():
     # Rank 0: 0F0 0F1 3F0 are 15; 3W0 10, 3F1 15.
     assert check(VEE, memory).peak_memory == (15, 20)
     assert "  peak memory (micro-batches)\n" in str(check(VEE))
-    with pytest.raises(PlanError, match="memory = 2: the plan has 4 stages"):
+    with refuses(PlanError, "memory", 2):
         check(VEE, replace(memory, activations=(5, 5)))
     for limit in (math.nan, math.inf, 0):
-        with pytest.raises(PlanError, match=r"memory_limit = .*: it is not positive and finite"):
+        with refuses(PlanError, "memory_limit"):
             check(VEE, replace(memory, limit=limit))
-    with pytest.raises(PlanError, match=r"memory_limit = 1: the plan does not train"):
+    with refuses(PlanError, "memory_limit", 1):
         check(inference(2, 2), Memory.in_micro_batches(inference(2, 2), 1))
-    with pytest.raises(PlanError, match=r"'2F1': with it the rank keeps 20, .* limit is 19"):
+    with refuses(PlanError, "action", "2F1"):
         check(VEE, replace(memory, limit=19))
     later = edited(VEE, (" 3W0", ""), (" 3W1", " 3W0 3W1"))
     assert check(later, memory).peak_memory == (20, 20)

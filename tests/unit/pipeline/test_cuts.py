@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.refusals import refuses
 from wavemare.errors import ConfigError
 from wavemare.pipeline.plan.orders import loop, vee
 from wavemare.pipeline.plan.partition import balanced_cuts, explicit_cuts
@@ -82,9 +83,8 @@ def test_any_weights_give_non_empty_stages(weights, data):
 
 
 def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ConfigError, match="Use at most 3 stages") as info:
+    with refuses(ConfigError, "wavemare.pipeline.stages", 4):
         balanced_cuts([1, 1, 1], 4)
-    assert info.value.key == "wavemare.pipeline.stages"
 
 
 def test_explicit_cuts_are_stage_starts_or_bounds():
@@ -94,20 +94,8 @@ def test_explicit_cuts_are_stage_starts_or_bounds():
 
 
 @pytest.mark.parametrize(
-    ("bounds", "reason"),
-    [
-        ([], "stages instead of 2|does not start at layer 0"),
-        ([1, 3], "does not start at layer 0"),
-        ([0, 3, 2], "do not increase strictly"),
-        ([0, 2, 2], "do not increase strictly"),
-        ([0, 6], "do not increase strictly"),
-        ([0, 1, 2], "3 stages instead of 2"),
-        ([0, 1.5], "not an integer"),
-        ([False, True], "not an integer"),
-    ],
+    "bounds", [[], [1, 3], [0, 3, 2], [0, 2, 2], [0, 6], [0, 1, 2], [0, 1.5], [False, True]]
 )
-def test_wrong_explicit_cuts_are_refused(bounds, reason):
-    with pytest.raises(ConfigError, match=reason) as info:
+def test_wrong_explicit_cuts_are_refused(bounds):
+    with refuses(ConfigError, "wavemare.pipeline.partition", bounds):
         explicit_cuts(bounds, 5, 2)
-    assert info.value.key == "wavemare.pipeline.partition"
-    assert "first layer of each of the 2 stages" in str(info.value)

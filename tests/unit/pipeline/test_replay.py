@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.refusals import refuses
 from wavemare.errors import PlanError
 from wavemare.pipeline.plan.orders import pipemare
 from wavemare.pipeline.plan.plan import Kind
@@ -220,7 +221,7 @@ def test_staleness_is_that_of_the_plan(num_stages, micro_batches, warmup_steps, 
 
 def test_wrong_calls_are_refused():
     loss, make = nn.functional.mse_loss, OPTIMIZERS["sgd"]
-    with pytest.raises(PlanError, match="Did you mean 'ema'"):
+    with refuses(PlanError, "correction", "emma"):
         Replay(mlp(2), loss, make, 1, correction="emma")
-    with pytest.raises(PlanError, match="micro_batches = 1: an optimizer step has 2"):
+    with refuses(PlanError, "micro_batches", 1):
         Replay(mlp(2), loss, make, 2).step(batches(1, 1)[0])

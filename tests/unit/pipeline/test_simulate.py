@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.refusals import refuses
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import (
     Costs,
@@ -79,14 +80,13 @@ def test_an_empty_plan_has_an_empty_timeline():
 @pytest.mark.parametrize("cost", [-1.0, math.inf, math.nan, "1", None, True, [1.0], (1.0, -2.0)])
 @pytest.mark.parametrize("name", ["forward_s", "backward_s", "step_s", "send_s"])
 def test_costs_that_are_none_are_refused(name, cost):
-    with pytest.raises(PlanError, match="no finite number of at least 0") as info:
+    with refuses(PlanError, name):
         Costs(**({"forward_s": 1.0, "backward_s": 1.0} | {name: cost}))
-    assert info.value.key == name
 
 
 @pytest.mark.parametrize("costs", [(), (1.0,), (1.0, 1.0, 1.0)])
 def test_costs_for_other_stages_are_refused(costs):
-    with pytest.raises(PlanError, match=rf"these are {len(costs)} costs for 2 stages"):
+    with refuses(PlanError, "send_s", costs):
         simulate(one_f_one_b(2, 2), Costs(1.0, 1.0, send_s=costs))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.refusals import refuses
 from wavemare.errors import CheckpointError, ConfigError, ModelError
 from wavemare.optim import SOAP, refresh_of
 from wavemare.pipeline.optim.matrix_optimizer import Partition
@@ -184,14 +185,14 @@ def test_a_state_of_other_tensors_is_refused():
         parameter.grad = torch.randn(shape)
         optimizers.append(SOAP([parameter]))
         optimizers[-1].step()
-    with pytest.raises(CheckpointError, match="other tensors"):
+    with refuses(CheckpointError, "optimizer", "SOAP"):
         optimizers[1].load_state_dict(optimizers[0].state_dict())
     flat = torch.nn.Parameter(torch.ones(24))
     soap = SOAP([flat])
     soap.set_partition(flat, Partition(((4, 6),), (0,), 0, 24))
     flat.grad = torch.randn(24)
     soap.step()
-    with pytest.raises(CheckpointError, match="other partitions"):
+    with refuses(CheckpointError, "optimizer", "SOAP"):
         optimizers[0].load_state_dict(soap.state_dict())
 
 
@@ -233,5 +234,5 @@ def test_sparse_gradients_are_refused_by_name():
     embedding = torch.nn.Embedding(4, 3, sparse=True)
     soap = SOAP(embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ModelError, match="sparse"):
+    with refuses(ModelError, "optimizer", "SOAP"):
         soap.step()

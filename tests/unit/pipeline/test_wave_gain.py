@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.refusals import refuses
 from wavemare.errors import PlanError
 from wavemare.pipeline.clock.simulate import Costs, simulate
 from wavemare.pipeline.plan.orders import inference, one_f_one_b
@@ -149,10 +150,9 @@ def test_optimizer_steps_wait_for_all_sums():
 
 def test_sums_are_for_one_rank():
     for name in ("sum_output_s", "sum_gradient_s"):
-        with pytest.raises(PlanError, match="the plan has 2 ranks") as info:
+        with refuses(PlanError, name, 0.5):
             simulate(one_f_one_b(2, 2), Costs(1.0, 2.0, **{name: 0.5}))
-        assert info.value.key == name
-        with pytest.raises(PlanError, match="finite number of at least 0"):
+        with refuses(PlanError, name, -0.5):
             Costs(1.0, 2.0, **{name: -0.5})
 
 
@@ -173,7 +173,7 @@ def test_step_times_are_means_over_steps():
     up, down = sums_of(costs, 5)
     one, three = (tick_tock(5, 4, n, sums_output=up, sums_gradient=down) for n in (1, 3))
     assert step_time(three, costs) == pytest.approx(step_time(one, costs))
-    with pytest.raises(PlanError, match="there is none"):
+    with refuses(PlanError, "steps", 0):
         step_time(inference(5, 4), costs)
 
 

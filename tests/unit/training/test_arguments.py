@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from support.refusals import refuses
 from wavemare.engine.config.resolve import check_batch_sizes, check_config
 from wavemare.errors import ConfigError, DataError
 from wavemare.recipes.bert.finetune import FinetuneArguments as Classification
@@ -108,19 +109,13 @@ def test_virtual_stages_of_megatron_are_interleaved(words, chunks):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "cannot share None layers"),
-        ("--num-layers 4", "cannot share 4 layers"),
-        ("--num-layers 16", r"Give --num-layers a multiple of 6, or give --num-virtual"),
-        ("--num-virtual-stages-per-pipeline-rank 2", "says the same"),
-    ],
+    "words",
+    ["", "--num-layers 4", "--num-layers 16", "--num-virtual-stages-per-pipeline-rank 2"],
 )
-def test_impossible_virtual_stages_are_refused(words, said):
+def test_impossible_virtual_stages_are_refused(words):
     given = f"--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 3 {words}"
-    with pytest.raises(ConfigError, match=said) as refused:
+    with refuses(ConfigError, "--num-layers-per-virtual-pipeline-stage", 2):
         resolve_config(parsed(given))
-    assert str(refused.value).startswith("--num-layers-per-virtual-pipeline-stage = 2")
 
 
 def test_a_written_list_of_cuts_is_kept_for_the_model_to_refuse(tmp_path):
@@ -157,7 +152,7 @@ def test_the_command_line_of_the_process(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recipe", "--deepspeed_config", CONFIG, "--max_steps", "7"])
     assert parse_arguments(PretrainArguments).max_steps == 7
     monkeypatch.setattr(sys, "argv", ["recipe"])
-    with pytest.raises(ConfigError, match=r"--deepspeed_config.*missing"):
+    with refuses(ConfigError, "--deepspeed_config", None):
         parse_arguments(PretrainArguments)
 
 
@@ -170,7 +165,7 @@ def test_schedules(style, kind, keys):
     assert scheduler["type"] == kind
     assert scheduler["params"].keys() == keys | WARMUP
     assert scheduler["params"]["warmup_max_lr"] == 0.5
-    with pytest.raises(ConfigError, match=r"--min-lr.*no lowest rate.*cosine"):
+    with refuses(ConfigError, "--min-lr", 0.1):
         resolve_config(parsed(f"--lr-decay-style {style} --min-lr 0.1"))
 
 
@@ -188,16 +183,16 @@ def test_warmup_is_linear_as_in_megatron(words, steps, first):
     params = resolve_config(parsed(words))["scheduler"]["params"]
     assert (params["warmup_num_steps"], params["warmup_type"]) == (steps, "linear")
     assert params.get("warmup_min_lr", params.get("warmup_min_ratio")) == first
-    with pytest.raises(ConfigError, match=r"--lr-warmup-iters.*says the same"):
+    with refuses(ConfigError, "--lr-warmup-iters", 1):
         resolve_config(parsed("--lr-warmup-iters 1 --lr-warmup-fraction 0.1"))
 
 
 def test_a_model_from_a_folder_has_its_own_size():
-    with pytest.raises(ConfigError, match=r"--hidden-size.*no such option"):
+    with refuses(ConfigError, "--hidden-size", "8"):
         parsed("--hidden-size 8", FinetuneArguments)
     arguments = parsed("--train-iters 3 --vocab-file bpe/vocab.json", FinetuneArguments)
     assert (arguments.max_steps, arguments.tokenizer) == (3, "bpe")
-    with pytest.raises(ConfigError, match=r"--split.*no Megatron data"):
+    with refuses(ConfigError, "--split", "9,1"):
         check_options(parsed("--split 9,1", Classification))
 
 
@@ -253,5 +248,5 @@ def test_load_resumes_where_there_is_a_checkpoint(tmp_path):
     assert parsed(both).resume
     assert not parsed(f"--save {tmp_path}").resume
     (tmp_path / "latest_checkpointed_iteration.txt").touch()
-    with pytest.raises(ConfigError, match=r"--load.*of Megatron.*wavemare convert"):
+    with refuses(ConfigError, "--load", str(tmp_path)):
         parsed(both)

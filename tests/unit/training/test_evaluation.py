@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support.refusals import refuses
 from wavemare.data.classification import scores
 from wavemare.data.indexed import IndexedWriter
 from wavemare.data.tokenizer import train_tokenizer
@@ -27,7 +28,7 @@ def test_samples_are_those_of_the_engines_ranks():
         return Evaluation(engine, torch.arange(100)).batches(8)
 
     assert [batch.tolist() for batch in batches(1, 2)] == [[50, 62, 75, 87]]
-    with pytest.raises(DataError, match="100 validation samples, fewer than the 101"):
+    with refuses(DataError, "--data", 100):
         batches(0, 101)
 
 
@@ -91,7 +92,7 @@ def test_data_without_validation_documents_is_refused(tmp_path):
     train_tokenizer(["few"], 300, kind="gpt").save_pretrained(tmp_path / "tokenizer")
     arguments = PretrainArguments(data=str(tmp_path / "few"), split="969,30,1")
     text = read_text(find_text(arguments), arguments, "gpt", tokenizer=str(tmp_path / "tokenizer"))
-    with pytest.raises(DataError, match="these shares leave no document for validation") as caught:
+    with refuses(DataError, "--split", "969,30,1") as caught:
         text.causal_samples(sequence_length=2, num_samples=4, seed=0)
     assert (caught.value.key, caught.value.value) == ("--split", "969,30,1")
     arguments = PretrainArguments(data=str(tmp_path / "few"), data_path=[str(tmp_path / "few")])
@@ -149,7 +150,7 @@ def test_tokens_are_within_the_model_or_refused(tmp_path):
         text.check_fits(9, SimpleNamespace(vocab_size=size, max_position_embeddings=8))
     largest = max(max(part) for part in tokens_of(text))
     text.check_fits(8, SimpleNamespace(vocab_size=largest + 1, max_position_embeddings=8))
-    with pytest.raises(DataError, match="beyond the model"):
+    with refuses(DataError, "--data", str(tmp_path / "rows.jsonl")):
         text.check_fits(8, SimpleNamespace(vocab_size=largest, max_position_embeddings=8))
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support.refusals import refuses
 from wavemare.engine.config.resolve import check_config
 from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.local_steps.steps import LocalSteps, fragments_of
@@ -93,25 +94,24 @@ def test_consecutive_ranks_form_replicas(replica, hosts, size):
 
 
 @pytest.mark.parametrize(
-    ("replica", "hosts", "reason"),
+    ("replica", "hosts"),
     [
-        ("host", "aabbb", "2 on a, 3 on b"),
-        ("host", "abab", "2 on a, 2 on b"),
-        ("host", "aabbaa", "4 on a, 2 on b"),
-        ("host", "aaaa", "one replica"),
-        (3, "aabb", "not a multiple"),
-        (4, "aabb", "one replica"),
+        ("host", "aabbb"),
+        ("host", "abab"),
+        ("host", "aabbaa"),
+        ("host", "aaaa"),
+        (3, "aabb"),
+        (4, "aabb"),
     ],
 )
-def test_unequal_hosts_and_a_single_replica_are_refused(replica, hosts, reason):
-    with pytest.raises(ConfigError, match=reason) as caught:
+def test_unequal_hosts_and_a_single_replica_are_refused(replica, hosts):
+    with refuses(ConfigError, f"{KEY}.replica", replica):
         replica_size(LocalStepsConfig(mode="diloco", replica=replica), list(hosts))
-    assert caught.value.key == f"{KEY}.replica"
 
 
 def test_a_refused_model_opens_no_link():
     engine = SimpleNamespace(module=torch.nn.Embedding(4, 2, sparse=True))  # and no group
-    with pytest.raises(ConfigError, match="sparse gradients of different rows"):
+    with refuses(ConfigError, "wavemare.local_steps.warmup_steps", 1):
         LocalSteps(engine, LocalStepsConfig(mode="diloco", warmup_steps=1), 1.0)
 
 
