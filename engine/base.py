@@ -160,6 +160,8 @@ class EngineMixin(CheckpointMixin):
         """
         if self.guard is not None:
             self.guard.settle()
+        if self.same_batches is not None:
+            self.same_batches.compare_soon()
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
