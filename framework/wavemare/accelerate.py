@@ -296,10 +296,10 @@ def _gathered(ranks: Ranks, tensor: Any) -> Any:
     return recursively_apply(of_one, tensor, error_on_other_type=True)
 
 
-def _gathered_objects(ranks: Ranks, object: Any) -> list[Any]:
-    """Return what the lists of all replicas hold, in one list."""
+def _gathered_objects(ranks: Ranks, object: Any) -> Any:
+    """Return what the lists of all replicas hold, in one list; as in one process, one's own."""
     if ranks.data_world_size == 1:
-        return [each for each in object]
+        return object
     found = gather(object)
     return [each for rank in ranks.replicas for each in found[rank]]
 
