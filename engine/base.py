@@ -20,7 +20,7 @@ from torch.utils.data import DistributedSampler
 
 from wavemare.engine.balance import Balance, attach_balance
 from wavemare.engine.checkpoint.checkpointing import CheckpointMixin
-from wavemare.engine.config.resolve import WavemareConfig
+from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.feature import Feature
 from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
 from wavemare.engine.health.watchdog import Watchdog
@@ -35,6 +35,7 @@ from wavemare.engine.optim.optimizers import (
     is_added,
     refresh_by_stage,
 )
+from wavemare.engine.optim.parts import check_parts
 from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.ranks import Ranks
 from wavemare.engine.same_batches import SameBatches, attach_same_batches
@@ -160,6 +161,8 @@ class EngineMixin(CheckpointMixin):
         """
         if self.guard is not None:
             self.guard.settle()
+        if self.same_batches is not None:
+            self.same_batches.compare_soon()
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if callable(client_optimizer) and not isinstance(client_optimizer, Optimizer):
@@ -170,6 +173,8 @@ class EngineMixin(CheckpointMixin):
         if not self.pipeline_parallelism:
             self._check_groups(groups)
         super()._configure_optimizer(client_optimizer, model_parameters)
+        if SECTION in self.config:
+            check_parts(self)
         if not self.pipeline_parallelism:
             return
         self._dropped = dropped_groups(groups, self.basic_optimizer)

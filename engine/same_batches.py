@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 class SameBatches(Feature):
     """Compares micro-batches of an engine among the ranks of its model.
 
-    Pipelines compare the first one, other engines the first, second, fourth, eighth and so on.
+    It compares the first one, and those of the first, second, fourth, eighth pass and so on;
+    pipelines count steps. Ranks that began alike may part where an epoch ends: a loader draws its
+    order from generators that dropout has moved. So it also compares after each checkpoint and
+    evaluation.
 
     Args:
         group: The ranks that hold the model.
@@ -36,14 +39,25 @@ class SameBatches(Feature):
     def __init__(self, group: Any) -> None:
         self._group = group
         self._passes = 0
-        self.is_done = False
+        self._next = 1
 
     def before_forward(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Compare what the whole model gets in a forward pass of training."""
-        self._passes += 1
-        if not self._passes & (self._passes - 1):
+        if self.is_due():
             batch = (inputs, keywords)
             self.compare(batch, batch)
+
+    def is_due(self) -> bool:
+        """Count a pass; return whether its micro-batch is compared."""
+        self._passes += 1
+        is_due = self._passes >= self._next
+        if is_due:
+            self._next = 1 << self._passes.bit_length()
+        return is_due
+
+    def compare_soon(self) -> None:
+        """Compare what the next pass reads, which pipelines know one later; all ranks call it."""
+        self._next = min(self._next, self._passes + 2)
 
     def compare(self, inputs: Any, labels: Any) -> None:
         """Compare a micro-batch; all ranks of the model call it.
@@ -58,7 +72,6 @@ class SameBatches(Feature):
         Raises:
             DataError: Ranks have different batches; on all ranks of the model.
         """
-        self.is_done = True
         found = gather((digest(inputs), digest(labels)), self._group)
         of_inputs, of_labels = (_first_two(parts) for parts in zip(*found, strict=True))
         if of_inputs is None or of_labels is None:
@@ -67,8 +80,9 @@ class SameBatches(Feature):
         one, other = (ranks[place] for place in of_inputs)
         reason = f"ranks {one} and {other} hold one model, and read different batches"
         remedy = (
-            "Let them shuffle alike: give the loader a generator of the same seed on all ranks, or"
-            " a DistributedSampler of engine.data_world_size and engine.data_rank"
+            "Let them draw alike: give the loader, or a data set or a collator that draws, a"
+            " generator of the same seed on all ranks, or a DistributedSampler of"
+            " engine.data_world_size and engine.data_rank"
         )
         raise DataError("data_iter", "a micro-batch", reason, remedy)
 

@@ -35,6 +35,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.zero_to_fp32 import get_model_state_files, parse_model_states
 from torch import Tensor
 
 from wavemare.engine.checkpoint.compatibility import (
@@ -306,7 +307,7 @@ class CheckpointMixin(DeepSpeedEngine):
             replaced(self, {"reads_own_replica": same, **as_zero}),
             self.without_expert_files(),
             safe_loading(load_dir),
-            _weights_of(tag),
+            _weights_of(tag, universal=universal),
             taken_literally(os.path.join(load_dir, tag or "")),
         ):
             result = super().load_checkpoint(
@@ -410,14 +411,28 @@ class CheckpointMixin(DeepSpeedEngine):
             self.checkpoint_engine.current = self.checkpoint_engine.part = None
 
 
-def _weights_of(tag: str | None) -> AbstractContextManager[None]:
+def _weights_of(tag: str | None, *, universal: bool) -> AbstractContextManager[None]:
     """Return the context in which DeepSpeed takes the weights of ZeRO 3 from this tag.
 
-    It does not pass the tag on, and would take those of the latest checkpoint.
+    It does not pass the tag on, and would take those of the latest checkpoint, also in place of a
+    universal one.
     """
     module = import_module("deepspeed.runtime.engine")
     name = "get_fp32_state_dict_from_zero_checkpoint"
-    return replaced(module, {name: partial(getattr(module, name), tag=tag)})
+    read = _universal_weights if universal else getattr(module, name)
+    return replaced(module, {name: partial(read, tag=tag)})
+
+
+def _universal_weights(load_dir: str, tag: str | None) -> dict[str, Any]:
+    """Return the whole weights and the buffers of a universal checkpoint of ZeRO 3."""
+    folder = Path(load_dir, str(tag))
+    state = parse_model_states(get_model_state_files(str(folder)))[0]
+    weights = dict(state.buffers)
+    for name, shape in (each for group in state.param_shapes for each in group.items()):
+        found = torch.load(folder / "zero" / name / "fp32.pt", weights_only=True)
+        weights[name] = (found["param"] if isinstance(found, Mapping) else found).view(shape)
+    shared = {one: weights[other] for one, other in state.shared_params if other in weights}
+    return weights | shared
 
 
 def _check_client_state(engine: EngineMixin, state: Mapping[str, Any]) -> None:

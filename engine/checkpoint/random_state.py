@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import count
 from typing import Any, cast
 
 import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from wavemare.errors import CheckpointError
 
@@ -66,44 +69,146 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
         get_accelerator().set_rng_state(state["device"])
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of torch, NumPy and Python; restore their states afterwards."""
-    state = random_state()
+def _present() -> Callable[[], None]:
+    """Return a call that puts the present states back; faster than a checkpoint's form of them."""
+    accelerator = get_accelerator()
+    has_device = accelerator.device_name() != "cpu"
+    device = accelerator.get_rng_state() if has_device else None
+    own = torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=False)
+
+    def put_back() -> None:
+        torch.set_rng_state(own[0])
+        random.setstate(own[1])
+        numpy.random.set_state(own[2])
+        if has_device:
+            accelerator.set_rng_state(device)
+
+    return put_back
+
+
+def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of torch, NumPy and Python; restore their states afterwards."""
+    put_back = _present()
+    _seed(seed)
     try:
         yield
     finally:
-        restore_random_state(state)
+        put_back()
 
 
-def drawn_alike(
-    batches: Iterator[Any], seed: int, *, epoch: int = 0, data_rank: int = 0, first: int = 0
-) -> Iterator[Any]:
-    """Yield batches for which all ranks of a model draw the same random numbers.
+def drawn_alike(batches: Iterator[Any], seed: int, *, epoch: int = 0) -> Iterator[Any]:
+    """Yield an epoch's batches, for which all ranks draw the same random numbers.
 
-    Samplers, data sets and collators draw them. Dropout draws differently on stages, so that they
-    would otherwise mask different tokens.
+    Dropout draws differently on stages, and the caller's generators go on as if nothing had been
+    read. `share_draws` lets each data rank draw other numbers for its rows.
 
     Args:
         batches: Of an epoch.
         seed: Of the run.
         epoch: Number of the epoch.
-        data_rank: Of the model; each draws other numbers.
-        first: Number of the first batch.
     """
-    number = first
+    seed += epoch * _EPOCH_STRIDE
+    with seeded(seed):
+        go_on = _present()
     while True:
-        # The first read draws the epoch's order, which all data ranks share.
-        own = number + data_rank * _RANK_STRIDE if number > first else 0
-        with seeded(seed + epoch * _EPOCH_STRIDE + own):
+        put_back, token = _present(), _epoch_seed.set(seed)
+        go_on()
+        try:
             batch = next(batches, _ENDED)
+            go_on = _present()
+        finally:
+            _epoch_seed.reset(token)
+            put_back()
         if batch is _ENDED:
             return
         yield batch
-        number += 1
 
 
 _ENDED = object()
+_epoch_seed: ContextVar[int | None] = ContextVar("epoch_seed", default=None)
+"""While a batch is read: what the order of its epoch is drawn from."""
+
+
+def share_draws(loader: DataLoader[Any], data_rank: int) -> None:
+    """Let a loader draw the order of its rows on all ranks alike, and all else by data rank.
+
+    Its batches are then read by `drawn_alike`. The data set and the collator draw by the number of
+    the batch, wherever an epoch begins; in the loader's processes they go on from their first seed.
+    A data set that is iterated draws the order itself: only the collator draws by data rank.
+
+    Args:
+        loader: Changed; its sampler is wrapped in a `SharedOrder`.
+        data_rank: Of the model.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        loader.collate_fn = _OwnDraws(loader.collate_fn, data_rank)
+        return
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    # torch refuses to set it.
+    vars(loader)[name] = SharedOrder(getattr(loader, name), data_rank)
+
+
+class SharedOrder(BatchSampler):
+    """A sampler whose draws go on where they were, whatever is drawn for the rows in between.
+
+    It has the attributes of the sampler that it stands for. Only `drawn_alike` makes a difference.
+
+    Args:
+        order: The sampler.
+        data_rank: Draws the numbers for the rows of each next batch.
+    """
+
+    def __init__(self, order: Any, data_rank: int) -> None:
+        vars(self).update(order=order, data_rank=data_rank)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["order"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.order, name, value)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Any]:
+        seed = _epoch_seed.get()
+        if seed is None:
+            return iter(self.order)
+        _seed(seed)  # a loader with processes of its own begins twice
+        order, go_on = iter(self.order), _present()
+        own = seed + self.data_rank * _RANK_STRIDE
+        _seed(own)  # from here the loader takes the seed of its processes
+        return self._read(order, go_on, own)
+
+    def _read(self, order: Iterator[Any], go_on: Callable[[], None], own: int) -> Iterator[Any]:
+        for number in count(1):
+            go_on()
+            rows = next(order, _ENDED)
+            go_on = _present()
+            if rows is _ENDED:
+                return
+            _seed(own + number)
+            yield rows
+
+
+class _OwnDraws:
+    """A collator that draws by data rank.
+
+    Args:
+        collate: The collator.
+        data_rank: Of the model.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], data_rank: int) -> None:
+        self._collate, self._data_rank = collate, data_rank
+
+    def __call__(self, rows: Any) -> Any:
+        with seeded(int(torch.randint(2**62, ())) + self._data_rank * _RANK_STRIDE):
+            return self._collate(rows)

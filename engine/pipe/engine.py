@@ -427,10 +427,15 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
     # --- data -------------------------------------------------------------------------------------
 
     def _compare_batches(self) -> None:
-        """Before the first step, compare what the ranks of this pipeline are about to read."""
-        if self.same_batches is not None and not self.same_batches.is_done:
+        """Before a step, compare what the ranks of this pipeline have read; before the first, peek.
+
+        Stages may read ahead of each other, so that only the latest batch is the same one.
+        """
+        if self.same_batches is not None and self.same_batches.is_due():
             reads = self.is_first_stage() or self.is_last_stage()
-            self.same_batches.compare(*((self.feed.peek() if reads else None) or (None, None)))
+            if reads and self.feed.latest is None:
+                self.feed.peek()
+            self.same_batches.compare(*((self.feed.latest if reads else None) or (None, None)))
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         self.data_iterator = iterator

@@ -28,6 +28,7 @@ from accelerate.data_loader import (
     DataLoaderShard,
     SkipBatchSampler,
     prepare_data_loader,
+    skip_first_batches,
 )
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
@@ -36,9 +37,10 @@ from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.operations import recursively_apply
 from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
+from torch.utils.data import IterableDataset
 
 from wavemare.api import initialize
-from wavemare.engine.checkpoint.random_state import drawn_alike
+from wavemare.engine.checkpoint.random_state import SharedOrder, drawn_alike, share_draws
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.launch.group import environment_world_size, gather
 from wavemare.engine.parts import mark_of
@@ -198,21 +200,30 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: An option would give stages different batches.
         """
-        if self.model_ranks == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return data_loader
+        if self.model_ranks == 1 and self.whole_step_key is None:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
+        given = self.dataloader_config.data_seed
+        (seed,) = broadcast_object_list([torch.initial_seed() if given is None else given])
+        if self.model_ranks == 1:
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+            return _shared(prepared, seed, self.data_rank)
         for name, value, wanted in (
             ("split_batches", self.split_batches, False),
             ("dispatch_batches", bool(self.dispatch_batches), False),
             ("even_batches", self.even_batches, True),
+            ("use_stateful_dataloader", self.use_stateful_dataloader, False),
         ):
             if value != wanted:
                 reason = "processes that share a model all read the same batches"
                 raise ConfigError(f"accelerator_config.{name}", value, reason, "Leave it out")
         worker_init = data_loader.worker_init_fn
         if "rank" in getattr(worker_init, "keywords", {}) or {}:
-            worker_init.keywords["rank"] = self.data_rank  # else stages would draw differently
-        given = self.dataloader_config.data_seed
-        (seed,) = broadcast_object_list([torch.initial_seed() if given is None else given])
+            # Processes of a model would draw differently. A data set that is iterated draws the
+            # order, of which each data rank takes its rows.
+            ordered = isinstance(data_loader.dataset, IterableDataset)
+            worker_init.keywords["rank"] = 0 if ordered else self.data_rank
         prepared = prepare_data_loader(
             data_loader,
             self.device,
@@ -226,9 +237,8 @@ class Accelerator(accelerate.Accelerator):
             data_seed=seed,
             non_blocking=self.non_blocking,
         )
-        self._share(prepared, seed)
         self._dataloaders.append(prepared)
-        return prepared
+        return _shared(prepared, seed, self.data_rank)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Return the whole model's weights; see accelerate's method of that name.
@@ -240,20 +250,6 @@ class Accelerator(accelerate.Accelerator):
         if marked is not None and not by_deepspeed:
             return whole_state_dict(model)
         return super().get_state_dict(model, unwrap)
-
-    def _share(self, loader: Any, seed: int) -> None:
-        """Let a prepared loader draw the same random numbers on all processes of a model."""
-        # accelerate hides the class of its loaders behind a property.
-        vars(object)["__class__"].__set__(loader, _SharedLoader)
-        loader.draw_seed, loader.data_rank = seed, self.data_rank
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader without its first batches; see accelerate's method of that name."""
-        skipped = super().skip_first_batches(dataloader, num_batches)
-        if isinstance(dataloader, _SharedLoader):
-            self._share(skipped, dataloader.draw_seed)
-            skipped.first = num_batches
-        return skipped
 
     def check_trigger(self) -> bool:
         """Return whether any process has set the trigger; see accelerate's method of that name."""
@@ -300,10 +296,10 @@ def _gathered(ranks: Ranks, tensor: Any) -> Any:
     return recursively_apply(of_one, tensor, error_on_other_type=True)
 
 
-def _gathered_objects(ranks: Ranks, object: Any) -> list[Any]:
-    """Return what the lists of all replicas hold, in one list."""
+def _gathered_objects(ranks: Ranks, object: Any) -> Any:
+    """Return what the lists of all replicas hold, in one list; as in one process, one's own."""
     if ranks.data_world_size == 1:
-        return [each for each in object]
+        return object
     found = gather(object)
     return [each for rank in ranks.replicas for each in found[rank]]
 
@@ -322,22 +318,27 @@ def _count_models(stock: Callable[..., Any], ours: Callable[..., Any], beside: o
     """Let a function of accelerate count the processes of one model once, whoever calls it.
 
     Args:
-        stock: The function, which modules may have imported by any name.
+        stock: The function.
         ours: The same of replicas, whose ranks it takes first.
         beside: A module that goes on with the stock function.
     """
 
-    @functools.wraps(stock)
     def counting(*args: Any, **kwargs: Any) -> Any:
         accelerator = _accelerators.get(PartialState._shared_state.get(_ACCELERATOR, 0))
         if accelerator is None or accelerator.model_ranks == 1:
             return stock(*args, **kwargs)
         return ours(accelerator.ranks, *args, **kwargs)
 
+    _replace(stock, counting, beside)
+
+
+def _replace(stock: Callable[..., Any], ours: Callable[..., Any], beside: object) -> None:
+    """Put a function in the place of accelerate's, which modules may have by any name."""
+    functools.update_wrapper(ours, stock)
     for module in [each for each in sys.modules.values() if each is not beside]:
         names = getattr(module, "__dict__", {})
         for name in [name for name, value in list(names.items()) if value is stock]:
-            names[name] = counting
+            names[name] = ours
 
 
 _count_models(operations.gather, _gathered, None)
@@ -363,8 +364,8 @@ def rows_that_count(loader: Any, rows: int, *, data_rank: int, data_ranks: int) 
         return rows
     batches: Any = getattr(loader, "batch_sampler", None)
     left = int(loader.remainder)
-    for wrapper in (SkipBatchSampler, BatchSamplerShard):
-        batches = batches.batch_sampler if isinstance(batches, wrapper) else batches
+    while isinstance(batches, SkipBatchSampler | SharedOrder | BatchSamplerShard):
+        batches = batches.order if isinstance(batches, SharedOrder) else batches.batch_sampler
     sampler, size = getattr(batches, "sampler", None), getattr(batches, "batch_size", None)
     if isinstance(sampler, Sized) and size and not batches.drop_last:
         left = len(sampler) % (size * data_ranks)
@@ -376,21 +377,38 @@ class _SharedLoader(DataLoaderShard):
 
     Attributes:
         draw_seed: The run's seed, equal on all processes.
-        data_rank: Of the model.
-        first: Batches of the epoch that are left out.
     """
 
-    draw_seed = data_rank = first = 0
+    draw_seed = 0
     iteration: int
 
     def __iter__(self) -> Iterator[Any]:
-        return drawn_alike(
-            super().__iter__(),
-            self.draw_seed,
-            epoch=self.iteration,
-            data_rank=self.data_rank,
-            first=self.first,
-        )
+        return drawn_alike(super().__iter__(), self.draw_seed, epoch=self.iteration)
+
+
+def _shared(loader: Any, seed: int, data_rank: int | None = None) -> Any:
+    """Let a prepared loader draw the same random numbers on all processes of a model.
+
+    Args:
+        loader: Changed; one that accelerate dispatches draws on one process, and stays as it is.
+        seed: The run's, equal on all processes.
+        data_rank: Of this process; None if the loader was made of a shared one.
+    """
+    if type(loader) is DataLoaderShard:
+        # accelerate hides the class of its loaders behind a property.
+        vars(object)["__class__"].__set__(loader, _SharedLoader)
+        loader.draw_seed = seed
+        if data_rank is not None:
+            share_draws(loader.base_dataloader, data_rank)
+    return loader
+
+
+def _without_first(dataloader: Any, num_batches: int = 0) -> Any:
+    left = skip_first_batches(dataloader, num_batches)
+    return _shared(left, dataloader.draw_seed) if type(dataloader) is _SharedLoader else left
+
+
+_replace(skip_first_batches, _without_first, sys.modules[__name__])
 
 
 def _scheduler_of(data_ranks: int) -> type[AcceleratedScheduler]:

@@ -37,6 +37,7 @@ CASES |= {
     "split mixtral, experts too": {"tensor": 2, "size": 1, "auxiliary": True, "clip": 0.5},
 }
 ADAM = {"kind": "qwen3_moe", "auxiliary": True, "zero": 2, "clip": 0.5, "adam": True}
+ADAFACTOR, SOAP = ({"type": name, "params": {"lr": 0.01}} for name in ("Adafactor", "SOAP"))
 REFUSED = {
     "unlike": ({"unlike": True}, "the ranks hold different weights, for example lm_head.weight"),
     "gpt_oss": ({"kind": "gpt_oss"}, "those of gpt_oss are not tested"),
@@ -46,6 +47,8 @@ REFUSED = {
     "split": ({"size": 3, "tensor": 2}, "it is not a multiple of the 2 ranks that share each"),
     "ranks": ({"size": 4, "tensor": 2}, "the number of ranks of a stage (2) is not a multiple"),
     "whole": ({"tensor": 2, "model_keys": {"num_experts": 3}}, "3 experts cannot be divided"),
+    "rows": ({"optimizer": ADAFACTOR}, "optimizer = 'Adafactor': it reads whole tensors"),
+    "parts": ({"optimizer": SOAP, "tensor": 2}, "optimizer = 'SOAP': it reads whole tensors"),
 }
 RUNS = {
     **{name: {"part": "equal", **case} for name, case in CASES.items()},

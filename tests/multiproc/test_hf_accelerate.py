@@ -67,6 +67,7 @@ def test_ranks_that_share_a_model_count_once(results):
         assert result["reduced"] == [1.0] * 9
         assert result["triggers"] == [True, False]  # one of the two has set it
         assert result["gathered"] == result["objects"] == ["name"]
+        assert result["object"]  # as in one process: the Trainer concatenates what it gets
         assert result["tensors"] == result["padded"] == [1.0]
         assert result["rate"] == [0.5]
 

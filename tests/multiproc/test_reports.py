@@ -194,12 +194,9 @@ CASES = {
         "empty": ["empty_group", {"as_function": False}],
         "function": ["empty_group", {"as_function": True}],
         **{
-            f"{'alike' if alike else 'apart'} {name}": [
-                "shuffled",
-                {"settings": ALL[name], "alike": alike},
-            ]
+            f"{draws} {name}": ["shuffled", {"settings": ALL[name], "draws": draws}]
             for name in ("tensor", "1f1b", "drained")
-            for alike in (False, True)
+            for draws in ("apart", "alike", "later")
         },
         "placeholders": ["placeholders", {}],
     }
@@ -292,9 +289,13 @@ def test_a_scheduler_that_counts_a_group_without_weights_is_refused(found):
 
 @pytest.mark.parametrize("name", ["tensor", "1f1b", "drained"])
 def test_ranks_of_a_model_that_shuffle_by_themselves_are_refused(found, name):
-    for ours in found(f"apart {name}"):
+    apart, later, alike = (found(f"{draws} {name}") for draws in ("apart", "later", "alike"))
+    for ours in (*apart, *later):
         assert "ranks 0 and 1 hold one model, and read different batches" in ours["said"]
-    assert found(f"alike {name}") == [{"said": "accepted"}] * 2
+    assert {ours["step"] for ours in apart} == {0}
+    (step,) = {ours["step"] for ours in later}
+    assert 5 <= step < 7  # soon after the checkpoint that ends the epoch
+    assert {ours["said"] for ours in alike} == {"accepted"}
 
 
 def test_stages_may_have_placeholders_and_their_readers_errors_are_told(found):

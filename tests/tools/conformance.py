@@ -77,6 +77,7 @@ def replace_initialize(mode):
     """Put `wavemare.initialize`, with a section of this mode, where tests find DeepSpeed's."""
     import deepspeed
     import torch
+    import torch._dynamo  # which each process would import at its first optimizer
     from deepspeed.accelerator import get_accelerator
 
     # Ops that want a compiler: tests that need them are skipped, gloo does without.

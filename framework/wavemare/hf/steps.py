@@ -29,7 +29,6 @@ class StepFeed:
         make: Makes the ``micro_batches`` micro-batches of a step from the batches read for it.
         seed: Seed of the run.
         epoch: Number of the epoch.
-        data_rank: Rank among the data ranks.
     """
 
     def __init__(
@@ -41,10 +40,9 @@ class StepFeed:
         read: Callable[[Any], Any] = lambda batch: batch,
         seed: int,
         epoch: int = 0,
-        data_rank: int = 0,
     ) -> None:
         self.source = source
-        self._drawn = map(read, drawn_alike(source, seed, epoch=epoch, data_rank=data_rank))
+        self._drawn = map(read, drawn_alike(source, seed, epoch=epoch))
         self._micro_batches = micro_batches
         self._make = make
         self._steps: dict[int, tuple[list[Any], list[Any]]] = {}  # what was read and made for each

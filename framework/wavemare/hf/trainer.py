@@ -233,7 +233,6 @@ class Trainer(StockTrainer):
                 make=self._make_step if self.trains_whole_steps else list,
                 seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
                 epoch=self._epoch,
-                data_rank=self.accelerator.data_rank,
             )
         samples = self._feed.next_step()
         counted = None if self.trains_whole_steps else self._get_num_items_in_batch(samples, device)

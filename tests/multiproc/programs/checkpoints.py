@@ -108,6 +108,10 @@ def load(folder, case):
 
 
 def universal(folder, case):
+    if case not in PIPELINES:
+        engine = build(case, checkpoint={"load_universal": True})
+        engine.load_checkpoint(str(folder), load_optimizer_states=False)
+        wavemare.save_pretrained(engine, folder / "weights alone")
     engine = build(case, checkpoint={"load_universal": True})
     engine.load_checkpoint(str(folder))
     wavemare.save_pretrained(engine, folder / "model")

@@ -140,6 +140,7 @@ def shared():
             "triggers": [accelerator.check_trigger() for _ in range(2)],
             "gathered": accelerator.gather_for_metrics(["name"]),
             "objects": accelerate.utils.gather_object(["name"]),
+            "object": accelerate.utils.gather_object(one) is one,
             "tensors": accelerate.utils.gather({"one": one})["one"].tolist(),
             "padded": accelerator.pad_across_processes(one).tolist(),
             "ranks": [list(accelerator.ranks.model), accelerator.ranks.data_world_size],

@@ -422,18 +422,38 @@ def evaluated(settings, accumulation=4):
     return {"loss": abs(loss - expected), "value": loss}
 
 
-def shuffled(settings, *, alike):
-    """Each process shuffles by its own generator, or all by one of the same seed."""
+EPOCH = 20
+"""Rows that are shuffled, of five steps."""
+
+
+def shuffled(settings, *, draws):
+    """Ranks shuffle apart, alike, or alike until an epoch ends after which one has drawn more.
+
+    Returns what was said, and at which step.
+    """
     engine = start(gpt2(), **settings)
     generator = torch.Generator().manual_seed(3)
-    rows = torch.randint(0, VOCABULARY, (32, LENGTH), generator=generator)
-    torch.manual_seed(1000 + dist.get_rank())
-    seed = torch.Generator().manual_seed(5) if alike else None
+    rows = torch.randint(0, VOCABULARY, (EPOCH, LENGTH), generator=generator)
+    torch.manual_seed(1000 + (dist.get_rank() if draws == "apart" else 0))
+    seed = torch.Generator().manual_seed(5) if draws == "alike" else None
     loader = torch.utils.data.DataLoader(rows, batch_size=MICRO, shuffle=True, generator=seed)
-    data = ({"input_ids": tokens, "labels": tokens} for tokens in loader)
-    said = {refusal(lambda: engine.train_batch(data)) for _ in range(STEPS)}
+
+    def data():
+        while True:
+            for tokens in loader:
+                yield {"input_ids": tokens, "labels": tokens}
+            if draws != "alike":
+                torch.rand(dist.get_rank())  # as dropout of other stages does
+
+    batches, said = data(), "accepted"
+    for step in range(8):
+        if step == 5:
+            engine.save_checkpoint(f"{sys.argv[1]}/shuffled")
+        said = refusal(lambda: engine.train_batch(batches))
+        if said != "accepted":
+            break
     engine.destroy()
-    return {"said": sorted(said)[-1]}
+    return {"said": said, "step": step}
 
 
 def placeholders():

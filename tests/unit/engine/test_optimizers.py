@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from deepspeed.runtime import lr_schedules
 
 from support.refusals import refuses
@@ -15,6 +16,7 @@ from wavemare.engine.optim.optimizers import (
     ratio_keeping_scheduler,
     take_optimizer,
 )
+from wavemare.engine.optim.parts import steps_parts
 from wavemare.errors import ConfigError
 from wavemare.optim import SOAP, Muon
 
@@ -145,3 +147,45 @@ def test_parameter_groups_keep_their_settings():
         (False, 0.1, 2.0),
         (False, 0.0, 5.0),
     ]
+
+
+def of_muon(parameters, *, use_muon, **settings):
+    return Muon([{"params": parameters, "use_muon": use_muon}], **settings)
+
+
+ELEMENTS = [
+    *(
+        "Adam",
+        "AdamW",
+        "SGD",
+        "RMSprop",
+        "NAdam",
+        "RAdam",
+        "Adagrad",
+        "Adamax",
+        "Adadelta",
+        "Rprop",
+    ),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "lr": 0.1}),
+    (of_muon, {"use_muon": False}),
+]
+WHOLE = [
+    "Adafactor",
+    "Muon",
+    (SOAP, {}),
+    (of_muon, {"use_muon": True}),
+    (transformers.Adafactor, {}),
+]
+
+
+@pytest.mark.parametrize("kind", [*ELEMENTS, *WHOLE], ids=str)
+def test_whether_an_optimizer_steps_parts_of_a_matrix_is_tried(kind):
+    make, settings = kind if isinstance(kind, tuple) else (getattr(torch.optim, kind), {"lr": 0.0})
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = make([weight], **settings)  # the rate of a warm-up's first step is 0
+    options = [{**group, "params": []} for group in optimizer.param_groups]
+    state = torch.get_rng_state()
+    assert [steps_parts(optimizer, (4, 4), side) for side in (0, 1)] == [kind in ELEMENTS] * 2
+    assert torch.equal(weight, torch.ones(4, 4))
+    assert [{**group, "params": []} for group in optimizer.param_groups] == options
+    assert torch.equal(torch.get_rng_state(), state)

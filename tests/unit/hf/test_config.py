@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Trainer's reading of a DeepSpeed file: ``"auto"`` of our section, and the table."""
 
+import random
+
+import numpy
 import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from transformers import TrainingArguments
 
 from support.refusals import refuses
 from wavemare.accelerate import rows_that_count
-from wavemare.engine.checkpoint.random_state import drawn_alike, seeded
+from wavemare.engine.checkpoint.random_state import drawn_alike, seeded, share_draws
 from wavemare.errors import ConfigError
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.steps import StepFeed, fill_rows, without_labels
@@ -141,7 +144,7 @@ def test_reading_draws_the_same_numbers_whoever_reads_first():
             while True:
                 yield torch.rand(1).item()
 
-        one = StepFeed(source(), micro_batches=2, make=list, seed=3, epoch=1, data_rank=1)
+        one = StepFeed(source(), micro_batches=2, make=list, seed=3, epoch=1)
         torch.manual_seed(order)
         before = torch.get_rng_state()
         found = [next(one) for _ in range(4)] if order else []
@@ -153,15 +156,103 @@ def test_reading_draws_the_same_numbers_whoever_reads_first():
     assert len(set(draws(0))) == 4
 
 
-def test_each_model_draws_other_numbers_and_the_same_each_time():
-    def draws(**place):
-        source = (torch.rand(1).item() for _ in range(4))
-        return list(drawn_alike(source, 5, **place))
+class Lazy(Sampler):
+    """An order whose numbers are drawn one by one, as they are read."""
 
-    assert draws() == draws()
-    assert draws()[0] == draws(data_rank=1)[0]  # the order of the epoch
-    assert not set(draws()[1:]) & set(draws(data_rank=1)[1:])
-    assert not set(draws()) & set(draws(epoch=1))
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        left = list(range(24))
+        while left:
+            yield left.pop(self.draw(len(left)))
+
+
+class Noisy(Dataset):
+    """Rows of their number and of what each generator draws for them."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, number):
+        return number, random.random(), float(torch.rand(())), numpy.random.rand()
+
+
+class Stream(IterableDataset):
+    """Rows in an order that is drawn while they are read."""
+
+    def __iter__(self):
+        yield from Lazy(random.randrange)
+
+
+def with_noise(rows):
+    return [(row, random.random(), float(torch.rand(())), numpy.random.rand()) for row in rows]
+
+
+LOADERS = {
+    "python": {"sampler": Lazy(random.randrange), "batch_size": 2},
+    "torch": {"sampler": Lazy(lambda n: int(torch.randint(n, ()))), "batch_size": 2},
+    "numpy": {"sampler": Lazy(numpy.random.randint), "batch_size": 2},
+    "batches": {"batch_sampler": BatchSampler(Lazy(random.randrange), 2, drop_last=False)},
+    "shuffled": {"shuffle": True, "batch_size": 2},
+    "stream": {"dataset": Stream, "collate_fn": with_noise, "batch_size": 2},
+}
+
+
+def read_by(rank, kind, *, workers=0, epoch=0, skipped=0, dropout=0):
+    """Return the rows that a data rank of two reads in an epoch."""
+    given = {"dataset": Noisy, "collate_fn": list, **LOADERS[kind]}
+    loader = prepare_data_loader(
+        DataLoader(given.pop("dataset")(), num_workers=workers, **given),
+        num_processes=2,
+        process_index=rank,
+        put_on_device=False,
+        use_seedable_sampler=True,
+        data_seed=3,
+    )
+    share_draws(loader.base_dataloader, rank)
+    loader = skip_first_batches(loader, skipped) if skipped else loader
+    loader.set_epoch(epoch)
+    random.seed(dropout), numpy.random.seed(dropout), torch.manual_seed(dropout)
+    found = []
+    for batch in drawn_alike(iter(loader), 3, epoch=epoch):
+        random.random(), torch.rand(dropout), numpy.random.rand()  # as dropout of a stage draws
+        found.append(batch)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_replicas_share_an_order_however_it_is_drawn(kind, workers):
+    if kind == "stream" and workers:
+        pytest.skip("each process of a loader would read the whole stream")
+    ranks = [read_by(rank, kind, workers=workers) for rank in (0, 1)]
+    read = [row for batches in ranks for batch in batches for row in batch]
+    rows, *drawn = zip(*read, strict=True)
+    assert sorted(rows) == list(range(24))
+    assert all(len(set(numbers)) == 24 for numbers in drawn)
+    # Another stage of the first replica, whose dropout draws otherwise.
+    assert read_by(0, kind, workers=workers, dropout=5) == ranks[0]
+    other = read_by(0, kind, workers=workers, epoch=1)
+    assert [row for batch in other for row, *_ in batch] != list(rows[:12])
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_an_epoch_that_is_resumed_has_the_rows_and_the_draws_of_a_whole_one(kind):
+    assert read_by(1, kind, epoch=2, skipped=2) == read_by(1, kind, epoch=2)[2:]
+    assert len(read_by(1, kind, epoch=2, skipped=2)) == 4
+
+
+def test_the_order_is_that_of_the_plain_loader():
+    """A sampler draws what it draws alone, from the epoch's seed."""
+    ranks = [read_by(rank, "python") for rank in (0, 1)]
+    with seeded(3):
+        alone = list(Lazy(random.randrange))
+    found = [row for pair in zip(*ranks, strict=True) for batch in pair for row, *_ in batch]
+    assert found == alone
 
 
 def test_generators_go_on_as_if_nothing_had_been_drawn():
