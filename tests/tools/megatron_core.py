@@ -19,13 +19,29 @@ import dataclasses
 import importlib.metadata
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.multiprocessing
 from torch import distributed
+from torch.overrides import TorchFunctionMode
 
 _DEVICE = torch.device("cpu")
+NEXT = 10
+"""Steps that Megatron goes on after a checkpoint, to compare with."""
+SAMPLE = 16
+"""Tokens of a sample of the trainings."""
+
+
+class OnCpu(TorchFunctionMode):
+    """Make tensors of the device ``cuda``, which megatron-core names directly, on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = _DEVICE
+        return func(*args, **kwargs)
 
 
 def stub_cuda():
@@ -41,6 +57,10 @@ def stub_cuda():
     torch.cuda.Stream = lambda *_, **__: Stream()
     torch.cuda.stream = lambda *_: contextlib.nullcontext()
     torch.Tensor.cuda = lambda self, *_, **__: self
+    own_type = torch.Tensor.type
+    torch.Tensor.type = lambda self, *a, **k: (
+        own_type(self, *a, **k) if a or k else "torch.cuda." + own_type(self).rsplit(".")[-1]
+    )
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
@@ -118,6 +138,8 @@ ARGUMENTS = {
     "train_iters": 100,
     "seed": 1234,
     "lr": 1e-3,
+    "min_lr": 0.0,
+    "lr_decay_style": "constant",
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,
     "adam_eps": 1e-8,
@@ -207,7 +229,6 @@ def build_model(arguments, **layout):
         "max_sequence_length": arguments["max_position_embeddings"],
         "pre_process": parallel_state.is_pipeline_first_stage(),
         "post_process": parallel_state.is_pipeline_last_stage(),
-        "parallel_output": False,
         "share_embeddings_and_output_weights": not arguments["untie_embeddings_and_output_weights"],
         "position_embedding_type": arguments["position_embedding_type"],
         "rotary_percent": arguments["rotary_percent"],
@@ -288,6 +309,7 @@ def token_ids(arguments):
 def compute_logits(model, ids):
     """Return [batch, length, padded vocabulary] on the last stage, None on the others."""
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     later = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
@@ -299,16 +321,151 @@ def compute_logits(model, ids):
             model.set_input_tensor(hidden)
         output = model(ids, positions, later)
         if parallel_state.is_pipeline_last_stage():
-            return output
+            return gather_from_tensor_model_parallel_region(output)
         distributed.send(output, parallel_state.get_pipeline_model_parallel_next_rank())
     return None
+
+
+def samples(arguments, first, count):
+    """Return tokens [count, 1 + sequence length] of the samples from ``first`` on."""
+    found = []
+    for number in range(first, first + count):
+        generator = torch.Generator().manual_seed(10_000 + number)
+        found.append(torch.randint(0, arguments["vocab_size"], (SAMPLE + 1,), generator=generator))
+    return torch.stack(found)
+
+
+def micro_batches(arguments, consumed, rank, ranks):
+    """Yield this data-parallel rank's micro-batches in the order of Megatron's sampler."""
+    micro, whole = arguments["micro_batch_size"], arguments["global_batch_size"]
+    while True:
+        batch = samples(arguments, consumed, whole)
+        for start in range(rank * micro, whole, micro * ranks):
+            text = batch[start : start + micro]
+            mask = torch.ones(micro, SAMPLE)
+            mask[:, : 1 + start % 3] = 0.0  # micro-batches of unlike numbers of tokens
+            yield {
+                "tokens": text[:, :-1].contiguous(),
+                "labels": text[:, 1:].contiguous(),
+                "loss_mask": mask,
+                "attention_mask": torch.ones(1, 1, SAMPLE, SAMPLE, dtype=torch.bool).triu(1),
+                "position_ids": torch.arange(SAMPLE).expand(micro, -1),
+            }
+        consumed += whole
+
+
+def loss_func(loss_mask, output_tensor, model=None):
+    """As in ``pretrain_gpt.py`` of 0.16 and 0.19."""
+    losses = output_tensor.view(-1).float()
+    loss_mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses * loss_mask)
+    num_tokens = loss_mask.sum().clone().detach().to(torch.int)
+    report = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": report}
+
+
+def forward_step(data_iterator, model, return_schedule_plan=False):
+    """As in ``pretrain_gpt.py`` of 0.16 and 0.19."""
+    data = next(data_iterator)
+    output = model(
+        data["tokens"],
+        data["position_ids"],
+        data["attention_mask"],
+        labels=data["labels"],
+        loss_mask=data["loss_mask"],
+    )
+    return output, partial(loss_func, data["loss_mask"], model=model)
+
+
+class Training:
+    """Megatron's distributed optimizer and schedules, as its ``training.py`` joins them."""
+
+    def __init__(self, model, arguments):
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
+        )
+        self.arguments = arguments
+        self.model = DistributedDataParallel(model.config, ddp, model)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=arguments["lr"],
+                weight_decay=arguments["weight_decay"],
+                adam_beta1=arguments["adam_beta1"],
+                adam_beta2=arguments["adam_beta2"],
+                adam_eps=arguments["adam_eps"],
+                clip_grad=arguments["clip_grad"],
+                bf16=arguments["bf16"],
+                params_dtype=torch.bfloat16 if arguments["bf16"] else torch.float32,
+                use_distributed_optimizer=True,
+            ),
+            [self.model],
+        )
+        samples = arguments["train_iters"] * arguments["global_batch_size"]
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=arguments["lr"],
+            min_lr=arguments["min_lr"],
+            lr_warmup_steps=0,
+            lr_decay_steps=samples,
+            lr_decay_style=arguments["lr_decay_style"],
+            start_wd=arguments["weight_decay"],
+            end_wd=arguments["weight_decay"],
+            wd_incr_steps=samples,
+            wd_incr_style="constant",
+        )
+        model.config.finalize_model_grads_func = finalize_model_grads
+        model.config.grad_scale_func = self.optimizer.scale_loss
+
+    def steps(self, count):
+        """Train; return the loss of each step, the mean over its micro-batches and replicas."""
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        arguments = self.arguments
+        rank = parallel_state.get_data_parallel_rank()
+        ranks = parallel_state.get_data_parallel_world_size()
+        micro = arguments["micro_batch_size"]
+        reader = micro_batches(arguments, arguments["consumed_train_samples"], rank, ranks)
+        losses = []
+        for _ in range(count):
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            reports = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=reader,
+                model=[self.model],
+                num_microbatches=arguments["global_batch_size"] // micro // ranks,
+                seq_length=SAMPLE,
+                micro_batch_size=micro,
+                forward_only=False,
+            )
+            ok, self.norm, _ = self.optimizer.step()
+            assert ok
+            self.scheduler.step(arguments["global_batch_size"])
+            means = [float(each["lm loss"][0] / each["lm loss"][1]) for each in reports]
+            mean = torch.tensor(sum(means) / max(len(means), 1))
+            distributed.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+            losses.append(float(mean) / ranks)
+            arguments["iteration"] += 1
+            arguments["consumed_train_samples"] += arguments["global_batch_size"]
+        return losses
 
 
 def sharded_state(model, metadata=None):
     return {"model": model.sharded_state_dict(metadata=metadata)}
 
 
-def save_checkpoint(folder, model, arguments, optimizer=None):
+def save_checkpoint(folder, model, arguments, training=None):
     """Write what Megatron-LM's ``save_checkpoint`` writes in the format ``torch_dist``."""
     from megatron.core import dist_checkpointing
     from megatron.core.rerun_state_machine import RerunMode
@@ -331,8 +488,9 @@ def save_checkpoint(folder, model, arguments, optimizer=None):
         "num_floating_point_operations_so_far": 0,
         **sharded_state(model, content),
     }
-    if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=content)
+    if training is not None:
+        state["optimizer"] = training.optimizer.sharded_state_dict(state, metadata=content)
+        state["opt_param_scheduler"] = training.scheduler.state_dict()
     distributed.barrier()
     dist_checkpointing.save(state, str(target), content_metadata=content)
     if distributed.get_rank() == 0:
@@ -370,6 +528,7 @@ def initialize(rank, world, store, options):
 
 def _run(rank, world, store, options):
     torch.set_num_threads(1)
+    OnCpu().__enter__()
     initialize(rank, world, store, options)
     layout = {
         "tensor_model_parallel_size": options.tensor,
@@ -391,13 +550,24 @@ def _run(rank, world, store, options):
     model.eval()
     ids = token_ids(arguments)
     logits = compute_logits(model, ids)
+    found = {"ids": ids, "logits": logits}
     if options.command == "save":
-        save_checkpoint(options.folder, model, {**arguments, **layout})
+        arguments |= layout
+        if options.steps:
+            training = Training(model.train(), arguments)
+            found["losses"] = training.steps(options.steps)
+            found["logits"] = compute_logits(model.eval(), ids)
+            save_checkpoint(options.folder, model, arguments, training)
+            model.train()
+            found["next_losses"] = training.steps(NEXT)
+        else:
+            save_checkpoint(options.folder, model, arguments)
         target = Path(options.folder) / "reference.pt"
     else:
         target = Path(options.file)
-    if logits is not None and rank == world - 1:
-        torch.save({"ids": ids, "logits": logits.clone()}, target)
+    if found["logits"] is not None and rank == world - 1:
+        found["logits"] = found["logits"].clone()
+        torch.save(found, target)
     distributed.barrier()
     distributed.destroy_process_group()
 
@@ -414,16 +584,17 @@ def main():
     save = commands.add_parser("save")
     save.add_argument("--family", choices=FAMILIES, default="llama")
     save.add_argument("--from", dest="source")
+    save.add_argument("--steps", type=int, default=0, help="train, and save the optimizer as well")
     logits = commands.add_parser("logits")
     for each in save, logits:
         each.add_argument("folder")
         each.add_argument("--arguments", default="{}", help="JSON: changes of Megatron's arguments")
-        for axis in "tensor", "pipeline", "expert":
+        for axis in "tensor", "pipeline", "expert", "data":
             each.add_argument(f"--{axis}", type=int, default=1)
     logits.add_argument("file")
     options = parser.parse_args()
-    # With experts and no replicas, the expert ranks are data-parallel ones.
-    world = options.tensor * options.pipeline * options.expert
+    # The ranks of experts are data-parallel ones.
+    world = options.tensor * options.pipeline * options.expert * options.data
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         if world == 1:
