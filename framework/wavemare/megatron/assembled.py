@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that lie in several pieces: a read touches only the pieces and the rows that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from wavemare.errors import CheckpointError
+from wavemare.megatron.pickles import DAMAGED, Array
+from wavemare.models.source import Stored
+
+_ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A piece of a weight.
+
+    Attributes:
+        first: Its first index in the weight.
+        shape: Its extent there.
+        open: Returns where it lies.
+        index: The part of that which it is.
+        copies: Return other places of the same piece, which must hold the same.
+        turn: Changes the order of its rows once it has been read; the shape stays.
+    """
+
+    first: tuple[int, ...]
+    shape: tuple[int, ...]
+    open: Callable[[], Array]
+    index: tuple[int | slice, ...] = ()
+    copies: tuple[Callable[[], Array], ...] = ()
+    turn: Callable[[Tensor], Tensor] | None = None
+
+    def read(self, name: str, wanted: tuple[slice, ...]) -> Tensor:
+        """Return a part of the piece.
+
+        Raises:
+            CheckpointError: It is damaged, or its copies differ.
+        """
+        read: list[Tensor] = []
+        for place in (self.open, *self.copies):
+            array = place().part(self.index)
+            if array.shape != self.shape:
+                reason = f"{name} has a piece of shape {array.shape} in place of {self.shape}"
+                raise CheckpointError("checkpoint", str(array.file), reason, DAMAGED)
+            part = array.read() if self.turn else array.part(wanted).read()
+            if read and not torch.equal(part, read[0]):
+                reason = f"ranks hold different values of {name}, where all hold the same"
+                raise CheckpointError("checkpoint", str(array.file), reason, DAMAGED)
+            read.append(part)
+        return self.turn(read[0])[wanted] if self.turn else read[0]
+
+
+class Assembled:
+    """A `WeightSource` over pieces.
+
+    Args:
+        where: The checkpoint, for errors.
+        stored: The weights, in the order in which they are best read.
+        boxes: The pieces of each.
+    """
+
+    def __init__(
+        self, where: str, stored: Mapping[str, Stored], boxes: Mapping[str, Sequence[Box]]
+    ) -> None:
+        self.stored = stored
+        self._where, self._boxes = where, boxes
+        self._checked: set[str] = set()
+
+    def check(self) -> None:
+        """Check that the pieces of each weight make up the whole of it.
+
+        Raises:
+            CheckpointError: A piece is missing, or two are of the same place.
+        """
+        for name in self.stored:
+            self._check(name)
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a weight, or the part of it that slices of its first dimensions name.
+
+        Raises:
+            KeyError: There is no such weight.
+            CheckpointError: A piece is missing or damaged.
+        """
+        stored = self.stored[name]
+        self._check(name)
+        shape = stored.shape
+        wanted = [
+            range(size)[chosen]
+            for size, chosen in zip(
+                shape, (*index, *[_ALL] * (len(shape) - len(index))), strict=True
+            )
+        ]
+        if any(part.step != 1 for part in wanted):
+            raise ValueError(f"{name}: only slices of step 1 can be read")
+        result: Tensor | None = None
+        for box in self._boxes[name]:
+            common = [
+                range(max(part.start, first), min(part.stop, first + size))
+                for part, first, size in zip(wanted, box.first, box.shape, strict=True)
+            ]
+            if any(part.stop <= part.start for part in common):
+                continue
+            inside = tuple(
+                slice(part.start - first, part.stop - first)
+                for part, first in zip(common, box.first, strict=True)
+            )
+            piece = box.read(name, inside)
+            if piece.dtype != stored.dtype:
+                reason = f"{name} has a piece of {piece.dtype} in place of {stored.dtype}"
+                raise CheckpointError("checkpoint", self._where, reason, DAMAGED)
+            if common == wanted:
+                return piece.contiguous()
+            if result is None:
+                result = torch.empty([len(part) for part in wanted], dtype=stored.dtype)
+            at = tuple(
+                slice(part.start - own.start, part.stop - own.start)
+                for part, own in zip(common, wanted, strict=True)
+            )
+            result[at].copy_(piece)
+        return (
+            torch.empty([len(part) for part in wanted], dtype=stored.dtype)
+            if result is None
+            else result
+        )
+
+    def _check(self, name: str) -> None:
+        if name in self._checked:
+            return
+        shape = self.stored[name].shape
+        problem = _gap([(box.first, box.shape) for box in self._boxes[name]], shape, 0)
+        if problem and prod(shape):
+            reason = f"{problem} of {name}, whose shape is {tuple(shape)}"
+            raise CheckpointError("checkpoint", self._where, reason, DAMAGED)
+        self._checked.add(name)
+
+
+def _gap(
+    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...], axis: int
+) -> str:
+    """Return what is wrong with pieces that should tile a weight; empty if nothing is.
+
+    They are those of ranks, which share out one dimension, then each part along the next.
+    """
+    if axis == len(shape):
+        return "" if len(boxes) == 1 else "there are two pieces of one place"
+    groups: dict[tuple[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for box in boxes:
+        groups.setdefault((box[0][axis], box[1][axis]), []).append(box)
+    position = 0
+    for first, size in sorted(groups):
+        if first > position:
+            break
+        if first < position:
+            return "there are two pieces of one place"
+        problem = _gap(groups[first, size], shape, axis + 1)
+        if problem:
+            return problem
+        position += size
+    return (
+        ""
+        if position == shape[axis]
+        else f"there is no piece for index {position} in dimension {axis}"
+    )
