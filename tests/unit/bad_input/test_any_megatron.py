@@ -130,7 +130,7 @@ def test_nothing_is_run(valid, tmp_path, number):
             contents = [pickle.dumps(evil), saved(evil), saved({"args": evil, "model": model})]
             for content in contents:
                 folder = written(tmp_path / "given", {**valid[kind], f"{STEP}/{name}": content})
-                refusal(read_all, CheckpointError, folder)
+                assert refusal(read_all, CheckpointError, folder) is not None
                 assert not marker.exists()
     content = made.keys(made.model("llama", layers=1))
     for key in ("decoder.layers.mlp.linear_fc2._extra_state/shard_0_1", "common_state/shard_0_1"):
@@ -229,6 +229,9 @@ HOSTILE = {
 }
 
 
+KNOWN_WHEN_READ = {"another place", "another data type", "half of a moment"}
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_description_that_lies(valid, tmp_path, name):
     step = written(tmp_path / "given", valid["file"]) / STEP
@@ -236,7 +239,8 @@ def test_a_description_that_lies(valid, tmp_path, name):
     HOSTILE[name](metadata, step)
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     before = sorted(tmp_path.rglob("*"))
-    error = refusal(read_all, CheckpointError, tmp_path / "given")
+    act = read_all if name in KNOWN_WHEN_READ else open_store
+    error = refusal(act, CheckpointError, tmp_path / "given")
     assert error is not None
     assert str(error).isprintable()
     assert sorted(tmp_path.rglob("*")) == before

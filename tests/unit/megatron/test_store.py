@@ -332,10 +332,9 @@ def test_what_megatron_core_itself_wrote(folder):
             value = expected[f"decoder.layers.{key}"][number]
         elif number is not None:
             at = 2 * number + ("self_attention" not in key)
-            names = (key, key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
-            value = next(
-                expected[name] for n in names if (name := f"decoder.layers.{at}.{n}") in expected
-            )
+            place = f"decoder.layers.{at}."
+            norm = key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+            value = expected[place + (key if place + key in expected else norm)]
         else:
             value = expected.get(key, expected.get(key.replace("final_layernorm", "final_norm")))
         assert torch.equal(store.weights.read(name), value), name
