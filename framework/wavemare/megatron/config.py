@@ -233,7 +233,7 @@ def config_of(
         reason = "the checkpoint does not say it, and no weight shows it"
         raise ModelError(facts.key("num_attention_heads"), None, reason, _GIVE_CONFIG)
     sizes = _sizes(facts, seen, heads)
-    tokens = _tokens(facts, seen, vocab_size)
+    tokens = tokens_of(facts, seen.rows, vocab_size)
     import transformers
 
     family = _family(facts, seen)
@@ -328,18 +328,23 @@ def _sizes(facts: Facts, seen: Seen, heads: int) -> tuple[int, int]:
     return groups, size
 
 
-def _tokens(facts: Facts, seen: Seen, vocab_size: int | None) -> int:
-    tokens = facts.get("vocab_size", seen.rows) if vocab_size is None else vocab_size
-    if not isinstance(tokens, int) or not 0 < tokens <= seen.rows:
+def tokens_of(facts: Facts, rows: int, vocab_size: int | None) -> int:
+    """Return the tokens without padding, which a user may have given.
+
+    Raises:
+        ModelError: They are more than the rows of the checkpoint.
+    """
+    tokens = facts.get("vocab_size", rows) if vocab_size is None else vocab_size
+    if not isinstance(tokens, int) or not 0 < tokens <= rows:
         key = facts.key("vocab_size") if vocab_size is None else "--vocab-size"
-        reason = f"the checkpoint has {seen.rows} rows"
+        reason = f"the checkpoint has {rows} rows"
         raise ModelError(key, tokens, reason, "Give the tokenizer's own size by --vocab-size")
     return tokens
 
 
 def _family(facts: Facts, seen: Seen) -> str:
     """Return the plainest family that computes what the checkpoint does."""
-    window = facts.get("window_size")
+    window = _window(facts)
     if seen.positions is not None:
         plain = seen.norm_bias and not (seen.gated or seen.qk_norm or seen.experts or window)
         if plain and seen.bias and seen.qkv_bias:
@@ -363,15 +368,15 @@ def _family(facts: Facts, seen: Seen) -> str:
 def _dense_family(facts: Facts, seen: Seen) -> str:
     if seen.qk_norm:
         family, wrong = "qwen3", seen.qkv_bias or seen.bias
-    elif facts.get("window_size") or "mistral" in facts.target.lower():
+    elif _window(facts) or "mistral" in facts.target.lower():
         family, wrong = "mistral", seen.qkv_bias or seen.bias
     elif seen.qkv_bias and not seen.bias:
         return "qwen2"
     else:
         family, wrong = "llama", seen.bias != seen.qkv_bias
-    wrong = wrong or (family != "mistral" and bool(facts.get("window_size")))
+    wrong = wrong or (family != "mistral" and bool(_window(facts)))
     if wrong:
-        name = "window_size" if facts.get("window_size") else "add_qkv_bias"
+        name = "window_size" if _window(facts) else "add_qkv_bias"
         reason = f"transformers' {family} does not have it"
         raise ModelError(facts.key(name), facts.get(name, True), reason, OTHER)
     return family
@@ -391,7 +396,7 @@ def _family_of_experts(facts: Facts, seen: Seen) -> str:
         family, bias, wrong = "mixtral", False, "moe_router_pre_softmax" if before else ""
     if seen.bias or (seen.qkv_bias and not bias):
         wrong = "add_bias_linear" if seen.bias else "add_qkv_bias"
-    if facts.get("window_size") and family != "mixtral":
+    if _window(facts) and family != "mixtral":
         wrong = "window_size"
     if wrong:
         reason = f"transformers' {family}, the nearest family, does not have it"
@@ -446,7 +451,9 @@ def _window(facts: Facts) -> int | None:
     try:
         before, after = window
     except (TypeError, ValueError):
-        before, after = -1, -1
+        before, after = -1, 1
+    if before == -1 and after in (-1, 0):  # all, as far as the causal mask allows
+        return None
     if before < 0 or after != 0:
         reason = "transformers' windows begin some tokens before a query and end with it"
         raise ModelError(facts.key("window_size"), window, reason, OTHER)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from wavemare.errors import ModelError
 from wavemare.megatron.arguments import arguments_of, language_model_of
-from wavemare.megatron.config import config_of, facts_of
+from wavemare.megatron.config import config_of, facts_of, tokens_of
 from wavemare.megatron.keys import EMBEDDING, HfWeights, MegatronWeights
 from wavemare.models.disk_names import empty_model
 from wavemare.models.folder import read_config
@@ -90,7 +90,7 @@ def open_checkpoint(
     if given is not None:
         found = copy.deepcopy(config_of(facts, stored, given=given))
         if vocab_size is not None:
-            found.vocab_size = vocab_size
+            found.vocab_size = tokens_of(facts, stored[EMBEDDING].shape[0], vocab_size)
     else:
         tokens = vocab_size
         if tokens is None and facts.get("vocab_size") is None:
