@@ -172,6 +172,8 @@ def test_what_is_not_known_is_asked_for():
             config_of(facts_of(arguments, None), stored, given=other)
     with pytest.raises(ModelError, match=r"^--vocab-size = 900"):
         config_of(facts_of(arguments, None), stored, vocab_size=900)
+    arguments |= {"group_query_attention": True, "window_size": (-1, 0)}  # said in other words
+    assert config_of(facts_of(arguments, None), stored, given=config) is config
     del arguments["vocab_size"]
     assert config_of(facts_of(arguments, None), stored).vocab_size == 40
     assert config_of(facts_of(arguments, None), stored, vocab_size=TOKENS).vocab_size == TOKENS
