@@ -28,8 +28,7 @@ BROUGHT_ALONG = {
     "pandas": "datasets",
     "pyarrow": "datasets",
     "pydantic_core": "pydantic",
-    "tokenizers": "transformers",
-}
+    "tokenizers": "transformers", "yaml"}
 """Libraries that come with a dependency, which requires them itself."""
 
 
