@@ -1,177 +1,192 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers models and Megatron's arguments: each from the other."""
+"""Transformers models from Megatron's checkpoints, and into them."""
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from wavemare.errors import ModelError
-from wavemare.megatron.files import said_by
-from wavemare.megatron.weights import EMBEDDING, HEAD, POSITIONS, needed, num_layers
+from wavemare.megatron.config import config_of, facts_of
+from wavemare.megatron.keys import EMBEDDING, HfWeights
+from wavemare.models.disk_names import empty_model
+from wavemare.models.folder import read_config
+from wavemare.models.source import WeightSource
 
-_HEADS = ("GPT2LMHeadModel", "GPT2Model")  # what the latter lacks is its embedding
-_GPT2_END = 50256  # OpenAI's <|endoftext|>; a smaller vocabulary is not theirs
-# With any other value Megatron computes something else of the same weights.
-_USUAL: dict[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("learned_absolute",),
-    "use_rotary_position_embeddings": (False,),
-    "normalization": ("LayerNorm",),
-    "apply_layernorm_1p": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "squared_relu": (False,),
-    "swiglu": (False,),
-    "quick_geglu": (False,),
-    "group_query_attention": (False,),
-    "multi_latent_attention": (False,),
-    "num_experts": (0,),
-}
-_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+CARRIED = "tokenizer"
+"""Folder in a Megatron checkpoint with what a Hugging Face folder has beside the weights."""
 
 
-def load_model(folder: str | Path) -> Any:
-    """Load GPT-2 with its head, in the type of its file.
+@dataclass(frozen=True)
+class Opened:
+    """A Megatron checkpoint as a model of transformers.
 
-    Raises:
-        ModelError: The folder holds no such model, or a damaged one.
+    Attributes:
+        config: The configuration of transformers.
+        weights: By the names that the model has in memory; read when asked for.
+        arguments: Megatron's arguments, as far as the files have them.
+        iteration: Steps that were trained; None if the checkpoint does not say it.
+        consumed_samples: Training samples that were used.
+        format: ``torch_dist``, ``torch`` or ``fsdp_dtensor``.
+        store: The files; see `wavemare.megatron.store`.
+        notes: What a user should know, in whole sentences.
     """
-    import transformers
 
-    try:
-        config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of wrong values, too, for which transformers has its own
-        reason = f"it holds no model of transformers ({said_by(error)})"
-        raise ModelError("model", str(folder), reason, "Name a folder with config.json") from error
-    named = (config.architectures or _HEADS)[0]
-    if config.model_type != "gpt2" or named not in _HEADS:
-        reason = "only GPT-2 as a language model is converted"
-        raise ModelError("model", config.model_type, reason, "Give GPT-2")
-    try:
-        kind = transformers.GPT2LMHeadModel
-        return kind.from_pretrained(folder, dtype="auto", local_files_only=True)
-    except Exception as error:  # pickle, safetensors and transformers each have errors of their own
-        reason = f"its weights cannot be read ({said_by(error)})"
-        raise ModelError("model", str(folder), reason, "Copy its files again") from error
+    config: Any
+    weights: WeightSource
+    arguments: Mapping[str, Any]
+    iteration: int | None
+    consumed_samples: int
+    format: str
+    store: Any
+    notes: tuple[str, ...] = ()
 
 
-def model_of(config: Any, state: Mapping[str, Tensor]) -> Any:
-    """Build the GPT-2 of a configuration around these weights.
-
-    Raises:
-        ModelError: The weights are not those of the model.
-    """
-    import transformers
-
-    with torch.device("meta"):
-        model: Any = transformers.GPT2LMHeadModel(config)
-    try:
-        model.load_state_dict(dict(state), strict=True, assign=True)
-    except RuntimeError as error:
-        reason = f"the weights are not those of GPT-2 ({str(error).splitlines()[1].strip()})"
-        raise ModelError("weights", "GPT-2", reason, "Use an undamaged checkpoint") from error
-    model.tie_weights()
-    return model
-
-
-def arguments_of(config: Any, padded_vocab_size: int) -> dict[str, Any]:
-    """Return Megatron's arguments of a transformers configuration.
-
-    Raises:
-        ModelError: It has an activation or a scaling that Megatron does not have.
-    """
-    activation = config.activation_function
-    if activation not in (*_TANH, "gelu"):
-        reason = "Megatron's GPT has GELU, exact or by tanh"
-        raise ModelError("activation", activation, reason, "Use a model with GELU")
-    if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
-        reason = "Megatron scales attention by the square root of a head's size"
-        raise ModelError("scale_attn_weights", False, reason, "Use a model with the usual scale")
-    return {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.n_inner or 4 * config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "max_position_embeddings": config.max_position_embeddings,
-        "seq_length": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
-        "padded_vocab_size": padded_vocab_size,
-        "norm_epsilon": config.layer_norm_epsilon,
-        "layernorm_epsilon": config.layer_norm_epsilon,  # of older versions
-        "bias_gelu_fusion": False,
-        "openai_gelu": activation in _TANH,
-        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
-        "add_position_embedding": True,
-    }
-
-
-def check_arguments(arguments: Mapping[str, Any], hidden: int, ranks: int) -> None:
-    """Refuse arguments under which Megatron computes what GPT-2 does not.
+def open_checkpoint(
+    folder: str | os.PathLike[str], config: Any = None, *, vocab_size: int | None = None
+) -> Opened:
+    """Open a Megatron checkpoint of any format; weights are read later, one by one.
 
     Args:
-        arguments: Megatron's, as far as the files have them.
-        hidden: Width of the model.
-        ranks: That share a layer.
+        folder: What Megatron's ``--load`` names, or the folder of an iteration in it.
+        config: A configuration of transformers, or a folder with ``config.json``, where the
+            checkpoint does not say everything.
+        vocab_size: Tokens without padding, where the checkpoint does not say it.
 
     Raises:
-        ModelError: One of them is not the usual one, or the heads do not divide the weights.
+        CheckpointError: There is none, or it is damaged.
+        ModelError: There is no faithful conversion, or something else has to be known.
     """
-    for name, usual in _USUAL.items():
-        value = arguments.get(name)
-        if value is not None and value not in usual:
-            reason = "GPT-2 in transformers does not compute this"
-            raise ModelError(f"args.{name}", value, reason, "Convert a model without it")
-    heads = arguments.get("num_attention_heads")
-    if heads is None:
-        reason = "the checkpoint does not say it, and no weight shows it"
-        raise ModelError("num_attention_heads", None, reason, "Give --num-attention-heads")
-    if heads < 1 or hidden % heads or heads % ranks:
-        reason = f"a width of {hidden} on {ranks} tensor-parallel ranks cannot have so many"
-        raise ModelError("num_attention_heads", heads, reason, "Give --num-attention-heads")
-    width = arguments.get("kv_channels")
-    if width is not None and width != hidden // heads:
-        reason = f"a head has {hidden // heads} of {hidden} channels in transformers"
-        raise ModelError("args.kv_channels", width, reason, "Convert a model without it")
+    from wavemare.megatron.store import open_store
 
-
-def config_of(
-    arguments: Mapping[str, Any], whole: Mapping[str, Tensor], *, vocab_size: int | None
-) -> Any:
-    """Return the transformers configuration of a Megatron model.
-
-    Args:
-        arguments: Megatron's, as far as the files have them; see `check_arguments`.
-        whole: Its weights.
-        vocab_size: Tokens without padding; by default what the arguments say, else all rows.
-
-    Raises:
-        ModelError: The vocabulary has more tokens than rows.
-    """
-    import transformers
-
-    rows, hidden = needed(whole, EMBEDDING).shape
-    tokens = (arguments.get("vocab_size") or rows) if vocab_size is None else vocab_size
-    if not 0 < tokens <= rows:
-        reason = f"the checkpoint has {rows} rows"
-        raise ModelError("--vocab-size", tokens, reason, "Give the tokenizer's own size")
-    tanh = "gelu_fast" if arguments.get("bias_gelu_fusion", True) else "gelu"
-    inner = needed(whole, "encoder.layers.0.mlp.dense_h_to_4h.weight").shape[0]
-    end = _GPT2_END if tokens > _GPT2_END else None
-    return transformers.GPT2Config(
-        bos_token_id=end,
-        eos_token_id=end,
-        vocab_size=tokens,
-        n_positions=len(needed(whole, POSITIONS)),
-        n_embd=hidden,
-        n_layer=num_layers(whole),
-        n_head=arguments["num_attention_heads"],
-        n_inner=None if inner == 4 * hidden else inner,
-        activation_function="gelu_new" if arguments.get("openai_gelu") else tanh,
-        layer_norm_epsilon=arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
-        tie_word_embeddings=HEAD not in whole,
-        architectures=["GPT2LMHeadModel"],
-        dtype=str(whole[EMBEDDING].dtype).removeprefix("torch."),
+    store = open_store(folder)
+    facts = facts_of(store.arguments, store.run_config, legacy=_is_legacy(store))
+    stored = store.weights.stored
+    carried = _carried(store)
+    notes = ["The checkpoint's history of FP8 scales is lost."] if store.lost_fp8 else []
+    given = config
+    if isinstance(config, str | os.PathLike):
+        given = read_config(Path(config).expanduser())
+    if given is None and carried is not None:
+        given = _if_it_agrees(carried, facts, stored)
+    if given is not None:
+        found = copy.deepcopy(config_of(facts, stored, given=given))
+        if vocab_size is not None:
+            found.vocab_size = vocab_size
+    else:
+        tokens = vocab_size
+        if tokens is None and facts.get("vocab_size") is None:
+            tokens = _tokens_of(carried)
+            if tokens is None and EMBEDDING in stored:
+                rows = stored[EMBEDDING].shape[0]
+                notes.append(
+                    f"The checkpoint does not say how many of its {rows} rows are tokens, so all "
+                    "stay. Give --vocab-size to cut padding off."
+                )
+        found = config_of(facts, stored, vocab_size=tokens)
+    centered = bool(facts.get("apply_layernorm_1p", False))
+    weights = HfWeights(store.weights, found, centered=centered)
+    return Opened(
+        config=found,
+        weights=weights,
+        arguments=facts.values,
+        iteration=store.iteration,
+        consumed_samples=int(facts.get("consumed_train_samples", 0) or 0),
+        format=store.format,
+        store=store,
+        notes=tuple(notes),
     )
+
+
+def load_hf(
+    folder: str | os.PathLike[str],
+    config: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+) -> Any:
+    """Load a Megatron checkpoint as a model of transformers.
+
+    Args:
+        folder: See `open_checkpoint`.
+        config: See `open_checkpoint`.
+        dtype: Of the weights; the checkpoint's if omitted.
+        vocab_size: See `open_checkpoint`.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+        ModelError: There is no faithful conversion, or something else has to be known.
+    """
+    opened = open_checkpoint(folder, config, vocab_size=vocab_size)
+    return filled(opened.config, opened.weights, dtype=dtype)
+
+
+def filled(config: Any, weights: WeightSource, *, dtype: torch.dtype | None = None) -> Any:
+    """Return a configuration's model with the weights of a source, in evaluation mode.
+
+    Raises:
+        ModelError: The source lacks a weight, or one has another shape.
+    """
+    model = empty_model(config, buffers=True)
+    places: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in places:
+            stored = weights.stored.get(name)
+            if stored is None or stored.shape != tuple(parameter.shape):
+                reason = "the checkpoint lacks it" if stored is None else f"it is {stored.shape}"
+                remedy = "Give the configuration of the checkpoint"
+                raise ModelError("weight", name, reason, remedy)
+            weight = (
+                weights.read(name)
+                .to(dtype or stored.dtype)
+                .clone(memory_format=torch.contiguous_format)
+            )
+            places[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
+        module, _, last = name.rpartition(".")
+        setattr(model.get_submodule(module), last, places[id(parameter)])
+    return model.eval()
+
+
+def _is_legacy(store: Any) -> bool:
+    said = store.arguments.get("use_legacy_models")
+    if said is None:
+        said = not store.arguments.get("use_mcore_models", False)
+    return store.format == "torch" and bool(said)
+
+
+def _carried(store: Any) -> Path | None:
+    """Return the folder of a checkpoint's tokenizer."""
+    beside = store.step_folder.parent / CARRIED
+    for folder in (store.tokenizer, beside):
+        if folder is not None and folder.is_dir():
+            return Path(folder)
+    return None
+
+
+def _if_it_agrees(carried: Path, facts: Any, stored: Any) -> Any:
+    """Return the configuration beside a checkpoint if it is the checkpoint's."""
+    if not (carried / "config.json").is_file():
+        return None
+    try:
+        return config_of(facts, stored, given=read_config(carried))
+    except ModelError:
+        return None
+
+
+def _tokens_of(carried: Path | None) -> int | None:
+    """Return the tokens of a tokenizer's folder; None without one."""
+    if carried is None:
+        return None
+    import transformers
+
+    try:
+        return len(transformers.AutoTokenizer.from_pretrained(carried, local_files_only=True))
+    except Exception:  # a folder of another kind of tokenizer
+        return None

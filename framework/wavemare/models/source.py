@@ -56,3 +56,18 @@ class MemorySource:
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """Return a weight or its part, which shares memory with the state dict's."""
         return self._state[name].detach()[index]
+
+
+def bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return the first and the last element, and one more, that an index takes of each dimension.
+
+    Args:
+        index: Slices of the first dimensions, of neighbouring elements.
+        shape: Of the tensor.
+    """
+    whole = (*index, *[slice(None)] * (len(shape) - len(index)))
+    found = []
+    for part, size in zip(whole, shape, strict=True):
+        first, last, _ = part.indices(size)
+        found.append((first, max(first, last)))
+    return found

@@ -1,0 +1,755 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's arguments and transformers' configurations: each from the other.
+
+What a model computes is said by its arguments, by its weights, and by a configuration beside it.
+They have to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wavemare.errors import ModelError
+from wavemare.megatron.keys import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, heads_of, layer_of
+from wavemare.models.source import Stored
+
+FAMILIES = (
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+)
+_OTHER = "Convert a model without it"
+_GIVE_CONFIG = "Give --config FOLDER with the model's config.json"
+_GPT2_END = 50256  # OpenAI's <|endoftext|>; a smaller vocabulary is not theirs
+_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What Megatron's ``--use-rope-scaling`` has in its source."""
+
+# With any other value Megatron computes something else of the same weights, or has other weights.
+_USUAL: dict[str, tuple[Any, ...]] = {
+    # None is the default of what else is a number or a name.
+    "activation_func_clamp_value": (None,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "attention_output_gate": (False,),
+    "enable_mhc_connections": (False,),
+    "experimental_attention_variant": (None,),
+    "glu_linear_offset": (0.0,),
+    "heterogeneous_block_specs": (False,),
+    "heterogeneous_layers_config_path": (None,),
+    "linear_attention_freq": (None,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_latent_size": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_force_load_balancing": (False,),
+    "moe_router_group_topk": (None,),
+    "moe_router_num_groups": (None,),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_topk_limited_devices": (None,),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "mtp_num_layers": (None, 0),
+    "multi_latent_attention": (False,),
+    "no_rope_freq": (None,),
+    "position_embedding_type": ("learned_absolute", "rope"),
+    "qk_l2_norm": (False,),
+    "quick_geglu": (False,),
+    "rotary_interleaved": (False,),
+    "rotary_percent": (1.0,),
+    "rotary_seq_len_interpolation_factor": (None, 1, 1.0),
+    "softmax_type": ("vanilla",),
+    "squared_relu": (False,),
+    "use_mup": (False,),
+    "window_attn_skip_freq": (None,),
+}
+_ROUTING = ("sinkhorn", "quantile_balancing")
+# Bridge's names of what Megatron-LM's arguments say.
+_BRIDGE = {
+    "bias_activation_fusion": "bias_gelu_fusion",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_moe_experts": "num_experts",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says of its model.
+
+    Attributes:
+        values: By the names of Megatron-LM's arguments.
+        place: Where they stand, as the first words of an error's key.
+        names: Names that differ there.
+        target: The class that Megatron-Bridge would make.
+        legacy: Whether Megatron's legacy models wrote it, whose defaults are others.
+    """
+
+    values: Mapping[str, Any]
+    place: str = "args."
+    names: Mapping[str, str] | None = None
+    target: str = ""
+    legacy: bool = False
+
+    def key(self, name: str) -> str:
+        """Return how an error calls an argument."""
+        return self.place + (self.names or {}).get(name, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, or the default if the checkpoint does not say it."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+
+def facts_of(
+    arguments: Mapping[str, Any], run_config: Mapping[str, Any] | None, *, legacy: bool = False
+) -> Facts:
+    """Return what Megatron-LM's arguments or, without them, Bridge's ``run_config.yaml`` say.
+
+    Args:
+        arguments: Megatron-LM's.
+        run_config: Bridge's, parsed.
+        legacy: See `Facts`.
+
+    Raises:
+        ModelError: Bridge's activation is none of the families'.
+    """
+    if arguments or not run_config or not isinstance(run_config.get("model"), Mapping):
+        return Facts(dict(arguments), legacy=legacy)
+    model = dict(run_config["model"])
+    inner = model.get("transformer")
+    if isinstance(inner, Mapping):  # of Megatron-LM's own models
+        model |= inner
+    values = {_BRIDGE.get(name, name): value for name, value in model.items()}
+    place = "run_config.yaml: model."
+    activation = model.get("activation_func")
+    if isinstance(activation, Mapping):
+        activation = activation.get("_target_")
+    gated, short = bool(model.get("gated_linear_unit")), str(activation).rpartition(".")[2]
+    if activation is not None and short != ("silu" if gated else "gelu"):
+        reason = "the families that are converted have SiLU with a gate, or GELU without"
+        raise ModelError(f"{place}activation_func", activation, reason, _OTHER)
+    values["swiglu"] = gated
+    shares = model.get("share_embeddings_and_output_weights")
+    values["untie_embeddings_and_output_weights"] = None if shares is None else not shares
+    values["group_query_attention"] = model.get("num_query_groups") is not None
+    values.setdefault("max_position_embeddings", model.get("seq_length"))
+    names = {ours: theirs for theirs, ours in _BRIDGE.items()}
+    return Facts(values, place, names, str(model.get("_target_", "")))
+
+
+# --- what the weights show -------------------------------------------------------------------------
+
+
+class Seen:
+    """What the weights of a checkpoint show.
+
+    Args:
+        stored: By Megatron's names.
+
+    Raises:
+        ModelError: A weight that every GPT has is missing.
+    """
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self._stored = stored
+        layers: dict[int, set[str]] = {}
+        for key in stored:
+            at = layer_of(key)
+            if at:
+                layers.setdefault(at[0], set()).add(at[1])
+        for name in (EMBEDDING, FINAL_NORM):
+            if name not in stored:
+                self._refuse(name)
+        if not layers:
+            self._refuse("decoder.layers.0")
+        for number in range(max(layers) + 1):
+            if number not in layers:
+                self._refuse(f"decoder.layers.{number}")
+        self.layers, self.first = len(layers), layers[0]
+        self.rows, self.hidden = stored[EMBEDDING].shape
+        self.dtype = stored[EMBEDDING].dtype
+        self.mixed = {frozenset(names) for names in layers.values()} != {frozenset(self.first)}
+        self.experts = self.shape("mlp.router.weight")[0] if self.has("mlp.router.weight") else 0
+        gated = self.shape(
+            "mlp.experts.linear_fc1.weight" if self.experts else "mlp.linear_fc1.weight"
+        )
+        inner = self.shape(
+            "mlp.experts.linear_fc2.weight" if self.experts else "mlp.linear_fc2.weight"
+        )
+        self.inner = inner[-1]
+        self.gated = gated[-2] == 2 * self.inner
+        self.qkv_rows = self.shape("self_attention.linear_qkv.weight")[0]
+        self.qkv_bias = self.has("self_attention.linear_qkv.bias")
+        self.bias = self.has("self_attention.linear_proj.bias")
+        self.qk_norm = self.has("self_attention.q_layernorm.weight")
+        self.shared = self.has("mlp.shared_experts.linear_fc1.weight")
+        self.positions = stored[POSITIONS].shape[0] if POSITIONS in stored else None
+        self.norm_bias = "decoder.final_layernorm.bias" in stored
+        self.tied = HEAD not in stored
+
+    def has(self, name: str) -> bool:
+        """Whether layers have a weight."""
+        return name in self.first
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight of the first layer."""
+        if name not in self.first:
+            self._refuse(f"decoder.layers.0.{name}")
+        return self._stored[f"decoder.layers.0.{name}"].shape
+
+    def _refuse(self, name: str) -> None:
+        reason = "the checkpoint lacks it, and every GPT of Megatron has it"
+        remedy = "Give a whole checkpoint of a family that docs/megatron.md names"
+        raise ModelError("weights", name, reason, remedy)
+
+
+# --- from Megatron ---------------------------------------------------------------------------------
+
+
+def config_of(
+    facts: Facts,
+    stored: Mapping[str, Stored],
+    *,
+    given: Any = None,
+    vocab_size: int | None = None,
+) -> Any:
+    """Return the transformers configuration of a Megatron model.
+
+    Args:
+        facts: What the checkpoint says.
+        stored: Its weights, by Megatron's names.
+        given: A configuration that the user gives; it has to agree with the facts.
+        vocab_size: Tokens without padding, if it is known otherwise.
+
+    Raises:
+        ModelError: Megatron computes what no family does, something has to be known that nothing
+            says, or the facts, the weights and the given configuration differ.
+    """
+    _check_usual(facts)
+    seen = Seen(stored)
+    _check_layers(facts, seen)
+    if given is not None:
+        _check_given(given, facts, seen)
+        return given
+    heads = facts.get("num_attention_heads")
+    if heads is None:
+        reason = "the checkpoint does not say it, and no weight shows it"
+        raise ModelError(facts.key("num_attention_heads"), None, reason, _GIVE_CONFIG)
+    sizes = _sizes(facts, seen, heads)
+    tokens = _tokens(facts, seen, vocab_size)
+    import transformers
+
+    family = _family(facts, seen)
+    common = {
+        "vocab_size": tokens,
+        "tie_word_embeddings": seen.tied,
+        "initializer_range": facts.get("init_method_std", 0.02),
+        "dtype": str(seen.dtype).removeprefix("torch."),
+    }
+    if family == "gpt2":
+        return _gpt2(facts, seen, heads, common)
+    kinds: dict[str, tuple[Any, str]] = {
+        "llama": (transformers.LlamaConfig, "LlamaForCausalLM"),
+        "mistral": (transformers.MistralConfig, "MistralForCausalLM"),
+        "qwen2": (transformers.Qwen2Config, "Qwen2ForCausalLM"),
+        "qwen3": (transformers.Qwen3Config, "Qwen3ForCausalLM"),
+        "mixtral": (transformers.MixtralConfig, "MixtralForCausalLM"),
+        "qwen2_moe": (transformers.Qwen2MoeConfig, "Qwen2MoeForCausalLM"),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, "Qwen3MoeForCausalLM"),
+    }
+    kind, name = kinds[family]
+    groups, size = sizes
+    values = common | {
+        "architectures": [name],
+        "hidden_size": seen.hidden,
+        "num_hidden_layers": seen.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": facts.get("max_position_embeddings", 2048),
+        "rms_norm_eps": _epsilon(facts),
+        "attention_dropout": facts.get("attention_dropout", 0.0),
+        "rope_parameters": _rope(facts),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **_own(family, facts, seen),
+    }
+    if family not in ("qwen2", "qwen2_moe") or size != seen.hidden // heads:
+        values["head_dim"] = size
+    try:
+        return kind(**values)
+    except Exception as error:  # of wrong values, for which transformers has its own
+        reason = f"transformers' {family} cannot have these sizes ({error})"
+        remedy = "Give --config FOLDER with a config.json that can"
+        raise ModelError("config", family, reason, remedy) from error
+
+
+def _check_usual(facts: Facts) -> None:
+    """Refuse arguments under which Megatron computes what no family of transformers does."""
+    for name, usual in _USUAL.items():
+        value = facts.values.get(name)
+        if value is not None and value not in usual:
+            reason = "the families of transformers that are converted do not compute this"
+            raise ModelError(facts.key(name), value, reason, _OTHER)
+    scale, size = facts.get("softmax_scale"), facts.get("kv_channels")
+    if scale is not None and not (size and abs(scale * size**0.5 - 1) < 1e-6):
+        reason = "transformers scales attention by the square root of a head's size"
+        raise ModelError(facts.key("softmax_scale"), scale, reason, _OTHER)
+    if not facts.get("num_experts"):
+        return
+    balancing = facts.get("moe_router_load_balancing_type", "none")
+    for kind in balancing if isinstance(balancing, list | tuple) else [balancing]:
+        if kind in _ROUTING:
+            reason = "transformers routes by the largest logits alone"
+            raise ModelError(facts.key("moe_router_load_balancing_type"), kind, reason, _OTHER)
+
+
+def _check_layers(facts: Facts, seen: Seen) -> None:
+    frequency = facts.get("moe_layer_freq", 1)
+    listed = isinstance(frequency, list | tuple)
+    dense = any(number != 1 for number in frequency) if listed else frequency != 1
+    if seen.mixed or (seen.experts and dense):
+        reason = "some layers have weights that others lack, and the families' layers are alike"
+        raise ModelError(facts.key("moe_layer_freq"), frequency, reason, _OTHER)
+
+
+def _sizes(facts: Facts, seen: Seen, heads: int) -> tuple[int, int]:
+    """Return key-value heads and the size of a head, by the arguments and the weights."""
+    if seen.qk_norm:
+        size = seen.shape("self_attention.q_layernorm.weight")[0]
+    else:
+        size = facts.get("kv_channels") or seen.hidden // max(heads, 1)
+    groups = heads
+    if facts.get("group_query_attention"):
+        groups = facts.get("num_query_groups", heads)
+    valid = heads > 0 and groups > 0 and heads % groups == 0
+    if not valid or (heads + 2 * groups) * size != seen.qkv_rows:
+        reason = (
+            f"with {groups} key-value heads of {size} channels these do not make the "
+            f"{seen.qkv_rows} rows of linear_qkv"
+        )
+        raise ModelError(facts.key("num_attention_heads"), heads, reason, _GIVE_CONFIG)
+    return groups, size
+
+
+def _tokens(facts: Facts, seen: Seen, vocab_size: int | None) -> int:
+    tokens = facts.get("vocab_size", seen.rows) if vocab_size is None else vocab_size
+    if not isinstance(tokens, int) or not 0 < tokens <= seen.rows:
+        key = facts.key("vocab_size") if vocab_size is None else "--vocab-size"
+        reason = f"the checkpoint has {seen.rows} rows"
+        raise ModelError(key, tokens, reason, "Give the tokenizer's own size by --vocab-size")
+    return tokens
+
+
+def _family(facts: Facts, seen: Seen) -> str:
+    """Return the plainest family that computes what the checkpoint does."""
+    window = facts.get("window_size")
+    if seen.positions is not None:
+        plain = seen.norm_bias and not (seen.gated or seen.qk_norm or seen.experts or window)
+        if plain and seen.bias and seen.qkv_bias:
+            return "gpt2"
+        reason = "with learned positions only GPT-2 is converted: LayerNorm, GELU, all biases"
+        raise ModelError(facts.key("position_embedding_type"), "learned_absolute", reason, _OTHER)
+    if facts.get("position_embedding_type", "rope") != "rope" and not facts.get(
+        "use_rotary_position_embeddings"
+    ):
+        value, reason = facts.get("position_embedding_type"), "the checkpoint has no positions"
+        raise ModelError(facts.key("position_embedding_type"), value, reason, _GIVE_CONFIG)
+    if seen.norm_bias or facts.get("normalization", "RMSNorm") != "RMSNorm":
+        reason = "with rotary positions the families that are converted have RMSNorm"
+        raise ModelError(facts.key("normalization"), "LayerNorm", reason, _OTHER)
+    if not seen.gated or not facts.get("swiglu", True):
+        reason = "with rotary positions the families that are converted have SwiGLU"
+        raise ModelError(facts.key("swiglu"), False, reason, _OTHER)
+    return _family_of_experts(facts, seen) if seen.experts else _dense_family(facts, seen)
+
+
+def _dense_family(facts: Facts, seen: Seen) -> str:
+    if seen.qk_norm:
+        family, wrong = "qwen3", seen.qkv_bias or seen.bias
+    elif facts.get("window_size") or "mistral" in facts.target.lower():
+        family, wrong = "mistral", seen.qkv_bias or seen.bias
+    elif seen.qkv_bias and not seen.bias:
+        return "qwen2"
+    else:
+        family, wrong = "llama", seen.bias != seen.qkv_bias
+    wrong = wrong or (family != "mistral" and bool(facts.get("window_size")))
+    if wrong:
+        name = "window_size" if facts.get("window_size") else "add_qkv_bias"
+        reason = f"transformers' {family} does not have it"
+        raise ModelError(facts.key(name), facts.get(name, True), reason, _OTHER)
+    return family
+
+
+def _family_of_experts(facts: Facts, seen: Seen) -> str:
+    before = bool(facts.get("moe_router_pre_softmax", False))
+    if seen.shared:
+        family, bias = "qwen2_moe", True
+        if not seen.has("mlp.shared_experts.gate_weight"):
+            reason = "Qwen2-MoE, whose experts are shared, has a gate for them"
+            raise ModelError(facts.key("moe_shared_expert_gate"), False, reason, _OTHER)
+        wrong = "qk_layernorm" if seen.qk_norm else ""
+    elif seen.qk_norm:
+        family, bias, wrong = "qwen3_moe", False, ""
+    else:
+        family, bias, wrong = "mixtral", False, "moe_router_pre_softmax" if before else ""
+    if seen.bias or (seen.qkv_bias and not bias):
+        wrong = "add_bias_linear" if seen.bias else "add_qkv_bias"
+    if facts.get("window_size") and family != "mixtral":
+        wrong = "window_size"
+    if wrong:
+        reason = f"transformers' {family}, the nearest family, does not have it"
+        raise ModelError(facts.key(wrong), facts.get(wrong, True), reason, _OTHER)
+    return family
+
+
+def _own(family: str, facts: Facts, seen: Seen) -> dict[str, Any]:
+    """Return what a family's configuration has besides the common."""
+    window = _window(facts)
+    if not seen.experts:
+        own: dict[str, Any] = {"intermediate_size": seen.inner}
+        if family == "llama":
+            own |= {"attention_bias": seen.bias, "mlp_bias": seen.bias}
+        if family == "mistral":
+            own["sliding_window"] = window
+        return own
+    own = {
+        "num_experts_per_tok": facts.get("moe_router_topk", 2),
+        "router_aux_loss_coef": _first(facts.get("moe_aux_loss_coeff", 0.001)),
+    }
+    if family == "mixtral":
+        return own | {
+            "num_local_experts": seen.experts,
+            "intermediate_size": seen.inner,
+            "sliding_window": window,
+        }
+    own |= {
+        "num_experts": seen.experts,
+        "moe_intermediate_size": seen.inner,
+        "intermediate_size": facts.get("ffn_hidden_size", 4 * seen.hidden),
+        "norm_topk_prob": not facts.get("moe_router_pre_softmax", False),
+    }
+    if family == "qwen2_moe":
+        own["shared_expert_intermediate_size"] = seen.shape("mlp.shared_experts.linear_fc2.weight")[
+            -1
+        ]
+        own["qkv_bias"] = seen.qkv_bias
+    return own
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) else value
+
+
+def _window(facts: Facts) -> int | None:
+    """Return the tokens that a query sees, itself among them."""
+    window = facts.get("window_size")
+    if window is None:
+        return None
+    if not isinstance(window, list | tuple) or len(window) != 2 or window[1] != 0 or window[0] < 0:
+        reason = "transformers' windows begin some tokens before a query and end with it"
+        raise ModelError(facts.key("window_size"), window, reason, _OTHER)
+    return int(window[0]) + 1
+
+
+def _epsilon(facts: Facts) -> float:
+    return float(facts.get("norm_epsilon", facts.get("layernorm_epsilon", 1e-5)))
+
+
+def _rope(facts: Facts) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": float(facts.get("rotary_base", 10000))}
+    if facts.get("use_rope_scaling"):
+        factor = float(facts.get("rope_scaling_factor", 8.0))
+        rope |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    return rope
+
+
+def _gpt2(facts: Facts, seen: Seen, heads: int, common: Mapping[str, Any]) -> Any:
+    import transformers
+
+    groups, size = _sizes(facts, seen, heads)
+    if groups != heads or size * heads != seen.hidden:
+        name = "num_query_groups" if groups != heads else "kv_channels"
+        reason = f"GPT-2's {heads} heads share a width of {seen.hidden} alike"
+        raise ModelError(facts.key(name), facts.get(name), reason, _OTHER)
+    # Today's models have the tanh in their fused kernel alone, and say so; legacy ones by default.
+    openai = bool(facts.get("openai_gelu"))
+    tanh = "gelu_new" if openai else "gelu_fast"
+    fused = facts.get("bias_gelu_fusion", facts.legacy) or (openai and facts.legacy)
+    end = _GPT2_END if common["vocab_size"] > _GPT2_END else None
+    return transformers.GPT2Config(
+        **common,
+        architectures=["GPT2LMHeadModel"],
+        bos_token_id=end,
+        eos_token_id=end,
+        n_positions=seen.positions,
+        n_embd=seen.hidden,
+        n_layer=seen.layers,
+        n_head=heads,
+        n_inner=None if seen.inner == 4 * seen.hidden else seen.inner,
+        activation_function=tanh if fused else "gelu",
+        layer_norm_epsilon=_epsilon(facts),
+        attn_pdrop=facts.get("attention_dropout", 0.1),
+        resid_pdrop=facts.get("hidden_dropout", 0.1),
+        embd_pdrop=facts.get("hidden_dropout", 0.1),
+    )
+
+
+def _check_given(given: Any, facts: Facts, seen: Seen) -> None:
+    """Refuse a configuration that is not the checkpoint's."""
+    wanted = arguments_of(given, dtype=seen.dtype)
+    shown = {
+        "num_layers": seen.layers,
+        "hidden_size": seen.hidden,
+        "untie_embeddings_and_output_weights": not seen.tied,
+    }
+    for name, value in shown.items():
+        if wanted[name] != value:
+            reason = f"the weights of the checkpoint say {value}"
+            raise ModelError(f"--config: {name}", wanted[name], reason, _GIVE_CONFIG)
+    if given.vocab_size > seen.rows:
+        reason = f"the checkpoint has {seen.rows} rows"
+        raise ModelError("--config: vocab_size", given.vocab_size, reason, _GIVE_CONFIG)
+    for name in _COMPUTED:
+        value = facts.values.get(name)
+        if value is None or name not in wanted or _same(value, wanted[name]):
+            continue
+        unused = _ONLY_WITH.get(name)
+        if unused is not None and not facts.get(unused):
+            continue
+        reason = f"the checkpoint has {facts.key(name)} = {value!r}"
+        raise ModelError(f"--config: {name}", wanted[name], reason, _GIVE_CONFIG)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) or isinstance(other, float):
+        try:
+            return abs(one - other) <= 1e-9 * abs(one)
+        except TypeError:
+            return False
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return list(one) == list(other)
+    return bool(one == other)
+
+
+# What a model computes, as far as arguments say it.
+_COMPUTED = (
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    "position_embedding_type",
+    "rotary_base",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "window_size",
+    "num_experts",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_shared_expert_intermediate_size",
+)
+# What counts only with another argument.
+_ONLY_WITH = {
+    "num_query_groups": "group_query_attention",
+    "rope_scaling_factor": "use_rope_scaling",
+    "moe_router_topk": "num_experts",
+    "moe_router_pre_softmax": "num_experts",
+    "moe_shared_expert_intermediate_size": "num_experts",
+}
+
+
+# --- to Megatron -----------------------------------------------------------------------------------
+
+
+def arguments_of(config: Any, *, dtype: torch.dtype, divisible_by: int = 128) -> dict[str, Any]:
+    """Return Megatron's arguments of a transformers configuration.
+
+    Args:
+        config: Of one of `FAMILIES`.
+        dtype: Of the weights.
+        divisible_by: The vocabulary is padded to a multiple of this.
+
+    Raises:
+        ModelError: Megatron's GPT does not compute what the configuration says.
+    """
+    family = config.model_type
+    if family not in FAMILIES:
+        reason = "there is no table of its weights"
+        raise ModelError("model", family, reason, f"Give one of {', '.join(FAMILIES)}")
+    heads = heads_of(config)
+    rows = -(-config.vocab_size // divisible_by) * divisible_by
+    own = _arguments_of_gpt2(config) if family == "gpt2" else _arguments_of_llama(config)
+    return {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": heads.queries,
+        "group_query_attention": heads.groups != heads.queries,
+        "num_query_groups": heads.groups,
+        "kv_channels": heads.size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "seq_length": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "padded_vocab_size": rows,
+        "make_vocab_size_divisible_by": divisible_by,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
+        "init_method_std": config.initializer_range,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "add_position_embedding": True,
+        "use_rotary_position_embeddings": False,
+        "apply_layernorm_1p": False,
+        "apply_query_key_layer_scaling": False,
+        "squared_relu": False,
+        "multi_latent_attention": False,
+        "transformer_impl": "transformer_engine",
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "ckpt_format": "torch_dist",
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        **_arguments_of_experts(config),
+        **own,
+    }
+
+
+def _arguments_of_gpt2(config: Any) -> dict[str, Any]:
+    activation = config.activation_function
+    if activation not in (*_TANH, "gelu"):
+        reason = "Megatron's GPT has GELU, exact or by tanh"
+        raise ModelError("activation_function", activation, reason, "Use a model with GELU")
+    if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
+        reason = "Megatron scales attention by the square root of a head's size"
+        name = "scale_attn_weights"
+        if config.scale_attn_weights:
+            name = "scale_attn_by_inverse_layer_idx"
+        raise ModelError(name, getattr(config, name), reason, "Use a model with the usual scale")
+    if config.add_cross_attention:
+        raise ModelError("add_cross_attention", True, "Megatron's GPT has none", _OTHER)
+    return {
+        "ffn_hidden_size": config.n_inner or 4 * config.hidden_size,
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "norm_epsilon": config.layer_norm_epsilon,
+        "swiglu": False,
+        "bias_gelu_fusion": activation in _TANH,
+        "openai_gelu": activation in ("gelu_new", "gelu_pytorch_tanh"),
+        "add_bias_linear": True,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "attention_dropout": config.attn_pdrop,
+        "hidden_dropout": config.resid_pdrop,
+    }
+
+
+def _arguments_of_llama(config: Any) -> dict[str, Any]:
+    family = config.model_type
+    if config.hidden_act != "silu":
+        reason = "Megatron's gated layers have SiLU"
+        raise ModelError("hidden_act", config.hidden_act, reason, "Use a model with silu")
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    bias = bool(getattr(config, "mlp_bias", False))
+    if attention_bias != bias:
+        reason = "Megatron has biases in all linear layers, in query, key and value, or in none"
+        raise ModelError("attention_bias", attention_bias, reason, _OTHER)
+    return {
+        "ffn_hidden_size": config.intermediate_size,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.rms_norm_eps,
+        "swiglu": True,
+        "bias_swiglu_fusion": True,
+        "openai_gelu": False,
+        "add_bias_linear": bias,
+        "add_qkv_bias": family == "qwen2" or (family == "qwen2_moe" and bool(config.qkv_bias)),
+        "qk_layernorm": family in ("qwen3", "qwen3_moe"),
+        "attention_dropout": config.attention_dropout,
+        "hidden_dropout": 0.0,
+        "window_size": _window_of(config),
+        **_rotary(config),
+    }
+
+
+def _window_of(config: Any) -> tuple[int, int] | None:
+    kinds = set(getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    if config.model_type not in ("mistral", "mixtral"):
+        if "sliding_attention" in kinds:
+            reason = "some layers have a window and others none, or the family has none in Megatron"
+            raise ModelError("use_sliding_window", True, reason, _OTHER)
+        return None
+    if not window or window >= config.max_position_embeddings:
+        return None  # no query has so many tokens before it
+    return int(window) - 1, 0
+
+
+def _rotary(config: Any) -> dict[str, Any]:
+    rope = dict(config.rope_parameters or {})
+    kind, partial = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        reason = "the families that are converted rotate whole heads"
+        raise ModelError("partial_rotary_factor", partial, reason, _OTHER)
+    scaled = kind == "llama3"
+    known = kind == "default" or (scaled and all(rope.get(k) == v for k, v in _LLAMA3.items()))
+    if not known:
+        reason = f"Megatron scales rotary positions as Llama 3 does, with {_LLAMA3}, or not"
+        raise ModelError("rope_parameters", rope, reason, _OTHER)
+    theta = rope.get("rope_theta", 10000.0)
+    return {
+        "rotary_base": int(theta) if theta == int(theta) else theta,
+        "use_rope_scaling": scaled,
+        "rope_scaling_factor": rope.get("factor", 8.0),
+    }
+
+
+def _arguments_of_experts(config: Any) -> dict[str, Any]:
+    family = config.model_type
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        return {"num_experts": None, "moe_layer_freq": 1}
+    mixtral = family == "mixtral"
+    if not mixtral and (config.decoder_sparse_step != 1 or config.mlp_only_layers):
+        reason = "some layers have no experts, and Megatron's would have to be listed"
+        name = "mlp_only_layers" if config.mlp_only_layers else "decoder_sparse_step"
+        raise ModelError(name, getattr(config, name), reason, _OTHER)
+    coefficient = config.router_aux_loss_coef
+    inner = config.intermediate_size if mixtral else config.moe_intermediate_size
+    shared = config.shared_expert_intermediate_size if family == "qwen2_moe" else None
+    return {
+        "num_experts": config.num_local_experts if mixtral else config.num_experts,
+        "moe_layer_freq": 1,
+        "moe_ffn_hidden_size": inner,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_pre_softmax": not mixtral and not config.norm_topk_prob,
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
+        "moe_aux_loss_coeff": coefficient,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": shared is not None,
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "alltoall",
+    }

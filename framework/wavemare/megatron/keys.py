@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's weights by transformers' names, and transformers' by Megatron's.
+
+A row of the tables is one weight of Megatron's and the weights of transformers that stand in it.
+Megatron's names are those of `store.py`: layers are numbered, tensors whole, the rows of query, key
+and value in groups. Transformers' are those that a model has in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavemare.errors import ModelError
+from wavemare.models.source import Stored, WeightSource, bounds
+
+EMBEDDING = "embedding.word_embeddings.weight"
+POSITIONS = "embedding.position_embeddings.weight"
+HEAD = "output_layer.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_NORM = re.compile(r"(layer_norm_|layernorm\.)weight$")
+_VOCABULARY = (EMBEDDING, HEAD)
+
+
+class Form(Enum):
+    """How weights of transformers stand in one of Megatron's."""
+
+    SAME = "as it is"
+    TURNED = "transposed"
+    STACKED = "one below the other"
+    GROUPED = "query, key and value, mixed group by group"
+    GROUPED_TURNED = "the same, of one tensor that has them side by side"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One weight of Megatron's.
+
+    Attributes:
+        megatron: Its name, in a layer or whole.
+        names: Transformers' names of what stands in it.
+        form: How.
+    """
+
+    megatron: str
+    names: tuple[str, ...]
+    form: Form = Form.SAME
+
+
+@dataclass(frozen=True)
+class Table:
+    """The weights of a kind of models.
+
+    Attributes:
+        outside: Rows outside the layers.
+        prefix: Transformers' name of the layers.
+        layer: Rows of a layer.
+    """
+
+    outside: tuple[Row, ...]
+    prefix: str
+    layer: tuple[Row, ...]
+
+
+def _pair(megatron: str, *names: str, form: Form = Form.SAME) -> tuple[Row, Row]:
+    """Return the rows of a weight and of its bias, which is never transposed."""
+    of_bias = Form.SAME if form is Form.TURNED else form
+    return tuple(
+        Row(megatron + end, tuple(name + end for name in names), kind)
+        for end, kind in (("weight", form), ("bias", of_bias))
+    )  # type: ignore[return-value]
+
+
+_QKV, _PROJECTION = "self_attention.linear_qkv.", "self_attention.linear_proj."
+_UP, _DOWN, _SHARED = "mlp.linear_fc1.", "mlp.linear_fc2.", "mlp.shared_experts."
+
+GPT2 = Table(
+    outside=(
+        Row(EMBEDDING, ("transformer.wte.weight",)),
+        Row(POSITIONS, ("transformer.wpe.weight",)),
+        *_pair("decoder.final_layernorm.", "transformer.ln_f."),
+        Row(HEAD, ("lm_head.weight",)),
+    ),
+    prefix="transformer.h.",
+    layer=(
+        *_pair(f"{_QKV}layer_norm_", "ln_1."),
+        *_pair(_QKV, "attn.c_attn.", form=Form.GROUPED_TURNED),
+        *_pair(_PROJECTION, "attn.c_proj.", form=Form.TURNED),
+        *_pair(f"{_UP}layer_norm_", "ln_2."),
+        *_pair(_UP, "mlp.c_fc.", form=Form.TURNED),
+        *_pair(_DOWN, "mlp.c_proj.", form=Form.TURNED),
+    ),
+)
+LLAMA = Table(
+    outside=(
+        Row(EMBEDDING, ("model.embed_tokens.weight",)),
+        Row(FINAL_NORM, ("model.norm.weight",)),
+        Row(HEAD, ("lm_head.weight",)),
+    ),
+    prefix="model.layers.",
+    layer=(
+        Row(f"{_QKV}layer_norm_weight", ("input_layernorm.weight",)),
+        *_pair(
+            _QKV,
+            *(f"self_attn.{part}_proj." for part in "qkv"),
+            form=Form.GROUPED,
+        ),
+        Row("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
+        Row("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
+        *_pair(_PROJECTION, "self_attn.o_proj."),
+        Row(f"{_UP}layer_norm_weight", ("post_attention_layernorm.weight",)),
+        *_pair(_UP, "mlp.gate_proj.", "mlp.up_proj.", form=Form.STACKED),
+        *_pair(_DOWN, "mlp.down_proj."),
+        Row("mlp.router.weight", ("mlp.gate.weight",)),
+        Row("mlp.experts.linear_fc1.weight", ("mlp.experts.gate_up_proj",)),
+        Row("mlp.experts.linear_fc2.weight", ("mlp.experts.down_proj",)),
+        Row(
+            f"{_SHARED}linear_fc1.weight",
+            ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+            Form.STACKED,
+        ),
+        Row(f"{_SHARED}linear_fc2.weight", ("mlp.shared_expert.down_proj.weight",)),
+        Row(f"{_SHARED}gate_weight", ("mlp.shared_expert_gate.weight",)),
+    ),
+)
+"""Also Mistral, Qwen2, Qwen3, and their mixtures of experts: none uses a name otherwise."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of attention.
+
+    Attributes:
+        queries: Query heads.
+        groups: Key and value heads, each of which a group of query heads shares.
+        size: Numbers in a head.
+    """
+
+    queries: int
+    groups: int
+    size: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Rows of a group's queries, key and value."""
+        return self.queries // self.groups * self.size, self.size, self.size
+
+
+def table_of(config: Any) -> Table:
+    """Return the table of a transformers configuration."""
+    return GPT2 if config.model_type == "gpt2" else LLAMA
+
+
+def heads_of(config: Any) -> Heads:
+    """Return the sizes of attention of a transformers configuration."""
+    queries = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or queries
+    size = getattr(config, "head_dim", None) or config.hidden_size // queries
+    return Heads(queries, groups, size)
+
+
+def layer_of(key: str) -> tuple[int, str] | None:
+    """Return the number of a Megatron weight's layer and its name there; None outside layers."""
+    found = _LAYER.fullmatch(key)
+    return (int(found[1]), found[2]) if found else None
+
+
+def _rows(table: Table, layers: int) -> list[Row]:
+    rows = [row for row in table.outside if row.megatron in (EMBEDDING, POSITIONS)]
+    for layer in range(layers):
+        for row in table.layer:
+            names = tuple(f"{table.prefix}{layer}.{name}" for name in row.names)
+            rows.append(Row(f"decoder.layers.{layer}.{row.megatron}", names, row.form))
+    return rows + [row for row in table.outside if row.megatron not in (EMBEDDING, POSITIONS)]
+
+
+# --- from Megatron ---------------------------------------------------------------------------------
+
+
+class HfWeights:
+    """Megatron's weights by the names that a transformers model has in memory.
+
+    A part of a weight reads the part of Megatron's that it stands in, as far as rows are
+    neighbours there.
+
+    Args:
+        weights: By Megatron's names.
+        config: The configuration of transformers; its vocabulary cuts the padding off.
+        centered: Whether the weights of norms are stored without the one that Megatron adds
+            (``apply_layernorm_1p``).
+
+    Raises:
+        ModelError: Megatron's has a weight that this kind of models has no place for.
+    """
+
+    def __init__(self, weights: WeightSource, config: Any, *, centered: bool = False) -> None:
+        self._weights, self._heads, self._centered = weights, heads_of(config), centered
+        self._tokens = config.vocab_size
+        self._places: dict[str, tuple[Row, int]] = {}
+        self._last: tuple[Any, Tensor] | None = None
+        left, found = dict(weights.stored), {}
+        tied = config.tie_word_embeddings
+        for row in _rows(table_of(config), config.num_hidden_layers):
+            key = EMBEDDING if row.megatron == HEAD and tied else row.megatron
+            if key not in weights.stored:
+                continue
+            left.pop(row.megatron, None)
+            shapes = self._shapes(Row(key, row.names, row.form), weights.stored[key].shape)
+            for part, (name, shape) in enumerate(zip(row.names, shapes, strict=True)):
+                self._places[name] = Row(key, row.names, row.form), part
+                found[name] = Stored(shape, weights.stored[key].dtype)
+        if left:
+            names = ", ".join(sorted(left)[:5])
+            reason = f"{config.model_type} has no place for these {len(left)} weights of Megatron"
+            remedy = "Convert a model of a family that docs/megatron.md names"
+            raise ModelError("weights", names, reason, remedy)
+        self.stored: Mapping[str, Stored] = found
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a weight, or the part of it that slices of its first dimensions name."""
+        row, part = self._places[name]
+        found = self._read(row, part, self.stored[name].shape, index)
+        return found + 1 if self._centered and _NORM.search(row.megatron) else found
+
+    def _shapes(self, row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        rest = shape[1:]
+        if row.megatron in _VOCABULARY:
+            return [(self._tokens, *rest)]
+        if row.form in (Form.GROUPED, Form.GROUPED_TURNED):
+            rows = self._heads.groups * sum(self._heads.widths)
+            if shape[0] != rows:
+                reason = f"{self._heads} make {rows} rows, and it has {shape[0]}"
+                raise ModelError("weights", row.megatron, reason, "Give the right --config FOLDER")
+        if row.form is Form.STACKED:
+            return [(shape[0] // len(row.names), *rest)] * len(row.names)
+        if row.form is Form.GROUPED:
+            return [(self._heads.groups * width, *rest) for width in self._heads.widths]
+        return [shape if row.form is Form.SAME else shape[::-1]]
+
+    def _read(
+        self, row: Row, part: int, shape: tuple[int, ...], index: tuple[slice, ...]
+    ) -> Tensor:
+        if row.form is Form.TURNED:
+            columns = (*index, slice(None), slice(None))[:2]
+            return self._weights.read(row.megatron, columns[::-1]).T
+        if row.form is Form.GROUPED_TURNED:
+            parts = [
+                self._grouped(row.megatron, number, (0, shape[-1] // 3), ()) for number in range(3)
+            ]
+            return _turned(torch.cat(parts))[index]
+        if row.form is Form.GROUPED:
+            return self._grouped(row.megatron, part, bounds(index, shape)[0], index[1:])
+        if row.form is Form.STACKED or row.megatron in _VOCABULARY:
+            first, last = bounds(index, shape)[0]
+            rows = slice(part * shape[0] + first, part * shape[0] + last)
+            return self._weights.read(row.megatron, (rows, *index[1:]))
+        return self._weights.read(row.megatron, index)
+
+    def _grouped(
+        self, key: str, part: int, rows: tuple[int, int], rest: tuple[slice, ...]
+    ) -> Tensor:
+        """Return rows of query (part 0), key or value; only the groups with them are read."""
+        widths = self._heads.widths
+        width, total, before = widths[part], sum(widths), sum(widths[:part])
+        first, last = rows[0] // width, math.ceil(rows[1] / width)
+        wanted = key, first, last, rest
+        # Query, key and value are asked for one after the other.
+        if self._last is None or self._last[0] != wanted:
+            index = slice(first * total, last * total), *rest
+            self._last = wanted, self._weights.read(key, index)
+        groups = self._last[1].view(last - first, total, *self._last[1].shape[1:])
+        own = groups[:, before : before + width].flatten(0, 1)
+        return own[rows[0] - first * width : rows[1] - first * width]
+
+
+# --- to Megatron -----------------------------------------------------------------------------------
+
+
+class MegatronWeights:
+    """A transformers model's weights by Megatron's names.
+
+    Args:
+        source: By the names in memory.
+        config: The configuration of transformers.
+        padded: Rows of the vocabulary; the last token's are repeated until there are so many.
+
+    Raises:
+        ModelError: The source has a weight that Megatron has no place for.
+    """
+
+    def __init__(self, source: WeightSource, config: Any, *, padded: int) -> None:
+        self._source, self._heads, self._padded = source, heads_of(config), padded
+        self._places: dict[str, Row] = {}
+        found, left = {}, dict(source.stored)
+        for row in _rows(table_of(config), config.num_hidden_layers):
+            if row.names[0] not in source.stored:
+                continue
+            held = [left.pop(name) for name in row.names]
+            if row.megatron == HEAD and config.tie_word_embeddings:
+                continue
+            self._places[row.megatron] = row
+            found[row.megatron] = Stored(self._shape(row, held), held[0].dtype)
+        if left:
+            names = ", ".join(sorted(left)[:5])
+            reason = f"Megatron's GPT has no place for these {len(left)} weights"
+            remedy = "Convert a model of a family that docs/megatron.md names"
+            raise ModelError("weights", names, reason, remedy)
+        self.stored: Mapping[str, Stored] = found
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a weight, or the part of it that slices of its first dimensions name."""
+        row = self._places[name]
+        if row.form is Form.SAME and name not in _VOCABULARY:
+            return self._source.read(row.names[0], index)
+        parts = [self._source.read(part) for part in row.names]
+        return self._joined(row, parts)[index]
+
+    def _shape(self, row: Row, held: list[Stored]) -> tuple[int, ...]:
+        shape = held[0].shape
+        if row.megatron in _VOCABULARY:
+            return (self._padded, *shape[1:])
+        if row.form in (Form.TURNED, Form.GROUPED_TURNED):
+            return shape[::-1]
+        return (sum(part.shape[0] for part in held), *shape[1:]) if len(held) > 1 else shape
+
+    def _joined(self, row: Row, parts: list[Tensor]) -> Tensor:
+        if row.megatron in _VOCABULARY:
+            more = self._padded - len(parts[0])
+            return torch.cat([parts[0], parts[0][-1:].expand(more, -1)]) if more else parts[0]
+        if row.form is Form.TURNED:
+            return parts[0].T.contiguous()
+        if row.form is Form.GROUPED_TURNED:
+            parts = list(_turned(parts[0]).chunk(3))
+        if row.form is Form.STACKED:
+            return torch.cat(parts)
+        groups, rest = self._heads.groups, parts[0].shape[1:]
+        return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).flatten(0, 1)
+
+
+def _turned(weight: Tensor) -> Tensor:
+    return weight.T if weight.dim() == 2 else weight
