@@ -30,6 +30,7 @@ from wavemare.engine.seams import destroy_groups, hold_grid, noting_groups
 from wavemare.errors import ConfigError, PlanError
 from wavemare.extras import naming_compiler
 from wavemare.failure import watch_failures
+from wavemare.models.deferred import read_weights
 from wavemare.parallel import ProcessGrid
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
 from wavemare.parallel.layout.grid import (
@@ -235,6 +236,8 @@ def _laid_out(
         check_config(values, world_size=dist.get_world_size())
         with noting_groups(made):
             mpu = _replicas(ours.local_steps, model, mpu or arguments["mesh_param"])
+    if isinstance(model, nn.Module):
+        read_weights(model)
     result = build_engine(
         values,
         plan=plan,

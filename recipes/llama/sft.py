@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -25,13 +25,19 @@ from wavemare.extras import require
 from wavemare.failure import run_main
 from wavemare.files import atomic_write_text
 from wavemare.observe.recording import Recording
-from wavemare.training.arguments import TrainArguments, option, parse_arguments
+from wavemare.training.arguments import (
+    TokenizerArguments,
+    TrainArguments,
+    option,
+    parse_arguments,
+)
 from wavemare.training.models import (
     Evaluation,
-    check_model_folder,
     check_packing,
+    check_start,
     continue_text,
     count_parameters,
+    export,
     load_chat_model,
     start_up_panel,
 )
@@ -48,8 +54,10 @@ from wavemare.training.setup import (
 
 
 @dataclass(frozen=True)
-class SftArguments(TrainArguments):
+class SftArguments(TokenizerArguments, TrainArguments):
     """Options of supervised fine-tuning."""
+
+    causal: ClassVar[bool] = True
 
     output: str = option("runs/llama-sft", "run folder")
     model: str = option("runs/llama-pretrain/model", "Hugging Face folder of model and tokenizer")
@@ -73,11 +81,11 @@ def main() -> None:
     args = parse_arguments(SftArguments)
     check_options(args)
     setup = prepare(args)
-    check_model_folder(args.model, args.sequence_length, causal=True)
+    check_start(args)
     source = resolve(args.data)
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
-    # The model, whole on every process, and the rows. One process of each host formats them.
+    # The model, of which each process reads its own part, and the rows. One process of each host formats them.
     connect(setup)
     prefer_bf16(setup)
 
@@ -154,9 +162,7 @@ def main() -> None:
                     recording.run.log(step, eval_loss=loss)
                     if not best or loss < best["eval_loss"]:
                         best = {"eval_loss": loss, "step": step}
-                        wavemare.save_pretrained(
-                            engine, folder, tokenizer=tokenizer, merge=args.merge
-                        )
+                        export(args, engine, folder, tokenizer, merge=args.merge)
                         if setup.rank == 0:
                             atomic_write_text(best_file, json.dumps(best))
             if last or step % args.save_interval == 0:

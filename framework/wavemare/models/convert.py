@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from wavemare.errors import ConfigError, LaunchError, ModelError
 from wavemare.models.adapted import AdaptedPipeline
 from wavemare.models.adapters import PREFIX, base_of, is_adapted, whole_without_weights
+from wavemare.models.deferred import is_deferred, lacks_weights, read_weights
 from wavemare.models.families import SUPPORTED, family_of, split_chain, split_loss
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights, with_auxiliary_loss
 from wavemare.models.module import Conversion, TransformerPipeline
@@ -69,7 +70,8 @@ def to_pipeline(
             default if omitted.
         loss_fn: Loss of (logits, labels); the head's own if omitted.
         activation_checkpoint_interval: Layers per activation checkpoint; 0 keeps all activations.
-        verify: Whether to compare the layers' results with the model's on a small batch.
+        verify: Whether to compare the layers' results with the model's on a small batch; not done
+            where its weights are still to be read (`wavemare.models.deferred`).
         dynamic_shape: Whether batches differ in shape.
         untie: Whether a head that is tied to the embedding gets a copy of the weight, trained by
             itself; rank 0 then warns of it. ``model`` stays tied.
@@ -88,7 +90,7 @@ def to_pipeline(
     model_ranks = _model_ranks(model)
     _check_stages(num_stages, model_ranks)
     conversion = take_apart(model, inputs, untie=untie)
-    if verify:
+    if verify and not is_deferred(base_of(model)):
         prove(base_of(model), conversion.chain, conversion.inputs, conversion.loss)
     if conversion.untied and dist.get_rank() == 0:
         warn_of_untying(tied_weights(model))
@@ -159,12 +161,12 @@ def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False)
         remedy = f"Use {SUPPORTED}; docs/own-model.md cuts other models"
         raise ModelError("model", type(model).__name__, reason, remedy)
     family = family_of(base)
-    if any(weight.is_meta for weight in model.parameters()):
+    if lacks_weights(model):
         raise ModelError(
             "model",
             type(model).__name__,
             "its weights are on the meta device, so there is nothing to train",
-            "Load it with from_pretrained, or build it on a real device",
+            "Load it with from_pretrained or wavemare.models.from_folder, or build it on a device",
         )
     declared = family.declared(inputs)
     chain, config, loss = tuple(family.chain(base, declared)), base.config, family.loss(base)
@@ -237,6 +239,7 @@ def cut_chain(
     elif partition == "compute":
         weights = [0.0 if layer.takes_integers else parameter_cost(layer) for layer in chain]
     else:
+        read_weights(model)
         weights = layer_times(model, chain, inputs)
     return balanced_cuts(weights, stages, homes)
 

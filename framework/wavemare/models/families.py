@@ -16,6 +16,7 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from wavemare.engine.labels import shifts_labels
 from wavemare.errors import ConfigError, ModelError, did_you_mean
 from wavemare.models.activations import SideInputs
+from wavemare.models.deferred import copy_of
 from wavemare.models.chains import (
     classification_chain,
     decoder_chain,
@@ -218,7 +219,7 @@ class SplitTiedHead(TiedHead):
     def untied(self) -> Head:
         """Return a head with a copy of this rank's rows; the bias is the same parameter."""
         weight: Any = self.tied.embedding.weight
-        own = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+        own = copy_of(weight)
         marked(own, weight.tensor_partition, weight.whole_numel)
         return Head(self.inputs, VocabParallelHead(own, self.bias, self._share, self._group))
 
