@@ -7,36 +7,18 @@ They have to agree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from wavemare.errors import ModelError
-from wavemare.megatron.keys import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, heads_of, layer_of
+from wavemare.megatron.arguments import LLAMA3, OTHER, arguments_of
+from wavemare.megatron.keys import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, layer_of
 from wavemare.models.source import Stored
 
-FAMILIES = (
-    "gpt2",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-)
-_OTHER = "Convert a model without it"
 _GIVE_CONFIG = "Give --config FOLDER with the model's config.json"
 _GPT2_END = 50256  # OpenAI's <|endoftext|>; a smaller vocabulary is not theirs
-_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-_LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""What Megatron's ``--use-rope-scaling`` has in its source."""
 
 # With any other value Megatron computes something else of the same weights, or has other weights.
 _USUAL: dict[str, tuple[Any, ...]] = {
@@ -142,7 +124,7 @@ def facts_of(
     gated, short = bool(model.get("gated_linear_unit")), str(activation).rpartition(".")[2]
     if activation is not None and short != ("silu" if gated else "gelu"):
         reason = "the families that are converted have SiLU with a gate, or GELU without"
-        raise ModelError(f"{place}activation_func", activation, reason, _OTHER)
+        raise ModelError(f"{place}activation_func", activation, reason, OTHER)
     values["swiglu"] = gated
     shares = model.get("share_embeddings_and_output_weights")
     values["untie_embeddings_and_output_weights"] = None if shares is None else not shares
@@ -152,7 +134,7 @@ def facts_of(
     return Facts(values, place, names, str(model.get("_target_", "")))
 
 
-# --- what the weights show -------------------------------------------------------------------------
+# --- what the weights show ------------------------------------------------------------------------
 
 
 class Seen:
@@ -218,7 +200,7 @@ class Seen:
         raise ModelError("weights", name, reason, remedy)
 
 
-# --- from Megatron ---------------------------------------------------------------------------------
+# --- from Megatron --------------------------------------------------------------------------------
 
 
 def config_of(
@@ -304,18 +286,18 @@ def _check_usual(facts: Facts) -> None:
         value = facts.values.get(name)
         if value is not None and value not in usual:
             reason = "the families of transformers that are converted do not compute this"
-            raise ModelError(facts.key(name), value, reason, _OTHER)
+            raise ModelError(facts.key(name), value, reason, OTHER)
     scale, size = facts.get("softmax_scale"), facts.get("kv_channels")
-    if scale is not None and not (size and abs(scale * size**0.5 - 1) < 1e-6):
+    if scale is not None and not (size and math.isclose(scale, size**-0.5, rel_tol=1e-6)):
         reason = "transformers scales attention by the square root of a head's size"
-        raise ModelError(facts.key("softmax_scale"), scale, reason, _OTHER)
+        raise ModelError(facts.key("softmax_scale"), scale, reason, OTHER)
     if not facts.get("num_experts"):
         return
     balancing = facts.get("moe_router_load_balancing_type", "none")
     for kind in balancing if isinstance(balancing, list | tuple) else [balancing]:
         if kind in _ROUTING:
             reason = "transformers routes by the largest logits alone"
-            raise ModelError(facts.key("moe_router_load_balancing_type"), kind, reason, _OTHER)
+            raise ModelError(facts.key("moe_router_load_balancing_type"), kind, reason, OTHER)
 
 
 def _check_layers(facts: Facts, seen: Seen) -> None:
@@ -324,7 +306,7 @@ def _check_layers(facts: Facts, seen: Seen) -> None:
     dense = any(number != 1 for number in frequency) if listed else frequency != 1
     if seen.mixed or (seen.experts and dense):
         reason = "some layers have weights that others lack, and the families' layers are alike"
-        raise ModelError(facts.key("moe_layer_freq"), frequency, reason, _OTHER)
+        raise ModelError(facts.key("moe_layer_freq"), frequency, reason, OTHER)
 
 
 def _sizes(facts: Facts, seen: Seen, heads: int) -> tuple[int, int]:
@@ -363,7 +345,7 @@ def _family(facts: Facts, seen: Seen) -> str:
         if plain and seen.bias and seen.qkv_bias:
             return "gpt2"
         reason = "with learned positions only GPT-2 is converted: LayerNorm, GELU, all biases"
-        raise ModelError(facts.key("position_embedding_type"), "learned_absolute", reason, _OTHER)
+        raise ModelError(facts.key("position_embedding_type"), "learned_absolute", reason, OTHER)
     if facts.get("position_embedding_type", "rope") != "rope" and not facts.get(
         "use_rotary_position_embeddings"
     ):
@@ -371,10 +353,10 @@ def _family(facts: Facts, seen: Seen) -> str:
         raise ModelError(facts.key("position_embedding_type"), value, reason, _GIVE_CONFIG)
     if seen.norm_bias or facts.get("normalization", "RMSNorm") != "RMSNorm":
         reason = "with rotary positions the families that are converted have RMSNorm"
-        raise ModelError(facts.key("normalization"), "LayerNorm", reason, _OTHER)
+        raise ModelError(facts.key("normalization"), "LayerNorm", reason, OTHER)
     if not seen.gated or not facts.get("swiglu", True):
         reason = "with rotary positions the families that are converted have SwiGLU"
-        raise ModelError(facts.key("swiglu"), False, reason, _OTHER)
+        raise ModelError(facts.key("swiglu"), False, reason, OTHER)
     return _family_of_experts(facts, seen) if seen.experts else _dense_family(facts, seen)
 
 
@@ -391,7 +373,7 @@ def _dense_family(facts: Facts, seen: Seen) -> str:
     if wrong:
         name = "window_size" if facts.get("window_size") else "add_qkv_bias"
         reason = f"transformers' {family} does not have it"
-        raise ModelError(facts.key(name), facts.get(name, True), reason, _OTHER)
+        raise ModelError(facts.key(name), facts.get(name, True), reason, OTHER)
     return family
 
 
@@ -401,7 +383,7 @@ def _family_of_experts(facts: Facts, seen: Seen) -> str:
         family, bias = "qwen2_moe", True
         if not seen.has("mlp.shared_experts.gate_weight"):
             reason = "Qwen2-MoE, whose experts are shared, has a gate for them"
-            raise ModelError(facts.key("moe_shared_expert_gate"), False, reason, _OTHER)
+            raise ModelError(facts.key("moe_shared_expert_gate"), False, reason, OTHER)
         wrong = "qk_layernorm" if seen.qk_norm else ""
     elif seen.qk_norm:
         family, bias, wrong = "qwen3_moe", False, ""
@@ -413,7 +395,7 @@ def _family_of_experts(facts: Facts, seen: Seen) -> str:
         wrong = "window_size"
     if wrong:
         reason = f"transformers' {family}, the nearest family, does not have it"
-        raise ModelError(facts.key(wrong), facts.get(wrong, True), reason, _OTHER)
+        raise ModelError(facts.key(wrong), facts.get(wrong, True), reason, OTHER)
     return family
 
 
@@ -460,10 +442,14 @@ def _window(facts: Facts) -> int | None:
     window = facts.get("window_size")
     if window is None:
         return None
-    if not isinstance(window, list | tuple) or len(window) != 2 or window[1] != 0 or window[0] < 0:
+    try:
+        before, after = window
+    except (TypeError, ValueError):
+        before, after = -1, -1
+    if before < 0 or after != 0:
         reason = "transformers' windows begin some tokens before a query and end with it"
-        raise ModelError(facts.key("window_size"), window, reason, _OTHER)
-    return int(window[0]) + 1
+        raise ModelError(facts.key("window_size"), window, reason, OTHER)
+    return int(before) + 1
 
 
 def _epsilon(facts: Facts) -> float:
@@ -474,7 +460,7 @@ def _rope(facts: Facts) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": float(facts.get("rotary_base", 10000))}
     if facts.get("use_rope_scaling"):
         factor = float(facts.get("rope_scaling_factor", 8.0))
-        rope |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        rope |= {"rope_type": "llama3", "factor": factor, **LLAMA3}
     return rope
 
 
@@ -485,7 +471,7 @@ def _gpt2(facts: Facts, seen: Seen, heads: int, common: Mapping[str, Any]) -> An
     if groups != heads or size * heads != seen.hidden:
         name = "num_query_groups" if groups != heads else "kv_channels"
         reason = f"GPT-2's {heads} heads share a width of {seen.hidden} alike"
-        raise ModelError(facts.key(name), facts.get(name), reason, _OTHER)
+        raise ModelError(facts.key(name), facts.get(name), reason, OTHER)
     # Today's models have the tanh in their fused kernel alone, and say so; legacy ones by default.
     openai = bool(facts.get("openai_gelu"))
     tanh = "gelu_new" if openai else "gelu_fast"
@@ -576,180 +562,3 @@ _ONLY_WITH = {
     "moe_router_pre_softmax": "num_experts",
     "moe_shared_expert_intermediate_size": "num_experts",
 }
-
-
-# --- to Megatron -----------------------------------------------------------------------------------
-
-
-def arguments_of(config: Any, *, dtype: torch.dtype, divisible_by: int = 128) -> dict[str, Any]:
-    """Return Megatron's arguments of a transformers configuration.
-
-    Args:
-        config: Of one of `FAMILIES`.
-        dtype: Of the weights.
-        divisible_by: The vocabulary is padded to a multiple of this.
-
-    Raises:
-        ModelError: Megatron's GPT does not compute what the configuration says.
-    """
-    family = config.model_type
-    if family not in FAMILIES:
-        reason = "there is no table of its weights"
-        raise ModelError("model", family, reason, f"Give one of {', '.join(FAMILIES)}")
-    heads = heads_of(config)
-    rows = -(-config.vocab_size // divisible_by) * divisible_by
-    own = _arguments_of_gpt2(config) if family == "gpt2" else _arguments_of_llama(config)
-    return {
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": heads.queries,
-        "group_query_attention": heads.groups != heads.queries,
-        "num_query_groups": heads.groups,
-        "kv_channels": heads.size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "seq_length": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
-        "padded_vocab_size": rows,
-        "make_vocab_size_divisible_by": divisible_by,
-        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
-        "init_method_std": config.initializer_range,
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        "add_position_embedding": True,
-        "use_rotary_position_embeddings": False,
-        "apply_layernorm_1p": False,
-        "apply_query_key_layer_scaling": False,
-        "squared_relu": False,
-        "multi_latent_attention": False,
-        "transformer_impl": "transformer_engine",
-        "params_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "fp16": dtype is torch.float16,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "ckpt_format": "torch_dist",
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-        **_arguments_of_experts(config),
-        **own,
-    }
-
-
-def _arguments_of_gpt2(config: Any) -> dict[str, Any]:
-    activation = config.activation_function
-    if activation not in (*_TANH, "gelu"):
-        reason = "Megatron's GPT has GELU, exact or by tanh"
-        raise ModelError("activation_function", activation, reason, "Use a model with GELU")
-    if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
-        reason = "Megatron scales attention by the square root of a head's size"
-        name = "scale_attn_weights"
-        if config.scale_attn_weights:
-            name = "scale_attn_by_inverse_layer_idx"
-        raise ModelError(name, getattr(config, name), reason, "Use a model with the usual scale")
-    if config.add_cross_attention:
-        raise ModelError("add_cross_attention", True, "Megatron's GPT has none", _OTHER)
-    return {
-        "ffn_hidden_size": config.n_inner or 4 * config.hidden_size,
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "norm_epsilon": config.layer_norm_epsilon,
-        "swiglu": False,
-        "bias_gelu_fusion": activation in _TANH,
-        "openai_gelu": activation in ("gelu_new", "gelu_pytorch_tanh"),
-        "add_bias_linear": True,
-        "add_qkv_bias": False,
-        "qk_layernorm": False,
-        "attention_dropout": config.attn_pdrop,
-        "hidden_dropout": config.resid_pdrop,
-    }
-
-
-def _arguments_of_llama(config: Any) -> dict[str, Any]:
-    family = config.model_type
-    if config.hidden_act != "silu":
-        reason = "Megatron's gated layers have SiLU"
-        raise ModelError("hidden_act", config.hidden_act, reason, "Use a model with silu")
-    attention_bias = bool(getattr(config, "attention_bias", False))
-    bias = bool(getattr(config, "mlp_bias", False))
-    if attention_bias != bias:
-        reason = "Megatron has biases in all linear layers, in query, key and value, or in none"
-        raise ModelError("attention_bias", attention_bias, reason, _OTHER)
-    return {
-        "ffn_hidden_size": config.intermediate_size,
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "norm_epsilon": config.rms_norm_eps,
-        "swiglu": True,
-        "bias_swiglu_fusion": True,
-        "openai_gelu": False,
-        "add_bias_linear": bias,
-        "add_qkv_bias": family == "qwen2" or (family == "qwen2_moe" and bool(config.qkv_bias)),
-        "qk_layernorm": family in ("qwen3", "qwen3_moe"),
-        "attention_dropout": config.attention_dropout,
-        "hidden_dropout": 0.0,
-        "window_size": _window_of(config),
-        **_rotary(config),
-    }
-
-
-def _window_of(config: Any) -> tuple[int, int] | None:
-    kinds = set(getattr(config, "layer_types", None) or [])
-    window = getattr(config, "sliding_window", None)
-    if config.model_type not in ("mistral", "mixtral"):
-        if "sliding_attention" in kinds:
-            reason = "some layers have a window and others none, or the family has none in Megatron"
-            raise ModelError("use_sliding_window", True, reason, _OTHER)
-        return None
-    if not window or window >= config.max_position_embeddings:
-        return None  # no query has so many tokens before it
-    return int(window) - 1, 0
-
-
-def _rotary(config: Any) -> dict[str, Any]:
-    rope = dict(config.rope_parameters or {})
-    kind, partial = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        reason = "the families that are converted rotate whole heads"
-        raise ModelError("partial_rotary_factor", partial, reason, _OTHER)
-    scaled = kind == "llama3"
-    known = kind == "default" or (scaled and all(rope.get(k) == v for k, v in _LLAMA3.items()))
-    if not known:
-        reason = f"Megatron scales rotary positions as Llama 3 does, with {_LLAMA3}, or not"
-        raise ModelError("rope_parameters", rope, reason, _OTHER)
-    theta = rope.get("rope_theta", 10000.0)
-    return {
-        "rotary_base": int(theta) if theta == int(theta) else theta,
-        "use_rope_scaling": scaled,
-        "rope_scaling_factor": rope.get("factor", 8.0),
-    }
-
-
-def _arguments_of_experts(config: Any) -> dict[str, Any]:
-    family = config.model_type
-    if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
-        return {"num_experts": None, "moe_layer_freq": 1}
-    mixtral = family == "mixtral"
-    if not mixtral and (config.decoder_sparse_step != 1 or config.mlp_only_layers):
-        reason = "some layers have no experts, and Megatron's would have to be listed"
-        name = "mlp_only_layers" if config.mlp_only_layers else "decoder_sparse_step"
-        raise ModelError(name, getattr(config, name), reason, _OTHER)
-    coefficient = config.router_aux_loss_coef
-    inner = config.intermediate_size if mixtral else config.moe_intermediate_size
-    shared = config.shared_expert_intermediate_size if family == "qwen2_moe" else None
-    return {
-        "num_experts": config.num_local_experts if mixtral else config.num_experts,
-        "moe_layer_freq": 1,
-        "moe_ffn_hidden_size": inner,
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_pre_softmax": not mixtral and not config.norm_topk_prob,
-        "moe_router_score_function": "softmax",
-        "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
-        "moe_aux_loss_coeff": coefficient,
-        "moe_shared_expert_intermediate_size": shared,
-        "moe_shared_expert_gate": shared is not None,
-        "moe_grouped_gemm": False,
-        "moe_token_dispatcher_type": "alltoall",
-    }

@@ -1,44 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints from one format to another; what was written is read back and compared."""
+"""Checkpoints from Hugging Face's format to Megatron's and back.
+
+One weight is in memory at a time. The target appears when it has been read back and every weight
+is the source's, bit for bit. Until then it is a hidden folder beside the target, in which a
+conversion that was stopped goes on.
+"""
 
 from __future__ import annotations
 
-import math
+import errno
+import fcntl
+import fnmatch
+import hashlib
+import json
 import os
+import re
 import shutil
-import tempfile
-from dataclasses import dataclass, fields
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from wavemare.errors import ModelError, did_you_mean, os_errors
-from wavemare.megatron.files import LATEST, read_checkpoint, write_checkpoint
-from wavemare.megatron.models import (
-    arguments_of,
-    check_arguments,
-    config_of,
-    load_model,
-    model_of,
-)
-from wavemare.megatron.weights import (
-    EMBEDDING,
-    HEAD,
-    from_transformers,
-    merge,
-    needed,
-    pad_vocabulary,
-    split,
-    to_transformers,
-)
+from wavemare.errors import CheckpointError, ModelError, WavemareError, did_you_mean, os_errors
+from wavemare.files import sync_folder
+from wavemare.megatron.arguments import arguments_of, language_model_of
+from wavemare.megatron.keys import MegatronWeights
+from wavemare.megatron.models import CARRIED, Opened, beside, open_checkpoint
+from wavemare.models.folder import HfFolder, read_config, write_folder
+from wavemare.models.source import WeightSource
+from wavemare.models.tensor_file import size_of
 
-_FORMATS = ("hf", "megatron")
-_USED = {
-    "from megatron": ("vocab_size", "num_attention_heads"),
-    "to megatron": ("tensor_parallel", "pipeline_parallel", "version", "divisible_by", "iteration"),
-}
-_NAMES = {"version": "checkpoint_version", "divisible_by": "make_vocab_size_divisible_by"}
+FORMATS = ("hf", "megatron")
+_RECORD, _FINISHED = "conversion.json", "finished"
+_PLACE = "Free space, or choose another place"
+_SPARE = 64 * 2**20  # bytes on the disk besides the weights
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+# What a Hugging Face folder has beside the weights, and a model needs when it is used.
+_BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.tiktoken",
+)
+# Masks and tables that old files have; every model makes them anew.
+_MADE_ANEW = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,27 +64,54 @@ class Options:
     """What a target or a source does not say by itself.
 
     Attributes:
-        tensor_parallel: Ranks that share a layer of a Megatron target.
-        pipeline_parallel: Stages of a Megatron target.
-        version: ``checkpoint_version`` of a Megatron target, 0 to 3.
-        divisible_by: A Megatron target's vocabulary is padded to a multiple of this, times the
-            tensor-parallel ranks.
-        iteration: Of a Megatron target; 0 is a release.
+        dtype: Of the target's floating-point weights; the source's if omitted.
+        config: A folder with the ``config.json`` of a Megatron source.
         vocab_size: Tokens of a Megatron source without padding.
-        num_attention_heads: Of a Megatron source that does not say it.
+        iteration: Of a Megatron target; 0 is a release. By default the source's.
     """
 
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    version: int = 3
-    divisible_by: int = 128
-    iteration: int = 0
+    dtype: torch.dtype | None = None
+    config: Path | None = None
     vocab_size: int | None = None
-    num_attention_heads: int | None = None
+    iteration: int | None = None
 
 
-def convert(source: str | Path, target: str | Path, to: str, options: Options | None = None) -> str:
-    """Convert a checkpoint. The target appears once it has been read back without a difference.
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that is to be converted.
+
+    Attributes:
+        kind: hf or megatron.
+        config: Of transformers.
+        weights: By the names that the model has in memory.
+        folder: The files, for telling whether they are the same ones later.
+        beside: The folder of the tokenizer.
+        iteration: Steps that were trained.
+        consumed_samples: Training samples that were used.
+        notes: What a user should know.
+    """
+
+    kind: str
+    config: Any
+    weights: WeightSource
+    folder: Path
+    beside: Path | None
+    iteration: int = 0
+    consumed_samples: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, the bytes that were done since the last call, and those of all."""
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    options: Options | None = None,
+) -> str:
+    """Convert a checkpoint; run it again to go on after it was stopped.
 
     Args:
         source: A Hugging Face folder, or what Megatron's ``--load`` names.
@@ -75,7 +120,7 @@ def convert(source: str | Path, target: str | Path, to: str, options: Options | 
         options: See `Options`.
 
     Returns:
-        What was done, in one line.
+        What was done, and what a user should know.
 
     Raises:
         ModelError: There is no faithful conversion, an option says nothing of these formats, or the
@@ -83,108 +128,308 @@ def convert(source: str | Path, target: str | Path, to: str, options: Options | 
         CheckpointError: The source is missing or damaged.
     """
     options = options or Options()
-    target = Path(os.path.expanduser(target)).resolve()
-    _check(target, to, options)
-    kind = format_of(source)
+    target = Path(target).expanduser().resolve()
+    if to not in FORMATS:
+        raise ModelError("--to", to, "there is no such format", did_you_mean(to, FORMATS))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError("TARGET", str(target), "it exists", "Choose another name")
+    path = Path(source).expanduser()
+    kind = format_of(path)
     _check_used(kind, to, options)
-    model = _read(kind, Path(os.path.expanduser(source)), options)
-    with os_errors(ModelError, "TARGET", str(target), "it cannot be made", "Choose another place"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        written = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        if to == "hf":
-            model.save_pretrained(written)
-        else:
-            _write_megatron(written, model, options)
-        found = _read(to, written, Options()).state_dict()
-        for name, weight in model.state_dict().items():
-            if name not in found or not torch.equal(weight, found[name]):
-                reason = "it was read back with a difference, so the conversion was dropped"
-                raise ModelError("weights", name, reason, "Report it with the model's arguments")
-        if target.exists():
-            target.rmdir()
-        written.chmod(0o755)
-        written.rename(target)
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return f"{kind} to {to}: {count:,} parameters, read back without a difference"
+    found = _open_hf(path) if kind == "hf" else _open_megatron(path, options)
+    arguments_of(found.config, dtype=torch.float32)  # of both ends: what no family is
+    write = _write_hf if to == "hf" else _write_megatron
+    with _partial(target, found, to, options) as partial, _progress() as progress:
+        _check_space(partial, found, options.dtype)
+        write(partial, found, options, target, progress)
+        written = HfFolder(partial) if to == "hf" else open_checkpoint(partial).weights
+        _compare(found, written, options.dtype, progress)
+        for name in (_RECORD, _FINISHED):
+            (partial / name).unlink(missing_ok=True)
+        with os_errors(ModelError, "TARGET", str(target), "it cannot be made", _PLACE):
+            if target.exists():
+                target.rmdir()
+            partial.rename(target)
+            sync_folder(target.parent)
+    count = sum(torch.Size(stored.shape).numel() for _, stored in _each(found))
+    said = f"{kind} to {to}: {count:,} parameters, read back without a difference"
+    return "\n".join([said, *found.notes])
 
 
-def format_of(folder: str | Path) -> str:
+def format_of(folder: Path) -> str:
     """Tell a folder's format, hf or megatron, by the names in it.
 
     Raises:
         ModelError: It is none that is known.
     """
-    path = Path(os.path.expanduser(folder))
-    if (path / LATEST).is_file() or any(path.glob("mp_rank_*/model_optim_rng.pt")):
-        return "megatron"
-    if (path / "config.json").is_file():
+    if (folder / "config.json").is_file():
         return "hf"
-    reason, remedy = f"it has neither config.json nor {LATEST}", "Name the folder of a checkpoint"
-    if (path / "latest").is_file():
+    marks = ("latest_checkpointed_iteration.txt", "latest_train_state.pt", ".metadata")
+    if any((folder / mark).exists() for mark in marks) or any(
+        any(folder.glob(pattern)) for pattern in ("mp_rank_*", "iter_*", "metadata.json")
+    ):
+        if not (folder / "latest").is_file():
+            return "megatron"
+    reason = "it has neither config.json nor the files of a Megatron checkpoint"
+    remedy = "Name the folder of a checkpoint"
+    if (folder / "latest").is_file():
         remedy = "Load an engine's checkpoint into the engine, and use wavemare.save_pretrained"
     raise ModelError("SOURCE", str(folder), reason, remedy)
 
 
-def _check(target: Path, to: str, options: Options) -> None:
-    if to not in _FORMATS:
-        raise ModelError("--to", to, "there is no such format", did_you_mean(to, _FORMATS))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ModelError("TARGET", str(target), "it exists", "Choose another name")
-    if options.version not in range(4):
-        reason = "there are versions 0 to 3"
-        raise ModelError("--checkpoint-version", options.version, reason, "Give one of these")
-
-
 def _check_used(source: str, target: str, options: Options) -> None:
-    used = {name for end in (f"from {source}", f"to {target}") for name in _USED.get(end, ())}
-    for option in fields(options):
-        value = getattr(options, option.name)
-        if option.name not in used and value != option.default:
-            name = "--" + _NAMES.get(option.name, option.name).replace("_", "-")
+    unused = []
+    if source == "hf":
+        unused += ["config", "vocab_size"]
+    if target == "hf":
+        unused += ["iteration"]
+    for name in unused:
+        value = getattr(options, name)
+        if value is not None:
             reason = f"it has no effect from {source} to {target}"
-            raise ModelError(name, value, reason, "Leave it out")
+            raise ModelError(f"--{name.replace('_', '-')}", value, reason, "Leave it out")
 
 
-def _read(kind: str, folder: Path, options: Options) -> Any:
-    if kind == "hf":
-        return load_model(folder)
-    checkpoint = read_checkpoint(folder)
-    if options.num_attention_heads is not None:
-        checkpoint.arguments["num_attention_heads"] = options.num_attention_heads
-    shares = checkpoint.shares
-    hidden = needed(shares[0], EMBEDDING).shape[1]
-    check_arguments(checkpoint.arguments, hidden, len(shares))
-    heads = checkpoint.arguments["num_attention_heads"]
-    whole = merge(shares, heads, checkpoint.version)
-    config = config_of(checkpoint.arguments, whole, vocab_size=options.vocab_size)
-    for name in (EMBEDDING, HEAD):
-        if name in whole:
-            whole[name] = whole[name][: config.vocab_size].clone()
-    return model_of(config, to_transformers(whole, heads))
+def _open_hf(folder: Path) -> Source:
+    config = read_config(folder)
+    arguments_of(config, dtype=torch.float32)  # before files are opened: what no family is
+    weights = HfFolder(folder, language_model_of(config))
+    ignored = [*(weights.skeleton._keys_to_ignore_on_load_unexpected or ()), _MADE_ANEW]
+    unknown = [n for n in weights.unknown if not any(re.search(each, n) for each in ignored)]
+    if unknown:
+        reason = f"transformers' {config.model_type} has no place for it"
+        raise ModelError("weight", unknown[0], reason, "Mend config.json, or remove the weight")
+    config.architectures = [type(weights.skeleton).__name__]
+    return Source("hf", config, weights, folder, folder)
 
 
-def _write_megatron(folder: Path, model: Any, options: Options) -> None:
-    config = model.config
-    multiple = options.divisible_by * options.tensor_parallel
-    rows = math.ceil(config.vocab_size / multiple) * multiple
-    arguments = {
-        **arguments_of(config, rows),
-        "tensor_model_parallel_size": options.tensor_parallel,
-        "pipeline_model_parallel_size": options.pipeline_parallel,
-        "make_vocab_size_divisible_by": options.divisible_by,
-    }
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
-    tied = bool(config.tie_word_embeddings)
-    padded = pad_vocabulary(from_transformers(model.state_dict(), layers, heads, tied=tied), rows)
-    write_checkpoint(
-        folder,
-        split(padded, heads, options.tensor_parallel, options.version),
-        num_layers=layers,
-        stages=options.pipeline_parallel,
-        version=options.version,
-        arguments=arguments,
-        iteration=options.iteration,
+def _open_megatron(folder: Path, options: Options) -> Source:
+    opened: Opened = open_checkpoint(folder, options.config, vocab_size=options.vocab_size)
+    return Source(
+        "megatron",
+        opened.config,
+        opened.weights,
+        opened.store.step_folder,
+        options.config or beside(opened.store),
+        opened.iteration or 0,
+        opened.consumed_samples,
+        opened.notes,
     )
+
+
+def _each(source: Source) -> Iterator[tuple[str, Any]]:
+    """Yield the weights, a tied head left out."""
+    for name, stored in source.weights.stored.items():
+        if not (name == "lm_head.weight" and source.config.tie_word_embeddings):
+            yield name, stored
+
+
+# --- the folder in which it is made ----------------------------------------------------------------
+
+
+@contextmanager
+def _partial(target: Path, source: Source, to: str, options: Options) -> Iterator[Path]:
+    """Make the folder, or find that of the same conversion; it goes if a conversion is refused."""
+    partial = target.with_name(f".{target.name}.partial")
+    record = json.dumps(
+        {
+            "source": str(source.folder.resolve()),
+            "files": _fingerprint(source.folder),
+            "to": to,
+            "options": {name: str(value) for name, value in asdict(options).items()},
+            "config": source.config.to_json_string(),
+        }
+    )
+    with os_errors(ModelError, "TARGET", str(target), "it cannot be made", _PLACE):
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            reason = "another process converts to it"
+            raise ModelError("TARGET", str(target), reason, "Wait for it") from error
+        with os_errors(ModelError, "TARGET", str(target), "it cannot be made", _PLACE):
+            file = partial / _RECORD
+            if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != record:
+                _empty(partial)
+                file.write_text(record, encoding="utf-8")
+        try:
+            yield partial
+        except WavemareError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, OSError) and cause.errno in _DISK):
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+    finally:
+        os.close(lock)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _fingerprint(folder: Path) -> str:
+    """Return what changes with the files of a source."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            state = path.stat()
+            name = path.relative_to(folder)
+            found.update(f"{name} {state.st_size} {state.st_mtime_ns}\n".encode())
+    return found.hexdigest()
+
+
+def _check_space(partial: Path, source: Source, dtype: torch.dtype | None) -> None:
+    needed = _SPARE
+    for _, stored in _each(source):
+        wide = dtype.itemsize / stored.dtype.itemsize if dtype is not None else 1
+        needed += int(size_of(stored) * wide)
+    there = sum(path.stat().st_blocks * 512 for path in partial.rglob("*") if path.is_file())
+    free = shutil.disk_usage(partial).free
+    if needed - there > free:
+        reason = f"it needs {needed - there:,} bytes, and the disk has {free:,}"
+        raise ModelError("TARGET", str(partial.parent), reason, "Choose another disk")
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Show a bar on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda what, size, total: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = [
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    ]
+    tasks: dict[str, progress.TaskID] = {}
+    with progress.Progress(*columns, console=Console(stderr=True)) as shown:
+
+        def advance(what: str, size: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = shown.add_task(what, total=total)
+            shown.advance(tasks[what], size)
+
+        yield advance
+
+
+# --- writing and reading back ----------------------------------------------------------------------
+
+
+def _write_hf(
+    partial: Path, source: Source, options: Options, target: Path, progress: Progress
+) -> None:
+    finished: set[str] = set()
+    journal = partial / _FINISHED
+    if journal.is_file():
+        # Without its end, the last line may be a part of a name.
+        finished = set(journal.read_text(encoding="utf-8").split("\n")[:-1])
+    total = sum(size_of(stored) for _, stored in _each(source))
+    for name, stored in _each(source):
+        if name in finished:
+            progress("write", size_of(stored), total)
+    with os_errors(CheckpointError, "TARGET", str(target), "it cannot be written", _PLACE):
+        with journal.open("w", encoding="utf-8") as file:
+            file.writelines(f"{name}\n" for name in finished)
+            file.flush()
+
+            def wrote(name: str, size: int) -> None:
+                file.write(f"{name}\n")
+                file.flush()
+                progress("write", size, total)
+
+            write_folder(
+                partial,
+                source.weights,
+                source.config,
+                dtype=options.dtype,
+                finished=finished,
+                wrote=wrote,
+            )
+        carry(source.beside, partial, leave=("config.json",))
+
+
+def _write_megatron(
+    partial: Path, source: Source, options: Options, target: Path, progress: Progress
+) -> None:
+    from wavemare.megatron.write import write_torch_dist
+
+    dtype = options.dtype or next(iter(source.weights.stored.values())).dtype
+    arguments = arguments_of(source.config, dtype=dtype)
+    arguments["consumed_train_samples"] = source.consumed_samples
+    weights: WeightSource = MegatronWeights(
+        source.weights, source.config, padded=arguments["padded_vocab_size"], dtype=options.dtype
+    )
+    with os_errors(CheckpointError, "TARGET", str(target), "it cannot be written", _PLACE):
+        (partial / CARRIED).mkdir(exist_ok=True)
+        names = carry(source.beside, partial / CARRIED)
+        source.config.save_pretrained(partial / CARRIED)
+    if any(name.startswith("tokenizer") for name in names):
+        arguments["tokenizer_type"] = "HuggingFaceTokenizer"
+        arguments["tokenizer_model"] = str(target / CARRIED)
+    total = sum(size_of(stored) for stored in weights.stored.values())
+    iteration = source.iteration if options.iteration is None else options.iteration
+    write_torch_dist(
+        partial,
+        weights,
+        arguments=arguments | {"iteration": iteration},
+        iteration=iteration,
+        resume=True,
+        progress=lambda size: progress("write", size, total),
+    )
+
+
+def carry(source: Path | None, target: Path, leave: tuple[str, ...] = ()) -> list[str]:
+    """Copy what belongs to a model beside its weights; return the names.
+
+    Args:
+        source: A folder; none is one without such files.
+        target: Another one.
+        leave: Names that are not copied.
+
+    Raises:
+        OSError: It cannot be done.
+    """
+    names = []
+    for path in sorted(source.iterdir()) if source is not None else ():
+        wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in _BESIDE)
+        if wanted and path.name not in leave and path.is_file():
+            shutil.copyfile(path, target / path.name)
+            names.append(path.name)
+    return names
+
+
+def _compare(
+    source: Source, written: WeightSource, dtype: torch.dtype | None, progress: Progress
+) -> None:
+    """Refuse a target in which a weight is another.
+
+    Raises:
+        ModelError: The weight's name.
+    """
+    total = sum(size_of(stored) for _, stored in _each(source))
+    for name, stored in _each(source):
+        cast = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+        equal = name in written.stored
+        equal = equal and _same_bits(source.weights.read(name).to(cast), written.read(name))
+        if not equal:
+            reason = "it was read back with a difference, so the conversion was dropped"
+            raise ModelError("weights", name, reason, "Try it again; report it if it happens twice")
+        progress("compare", size_of(stored), total)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    whole = _SAME_SIZE[one.dtype.itemsize]
+    return torch.equal(one.view(whole), other.view(whole))

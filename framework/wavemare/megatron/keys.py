@@ -182,7 +182,7 @@ def _rows(table: Table, layers: int) -> list[Row]:
     return rows + [row for row in table.outside if row.megatron not in (EMBEDDING, POSITIONS)]
 
 
-# --- from Megatron ---------------------------------------------------------------------------------
+# --- from Megatron --------------------------------------------------------------------------------
 
 
 class HfWeights:
@@ -281,7 +281,7 @@ class HfWeights:
         return own[rows[0] - first * width : rows[1] - first * width]
 
 
-# --- to Megatron -----------------------------------------------------------------------------------
+# --- to Megatron ----------------------------------------------------------------------------------
 
 
 class MegatronWeights:
@@ -291,12 +291,15 @@ class MegatronWeights:
         source: By the names in memory.
         config: The configuration of transformers.
         padded: Rows of the vocabulary; the last token's are repeated until there are so many.
+        dtype: Of floating-point weights; the source's if omitted.
 
     Raises:
         ModelError: The source has a weight that Megatron has no place for.
     """
 
-    def __init__(self, source: WeightSource, config: Any, *, padded: int) -> None:
+    def __init__(
+        self, source: WeightSource, config: Any, *, padded: int, dtype: torch.dtype | None = None
+    ) -> None:
         self._source, self._heads, self._padded = source, heads_of(config), padded
         self._places: dict[str, Row] = {}
         found, left = {}, dict(source.stored)
@@ -307,7 +310,9 @@ class MegatronWeights:
             if row.megatron == HEAD and config.tie_word_embeddings:
                 continue
             self._places[row.megatron] = row
-            found[row.megatron] = Stored(self._shape(row, held), held[0].dtype)
+            own = held[0].dtype
+            own = dtype if dtype is not None and own.is_floating_point else own
+            found[row.megatron] = Stored(self._shape(row, held), own)
         if left:
             names = ", ".join(sorted(left)[:5])
             reason = f"Megatron's GPT has no place for these {len(left)} weights"
@@ -317,10 +322,10 @@ class MegatronWeights:
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """Return a weight, or the part of it that slices of its first dimensions name."""
-        row = self._places[name]
+        row, dtype = self._places[name], self.stored[name].dtype
         if row.form is Form.SAME and name not in _VOCABULARY:
-            return self._source.read(row.names[0], index)
-        parts = [self._source.read(part) for part in row.names]
+            return self._source.read(row.names[0], index).to(dtype)
+        parts = [self._source.read(part).to(dtype) for part in row.names]
         return self._joined(row, parts)[index]
 
     def _shape(self, row: Row, held: list[Stored]) -> tuple[int, ...]:
@@ -346,4 +351,4 @@ class MegatronWeights:
 
 
 def _turned(weight: Tensor) -> Tensor:
-    return weight.T if weight.dim() == 2 else weight
+    return weight.T if weight.dim() > 1 else weight

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from wavemare.errors import ModelError
+from wavemare.megatron.arguments import language_model_of
 from wavemare.megatron.config import config_of, facts_of
 from wavemare.megatron.keys import EMBEDDING, HfWeights
 from wavemare.models.disk_names import empty_model
@@ -69,7 +70,7 @@ def open_checkpoint(
     store = open_store(folder)
     facts = facts_of(store.arguments, store.run_config, legacy=_is_legacy(store))
     stored = store.weights.stored
-    carried = _carried(store)
+    carried = beside(store)
     notes = ["The checkpoint's history of FP8 scales is lost."] if store.lost_fp8 else []
     given = config
     if isinstance(config, str | os.PathLike):
@@ -91,6 +92,7 @@ def open_checkpoint(
                     "stay. Give --vocab-size to cut padding off."
                 )
         found = config_of(facts, stored, vocab_size=tokens)
+    found.architectures = [language_model_of(found).__name__]
     centered = bool(facts.get("apply_layernorm_1p", False))
     weights = HfWeights(store.weights, found, centered=centered)
     return Opened(
@@ -161,10 +163,9 @@ def _is_legacy(store: Any) -> bool:
     return store.format == "torch" and bool(said)
 
 
-def _carried(store: Any) -> Path | None:
-    """Return the folder of a checkpoint's tokenizer."""
-    beside = store.step_folder.parent / CARRIED
-    for folder in (store.tokenizer, beside):
+def beside(store: Any) -> Path | None:
+    """Return the folder of a checkpoint's tokenizer; None if there is none."""
+    for folder in (store.tokenizer, store.step_folder.parent / CARRIED):
         if folder is not None and folder.is_dir():
             return Path(folder)
     return None

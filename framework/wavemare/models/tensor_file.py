@@ -44,6 +44,7 @@ _TYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _RANK = {dtype: rank for rank, dtype in enumerate(_TYPES.values())}
+_PREFIX = 8  # bytes, with the length of the header
 _LONGEST_HEADER = 100_000_000  # bytes, the library's own limit
 _METADATA = {"__metadata__": {"format": "pt"}}
 _REMEDY = "Copy the file again"
@@ -123,7 +124,6 @@ class TensorFile:
             fits = all(type(number) is int and number >= 0 for number in whole)
             fits = fits and last - first == math.prod(shape) * dtype.itemsize
             fits = fits and self._start + last <= self._size
-            fits = fits and len(shape) <= 64
         except (KeyError, TypeError, ValueError):
             fits = False
         if not fits:
@@ -134,13 +134,13 @@ class TensorFile:
 
 def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+        length = int.from_bytes(file.read(_PREFIX), "little")
+        if size < _PREFIX or length > min(size - _PREFIX, _LONGEST_HEADER):
             raise ValueError("it is cut short, or no file of safetensors")
         header = parse_json(file.read(length).decode("utf-8"))
     if not isinstance(header, dict):
         raise ValueError("its header is no object")
-    return header, 8 + length
+    return header, _PREFIX + length
 
 
 class TensorFileWriter:
@@ -166,11 +166,11 @@ class TensorFileWriter:
             self._places[name] = place
             place = end
         header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % 8)
-        self._start = 8 + len(header)
+        header += b" " * (-len(header) % _PREFIX)
+        self._start = _PREFIX + len(header)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.ftruncate(self._file, self._start + place)
-        os.pwrite(self._file, len(header).to_bytes(8, "little") + header, 0)
+        os.pwrite(self._file, len(header).to_bytes(_PREFIX, "little") + header, 0)
 
     def write(self, name: str, tensor: Tensor, first: int = 0) -> None:
         """Put a tensor, or a run of its elements, in its place.
@@ -180,7 +180,8 @@ class TensorFileWriter:
             tensor: Its elements, or some of them.
             first: Bytes of the tensor before these elements.
         """
-        data = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        numbers: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        data = memoryview(numbers)
         place = self._start + self._places[name] + first
         while data:
             done = os.pwrite(self._file, data, place)
