@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from wavemare.errors import CheckpointError
-from wavemare.megatron.pickles import DAMAGED, Array
+from wavemare.megatron.arrays import DAMAGED, Array, Held
 from wavemare.models.source import Stored
 
 _ALL = slice(None)
@@ -32,10 +31,15 @@ class Box:
 
     first: tuple[int, ...]
     shape: tuple[int, ...]
-    open: Callable[[], Array]
-    index: tuple[int | slice, ...] = ()
-    copies: tuple[Callable[[], Array], ...] = ()
+    open: Callable[[], Array | Held]
+    index: tuple[int | slice | None, ...] = ()
+    copies: tuple[Callable[[], Array | Held], ...] = ()
     turn: Callable[[Tensor], Tensor] | None = None
+
+    def of_expert(self, expert: int) -> Box:
+        """Return the same piece in a weight that counts experts first."""
+        first, shape = (expert, *self.first), (1, *self.shape)
+        return replace(self, first=first, shape=shape, index=(None, *self.index))
 
     def read(self, name: str, wanted: tuple[slice, ...]) -> Tensor:
         """Return a part of the piece.
@@ -136,7 +140,7 @@ class Assembled:
             return
         shape = self.stored[name].shape
         problem = _gap([(box.first, box.shape) for box in self._boxes[name]], shape, 0)
-        if problem and prod(shape):
+        if problem and 0 not in shape:
             reason = f"{problem} of {name}, whose shape is {tuple(shape)}"
             raise CheckpointError("checkpoint", self._where, reason, DAMAGED)
         self._checked.add(name)

@@ -116,7 +116,7 @@ def facts_of(
     inner = model.get("transformer")
     if isinstance(inner, Mapping):  # of Megatron-LM's own models
         model |= inner
-    values = {_BRIDGE.get(name, name): value for name, value in model.items()}
+    values: dict[str, Any] = {_BRIDGE.get(name, name): value for name, value in model.items()}
     place = "run_config.yaml: model."
     activation = model.get("activation_func")
     if isinstance(activation, Mapping):
@@ -402,14 +402,15 @@ def _family_of_experts(facts: Facts, seen: Seen) -> str:
 def _own(family: str, facts: Facts, seen: Seen) -> dict[str, Any]:
     """Return what a family's configuration has besides the common."""
     window = _window(facts)
+    own: dict[str, Any] = {}
     if not seen.experts:
-        own: dict[str, Any] = {"intermediate_size": seen.inner}
+        own = {"intermediate_size": seen.inner}
         if family == "llama":
             own |= {"attention_bias": seen.bias, "mlp_bias": seen.bias}
         if family == "mistral":
             own["sliding_window"] = window
         return own
-    own = {
+    own |= {
         "num_experts_per_tok": facts.get("moe_router_topk", 2),
         "router_aux_loss_coef": _first(facts.get("moe_aux_loss_coeff", 0.001)),
     }
@@ -482,7 +483,7 @@ def _gpt2(facts: Facts, seen: Seen, heads: int, common: Mapping[str, Any]) -> An
         architectures=["GPT2LMHeadModel"],
         bos_token_id=end,
         eos_token_id=end,
-        n_positions=seen.positions,
+        n_positions=seen.positions or 0,
         n_embd=seen.hidden,
         n_layer=seen.layers,
         n_head=heads,

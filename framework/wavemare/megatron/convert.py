@@ -30,7 +30,13 @@ from wavemare.errors import CheckpointError, ModelError, WavemareError, did_you_
 from wavemare.files import sync_folder
 from wavemare.megatron.arguments import arguments_of, language_model_of
 from wavemare.megatron.keys import MegatronWeights
-from wavemare.megatron.models import CARRIED, Opened, beside, open_checkpoint
+from wavemare.megatron.models import (
+    CARRIED,
+    Opened,
+    beside,
+    open_checkpoint,
+    tokenizer_arguments,
+)
 from wavemare.models.folder import HfFolder, read_config, write_folder
 from wavemare.models.source import WeightSource
 from wavemare.models.tensor_file import size_of
@@ -224,7 +230,7 @@ def _each(source: Source) -> Iterator[tuple[str, Any]]:
             yield name, stored
 
 
-# --- the folder in which it is made ----------------------------------------------------------------
+# --- the folder in which it is made ---------------------------------------------------------------
 
 
 @contextmanager
@@ -323,7 +329,7 @@ def _progress() -> Iterator[Progress]:
         yield advance
 
 
-# --- writing and reading back ----------------------------------------------------------------------
+# --- writing and reading back ---------------------------------------------------------------------
 
 
 def _write_hf(
@@ -375,8 +381,7 @@ def _write_megatron(
         names = carry(source.beside, partial / CARRIED)
         source.config.save_pretrained(partial / CARRIED)
     if any(name.startswith("tokenizer") for name in names):
-        arguments["tokenizer_type"] = "HuggingFaceTokenizer"
-        arguments["tokenizer_model"] = str(target / CARRIED)
+        arguments |= tokenizer_arguments(target)
     total = sum(size_of(stored) for stored in weights.stored.values())
     iteration = source.iteration if options.iteration is None else options.iteration
     write_torch_dist(

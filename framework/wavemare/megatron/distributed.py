@@ -6,9 +6,8 @@ Megatron's formats torch_dist and fsdp_dtensor are such folders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,15 @@ from typing import Any
 import torch
 
 from wavemare.errors import CheckpointError
+from wavemare.megatron.arrays import DAMAGED, Array, reading, regular_file
 from wavemare.megatron.assembled import Assembled, Box
-from wavemare.megatron.names import Spot, pairs_joined, spot
-from wavemare.megatron.pickles import (
-    DAMAGED,
-    Array,
-    Inert,
-    plain,
-    read_pickle,
-    read_saved,
-    reading,
-    regular_file,
-)
+from wavemare.megatron.names import Spot, order, pairs_joined, spot
+from wavemare.megatron.pickles import Inert, plain, read_pickle, read_saved
 from wavemare.models.source import Stored
 
 METADATA = ".metadata"
 _MOST_LAYERS = 100_000
-_FP8_HISTORY = (b"amax_history_fwd", b"scale_fwd")
+FP8_HISTORY = (b"amax_history_fwd", b"scale_fwd")
 _NO_WEIGHT = ("optimizer.", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 
 
@@ -70,8 +61,7 @@ class Chunk:
             raise CheckpointError("checkpoint", str(self.blob.file), "it holds no tensor", DAMAGED)
         ahead = len(self.shape) - len(found.shape)
         if ahead > 0 and self.shape[:ahead] == (1,) * ahead:  # written without the layer's number
-            shape, stride = (1,) * ahead + found.shape, (0,) * ahead + found.stride
-            found = Array(found.file, found.start, found.dtype, shape, stride)
+            found = found.part((None,) * ahead)
         return found
 
 
@@ -124,7 +114,7 @@ class Distributed:
             for canonical, part in self._parts(name, each, blocks):
                 parts.setdefault(canonical, []).append(part)
         stored, boxes = {}, {}
-        for canonical in sorted(parts, key=_order):
+        for canonical in sorted(parts, key=order):
             stored[canonical], boxes[canonical] = _joined(str(self.folder), parts[canonical])
         weights = Assembled(str(self.folder), stored, boxes)
         weights.check()
@@ -137,7 +127,7 @@ class Distributed:
                 with reading(blob.file), open(blob.file, "rb") as file:
                     file.seek(blob.start)
                     content = file.read(blob.length)
-                if any(mark in content for mark in _FP8_HISTORY):
+                if any(mark in content for mark in FP8_HISTORY):
                     return True
         return False
 
@@ -179,14 +169,6 @@ def _is_weight(name: str) -> bool:
     return "_extra_state" not in name and not head.startswith(_NO_WEIGHT)
 
 
-def _order(name: str) -> tuple[int, int, str]:
-    words = name.split(".")
-    if words[0] == "embedding":
-        return 0, 0, name
-    numbered = words[:2] == ["decoder", "layers"] and words[2].isdigit()
-    return (1, int(words[2]), name) if numbered else (2, 0, name)
-
-
 def _joined(where: str, parts: Sequence[_Part]) -> tuple[Stored, list[Box]]:
     """Return a weight's shape and pieces from the tensors that make it up."""
     halves, counted = parts[0].spot.half is not None, parts[0].spot.expert is not None
@@ -210,17 +192,9 @@ def _joined(where: str, parts: Sequence[_Part]) -> tuple[Stored, list[Box]]:
             first, size = list(chunk.first[len(index) :]), chunk.shape[len(index) :]
             if part.spot.half:
                 first[axis] += part.stored.shape[axis]
-            if part.spot.expert is None:
-                boxes.append(Box(tuple(first), size, chunk.open, index))
-            else:
-                at, extent = (part.spot.expert, *first), (1, *size)
-                boxes.append(Box(at, extent, partial(_with_expert, chunk.open), index))
+            box = Box(tuple(first), size, chunk.open, index)
+            boxes.append(box if part.spot.expert is None else box.of_expert(part.spot.expert))
     return Stored(tuple(shape), parts[0].stored.dtype), boxes
-
-
-def _with_expert(open_: Callable[[], Array]) -> Array:
-    found = open_()
-    return Array(found.file, found.start, found.dtype, (1, *found.shape), (0, *found.stride))
 
 
 def read_folder(folder: Path) -> Distributed:

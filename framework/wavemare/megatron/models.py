@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wavemare.errors import ModelError
-from wavemare.megatron.arguments import language_model_of
+from wavemare.megatron.arguments import arguments_of, language_model_of
 from wavemare.megatron.config import config_of, facts_of
-from wavemare.megatron.keys import EMBEDDING, HfWeights
+from wavemare.megatron.keys import EMBEDDING, HfWeights, MegatronWeights
 from wavemare.models.disk_names import empty_model
 from wavemare.models.folder import read_config
-from wavemare.models.source import WeightSource
+from wavemare.models.source import MemorySource, WeightSource
 
 CARRIED = "tokenizer"
 """Folder in a Megatron checkpoint with what a Hugging Face folder has beside the weights."""
@@ -67,7 +67,7 @@ def open_checkpoint(
     """
     from wavemare.megatron.store import open_store
 
-    store = open_store(folder)
+    store = open_store(Path(folder))
     facts = facts_of(store.arguments, store.run_config, legacy=_is_legacy(store))
     stored = store.weights.stored
     carried = beside(store)
@@ -128,6 +128,88 @@ def load_hf(
     """
     opened = open_checkpoint(folder, config, vocab_size=vocab_size)
     return filled(opened.config, opened.weights, dtype=dtype)
+
+
+def save_megatron(
+    model_or_engine: Any,
+    folder: str | os.PathLike[str],
+    *,
+    iteration: int = 0,
+    consumed_samples: int = 0,
+    tokenizer: Any = None,
+) -> None:
+    """Write a ``torch_dist`` checkpoint that Megatron loads at any size; every process calls this.
+
+    Works for what `wavemare.models.save_pretrained` works for. The iteration's folder appears at
+    the end; those of other iterations stay.
+
+    Args:
+        model_or_engine: An engine, its module, or a model of transformers.
+        folder: What Megatron's ``--load`` will be.
+        iteration: Steps that were trained; 0 writes a release.
+        consumed_samples: Training samples that were used.
+        tokenizer: A tokenizer to save beside the weights.
+
+    Raises:
+        ModelError: There is no transformers model in the engine, Megatron's GPT does not compute
+            what it does, or rank 0 cannot write.
+    """
+    from wavemare.models.adapters import is_adapted
+    from wavemare.models.export import agree_on_failure
+    from wavemare.models.module import TransformerPipeline
+    from wavemare.models.whole import complete, gathered
+
+    model = complete(model_or_engine)
+    whole = model.skeleton if isinstance(model, TransformerPipeline) else model
+    if is_adapted(whole):
+        reason = "Megatron's checkpoints have no adapters"
+        remedy = "Call save_pretrained(engine, folder, merge=True), and convert the folder"
+        raise ModelError("model", type(whole).__name__, reason, remedy)
+    arguments_of(whole.config, dtype=torch.float32)  # before anything is gathered
+    state = gathered(model)
+    failure: Exception | None = None
+    if state is not None:
+        try:
+            _write(whole, state, Path(folder).expanduser(), iteration, consumed_samples, tokenizer)
+        except Exception as error:  # the others wait for this rank
+            failure = error
+    agree_on_failure(failure, folder)
+
+
+def _write(
+    model: Any,
+    state: Mapping[str, Tensor],
+    folder: Path,
+    iteration: int,
+    consumed_samples: int,
+    tokenizer: Any,
+) -> None:
+    from wavemare.megatron.write import write_torch_dist
+
+    config = copy.deepcopy(model.config)
+    config.architectures = [language_model_of(config).__name__]
+    dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    config.dtype = str(dtype).removeprefix("torch.")
+    arguments = arguments_of(config, dtype=dtype) | {
+        "iteration": iteration,
+        "consumed_train_samples": consumed_samples,
+    }
+    if tokenizer is not None:
+        arguments |= tokenizer_arguments(folder)
+    weights = MegatronWeights(MemorySource(state), config, padded=arguments["padded_vocab_size"])
+    write_torch_dist(folder, weights, arguments=arguments, iteration=iteration)
+    beside_it = folder / CARRIED
+    config.save_pretrained(beside_it)
+    if model.can_generate():
+        model.generation_config.save_pretrained(beside_it)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(beside_it)
+
+
+def tokenizer_arguments(folder: Path) -> dict[str, str]:
+    """Return the arguments that name the tokenizer beside a checkpoint's weights."""
+    model = str(folder.absolute() / CARRIED)
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": model}
 
 
 def filled(config: Any, weights: WeightSource, *, dtype: torch.dtype | None = None) -> Any:

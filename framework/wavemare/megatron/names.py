@@ -90,6 +90,15 @@ def spot(name: str) -> Spot:
     return Spot(part, True, layer, expert, "wv".index(split[2]) if split else None)
 
 
+def order(name: str) -> tuple[int, int, str]:
+    """Return the key by which canonical names are sorted: layer by layer."""
+    words = name.split(".")
+    if words[0] == "embedding":
+        return 0, 0, name
+    numbered = words[:2] == ["decoder", "layers"] and words[2].isdigit()
+    return (1, int(words[2]), name) if numbered else (2, 0, name)
+
+
 def pairs_joined(spots: Iterable[Spot], pattern: str, where: str) -> dict[int, int]:
     """Return the number of the block for each numbered layer.
 

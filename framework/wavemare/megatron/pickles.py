@@ -8,28 +8,21 @@ its own stand-ins for. A tensor becomes an `Array`, which knows where its bytes 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
-import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor
 
-from wavemare.errors import CheckpointError
+from wavemare.megatron.arrays import Array, reading, regular_file
 
-DAMAGED = "Copy the checkpoint anew, or name another one"
-_LONGEST = 200  # characters of another library's message
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-_MAPPED = 64  # bytes: where a tensor has to begin so that it is mapped rather than copied
 
 
 class Inert:
@@ -64,126 +57,6 @@ class _Ordered(dict[Any, Any]):
 
     def __setstate__(self, state: Any) -> None:
         pass
-
-
-@dataclass(frozen=True)
-class Array:
-    """A tensor that lies in a file.
-
-    Attributes:
-        file: The file.
-        start: Its first byte there.
-        dtype: Of the elements.
-        shape: Of the tensor.
-        stride: Elements from one index to the next.
-    """
-
-    file: Path
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes from the first element to the last."""
-        if 0 in self.shape:
-            return 0
-        last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-        return (last + 1) * self.dtype.itemsize
-
-    def part(self, index: tuple[int | slice, ...]) -> Array:
-        """Return a part of it: a number chooses, and takes the dimension away."""
-        start, shape, stride = 0, [], []
-        for axis, chosen in enumerate(index):
-            if isinstance(chosen, slice):
-                first, last, _ = chosen.indices(self.shape[axis])
-                shape.append(max(last - first, 0))
-                stride.append(self.stride[axis])
-            else:
-                first = range(self.shape[axis])[chosen]
-            start += first * self.stride[axis]
-        return Array(
-            self.file,
-            self.start + start * self.dtype.itemsize,
-            self.dtype,
-            (*shape, *self.shape[len(index) :]),
-            (*stride, *self.stride[len(index) :]),
-        )
-
-    def read(self) -> Tensor:
-        """Return the tensor, whose memory is the caller's: writing to it changes no file.
-
-        Raises:
-            CheckpointError: The file has become shorter, or cannot be read.
-        """
-        if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)
-        size = self.nbytes
-        with reading(self.file):
-            aligned = self.start % _MAPPED == 0
-            storage = self._mapped(size) if aligned else self._copied(size)
-        return torch.empty(0, dtype=self.dtype).set_(storage, 0, self.shape, self.stride)
-
-    def _mapped(self, size: int) -> torch.UntypedStorage:
-        end = self.start + size
-        return torch.UntypedStorage.from_file(str(self.file), False, end)[self.start : end]
-
-    def _copied(self, size: int) -> torch.UntypedStorage:
-        content = torch.empty(size, dtype=torch.uint8)
-        view, at = memoryview(content.numpy()), self.start
-        with open(self.file, "rb", buffering=0) as file:
-            while view:
-                count = os.preadv(file.fileno(), [view], at)
-                if not count:
-                    raise EOFError("it ends too early")
-                view, at = view[count:], at + count
-        return content.untyped_storage()
-
-
-@contextmanager
-def reading(path: str | os.PathLike[str], what: str = "") -> Iterator[None]:
-    """Raise a `CheckpointError` for whatever goes wrong while a file is read.
-
-    Args:
-        path: The file.
-        what: The part of it that is read.
-    """
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:  # damaged bytes reach pickle, zip, struct and torch
-        part = f"{what} in it" if what else "it"
-        reason = f"{part} cannot be read ({said_by(error)})"
-        raise CheckpointError("checkpoint", str(path), reason, DAMAGED) from error
-
-
-def said_by(error: Exception) -> str:
-    """Return what another library's error says, in one line; its name if it says nothing."""
-    text = getattr(error, "strerror", None) or str(error)
-    text = " ".join(text.split())[:_LONGEST] or type(error).__name__
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def regular_file(path: Path, folder: Path | None = None) -> int:
-    """Return a file's size.
-
-    Args:
-        path: The file.
-        folder: The folder that a link must not leave.
-
-    Raises:
-        CheckpointError: It is missing, no file, or lies elsewhere.
-    """
-    with reading(path):
-        found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError("checkpoint", str(path), "it is not a regular file", DAMAGED)
-    if folder is not None and not path.resolve().is_relative_to(folder.resolve()):
-        reason, remedy = "it is a link out of the checkpoint", "Copy the folder with cp -rL"
-        raise CheckpointError("checkpoint", str(path), reason, remedy)
-    return found.st_size
 
 
 def read_pickle(path: Path) -> Any:
@@ -222,6 +95,12 @@ def read_saved(path: Path, start: int = 0, length: int | None = None) -> Any:
         with zipfile.ZipFile(window) as archive:
             pickled, storages = _records(archive, window)
         return _Unpickler(io.BytesIO(pickled), path, storages).load()
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of a namespace, such as Megatron's arguments."""
+    state = value.state if isinstance(value, Inert) else getattr(value, "__dict__", value)
+    return dict(state) if isinstance(state, Mapping) else {}
 
 
 def plain(value: Any) -> Any:

@@ -18,16 +18,21 @@ from torch import Tensor
 
 from wavemare.errors import CheckpointError
 from wavemare.files import read_json
-from wavemare.megatron.distributed import METADATA, Distributed, read_folder
-from wavemare.megatron.pickles import DAMAGED, Inert, plain, read_saved, said_by
+from wavemare.megatron.arrays import DAMAGED, reading
+from wavemare.megatron.distributed import FP8_HISTORY, METADATA, Distributed, read_folder
+from wavemare.megatron.pickles import attributes, plain, read_saved
+from wavemare.megatron.rank_files import open_rank_files
 from wavemare.models.source import WeightSource
 
 LATEST = "latest_checkpointed_iteration.txt"
 _LATEST_OF_BRIDGE = "latest_train_state.pt"
 _TRAIN_STATE = "train_state.pt"
 _DESCRIPTION = "metadata.json"
+_OF_NEMO = ("weights", "model_weights")
 _ITERATION = re.compile(r"iter_(\d{1,18})")
 _NAME_IT = "Name the folder that Megatron's --save names, or an iter_NNNNNNN in it"
+_SAVE_ANEW = "Load it with the Megatron that saved it, and save it with --ckpt-format torch_dist"
+_OF_RANKS = ("args", "optimizer", "rng_state", "rerun_state_machine")
 
 
 @dataclass
@@ -64,42 +69,50 @@ class Store:
         return self._find_fp8()
 
 
-def open_store(folder: str | Path) -> Store:
+def open_store(folder: str | Path, *, num_attention_heads: int | None = None) -> Store:
     """Open a Megatron checkpoint of any format.
 
     Args:
         folder: What Megatron's ``--load`` would be, or the folder of one iteration.
+        num_attention_heads: For files of legacy models that do not say it.
 
     Raises:
         CheckpointError: There is none, it is damaged, or it is of a format that is not read.
     """
-    step, said = find_step(Path(os.path.expanduser(folder)))
+    step, said = find_step(folder)
+    if any(step.glob("mp_rank_*")):
+        return _open_rank_files(step, said, num_attention_heads)
     return _open_distributed(step, said)
 
 
-def find_step(folder: Path) -> tuple[Path, int | None]:
-    """Return the folder of an iteration, and the iteration that its name or the tracker says.
+def find_step(folder: str | Path) -> tuple[Path, int | None]:
+    """Return the folder of an iteration, and the iteration that its name says.
 
     Raises:
-        CheckpointError: There is none, or the tracker names one that is absent.
+        CheckpointError: There is none, or the note of the newest names one that is absent.
     """
-    if _is_step(folder):
-        return folder, _number(folder.name)
+    folder = Path(os.path.expanduser(folder))
     if not folder.is_dir():
-        reason = "it is no folder" if folder.exists() else "there is no such folder"
-        raise CheckpointError("checkpoint", str(folder), reason, _NAME_IT)
-    text = _latest(folder)
-    if text is None:
-        found = _steps(folder)
-        reason = f"there is no file {LATEST}"
-        remedy = f"Name one iteration, such as {folder / found[-1]}" if found else _NAME_IT
+        reason, remedy = "there is no such folder", _NAME_IT
+        if folder.exists():
+            reason = "it is no folder"
+            remedy = f"Unpack it with tar -xf {folder.name}" if folder.suffix == ".nemo" else remedy
         raise CheckpointError("checkpoint", str(folder), reason, remedy)
+    with reading(folder):
+        for step in (folder, *(folder / name for name in _OF_NEMO)):
+            if _is_step(step):
+                return step, _number(step.name)
+        text, found = _latest(folder), _steps(folder)
+    there = f"Name one that is there, such as {found[-1]}" if found else _NAME_IT
+    if text is None:
+        raise CheckpointError("checkpoint", str(folder), f"there is no file {LATEST}", there)
     step = folder / ("release" if text == "release" else f"iter_{int(text):07}")
     if not step.is_dir():
-        found = _steps(folder)
         reason = f"{LATEST} names {step.name}, which is absent"
-        remedy = f"Name one that is there, such as {folder / found[-1]}" if found else DAMAGED
-        raise CheckpointError("checkpoint", str(folder), reason, remedy)
+        raise CheckpointError("checkpoint", str(folder), reason, there)
+    if not _is_step(step):
+        reason = f"it holds no checkpoint: neither {_DESCRIPTION} nor mp_rank_*"
+        raise CheckpointError("checkpoint", str(step), reason, DAMAGED)
     return step, _number(step.name)
 
 
@@ -142,41 +155,72 @@ def _numbers(state: Any) -> dict[str, Any]:
     }
 
 
+def _open_rank_files(step: Path, said: int | None, heads: int | None) -> Store:
+    files = open_rank_files(step, heads)
+    common = {n: plain(value) for n, value in files.content.items() if n not in _OF_RANKS}
+
+    def find_fp8() -> bool:
+        return any(mark in content for content in files.extra_states() for mark in FP8_HISTORY)
+
+    return Store(
+        weights=files.weights,
+        format="torch",
+        step_folder=step,
+        iteration=_iteration(step, said, common),
+        arguments={**attributes(files.content.get("args")), **files.parallelism},
+        run_config=None,
+        common=common,
+        tokenizer=_tokenizer(step),
+        raw=files.weights,
+        _find_fp8=find_fp8,
+    )
+
+
 def _open_distributed(step: Path, said: int | None) -> Store:
+    form = _format(step)
     stored = read_folder(step)
+    if form == "fsdp_dtensor" and not any(name.startswith("model.") for name in stored.tensors):
+        reason = f"there is no {_DESCRIPTION}, which Megatron writes last"
+        raise CheckpointError("checkpoint", str(step), reason, DAMAGED)
     common = _common(step, stored)
-    arguments = _arguments(common.pop("args", None))
+    arguments = attributes(common.pop("args", None))
     if (step / _TRAIN_STATE).is_file():
         common["train_state"] = _numbers(plain(read_saved(step / _TRAIN_STATE)))
-    iteration = _iteration(step, said, common)
     config = _run_config(step / "run_config.yaml")
-    pattern = _pattern(arguments, config or {})
-    tokenizer = step / "tokenizer"
     return Store(
-        weights=stored.weights(pattern),
-        format=_format(step),
+        weights=stored.weights(_pattern(arguments, config or {})),
+        format=form,
         step_folder=step,
-        iteration=iteration,
+        iteration=_iteration(step, said, common),
         arguments=arguments,
         run_config=config,
         common=common,
-        tokenizer=tokenizer if tokenizer.is_dir() else None,
+        tokenizer=_tokenizer(step),
         raw=stored.raw(),
         _find_fp8=stored.lost_fp8,
     )
 
 
+def _tokenizer(step: Path) -> Path | None:
+    folders = (step / "tokenizer", step.parent / "tokenizer")
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
 def _format(step: Path) -> str:
+    described = (step / METADATA).is_file()
     if not (step / _DESCRIPTION).is_file():
-        return "fsdp_dtensor"
+        if described:
+            return "fsdp_dtensor"
+        reason = f"there is neither {_DESCRIPTION} nor {METADATA}"
+        raise CheckpointError("checkpoint", str(step), reason, DAMAGED)
     said = read_json(step / _DESCRIPTION, CheckpointError, "checkpoint", DAMAGED)
     backend = said.get("sharded_backend") if isinstance(said, dict) else None
     if backend != "torch_dist":
-        reason = f"its format is {backend!r}"
-        remedy = (
-            "Load it with the Megatron that saved it, and save it with --ckpt-format torch_dist"
-        )
-        raise CheckpointError("checkpoint", str(step), reason, remedy)
+        reason = f"its format is {str(backend)[:40]!r}, where torch_dist, torch and fsdp_dtensor"
+        reason += " are read"
+        raise CheckpointError("checkpoint", str(step), reason, _SAVE_ANEW)
+    if not described:
+        raise CheckpointError("checkpoint", str(step), f"there is no {METADATA}", DAMAGED)
     return "torch_dist"
 
 
@@ -196,11 +240,6 @@ def _common(step: Path, stored: Distributed) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError("checkpoint", str(step), "its common state is damaged", DAMAGED)
     return found
-
-
-def _arguments(value: Any) -> dict[str, Any]:
-    state = value.state if isinstance(value, Inert) else value
-    return dict(state) if isinstance(state, Mapping) else {}
 
 
 def _iteration(step: Path, said: int | None, common: Mapping[str, Any]) -> int | None:
@@ -238,9 +277,6 @@ def _run_config(path: Path) -> dict[str, Any] | None:
         return loader.construct_scalar(node)
 
     Loader.add_multi_constructor("", inert)
-    try:
+    with reading(path):
         found = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = f"it cannot be read ({said_by(error)})"
-        raise CheckpointError("checkpoint", str(path), reason, DAMAGED) from error
     return found if isinstance(found, dict) else {}

@@ -75,7 +75,7 @@ def save_pretrained(
             _write(saver, state, Path(folder), tokenizer)
         except Exception as error:  # also safetensors' own; the others wait for this rank
             failure = error
-    _agree(failure, folder)
+    agree_on_failure(failure, folder)
 
 
 def _check_not_merged(model: Any) -> None:
@@ -148,7 +148,7 @@ _OF_FORMER_MODELS = (
 )
 
 
-def _agree(failure: Exception | None, folder: str | os.PathLike[str]) -> None:
+def agree_on_failure(failure: Exception | None, folder: str | os.PathLike[str]) -> None:
     """Raise rank 0's failure on all ranks: the others would wait for it at the next collective."""
     message = str(failure) if failure is not None else None
     if dist.is_initialized():
