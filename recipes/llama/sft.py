@@ -85,7 +85,8 @@ def main() -> None:
     source = resolve(args.data)
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
-    # The model, of which each process reads its own part, and the rows. One process of each host formats them.
+    # The model, of which each process reads its own part, and the rows, which one process of each
+    # host formats.
     connect(setup)
     prefer_bf16(setup)
 

@@ -154,18 +154,20 @@ def save_megatron(
         ModelError: There is no transformers model in the engine, Megatron's GPT does not compute
             what it does, or rank 0 cannot write.
     """
+    from wavemare.models.adapted import AdaptedPipeline
     from wavemare.models.adapters import is_adapted
     from wavemare.models.export import agree_on_failure
     from wavemare.models.module import TransformerPipeline
     from wavemare.models.whole import complete, gathered
 
     model = complete(model_or_engine)
-    whole = model.skeleton if isinstance(model, TransformerPipeline) else model
-    if is_adapted(whole):
+    if is_adapted(model) or isinstance(model, AdaptedPipeline):
         reason = "Megatron's checkpoints have no adapters"
         remedy = "Call save_pretrained(engine, folder, merge=True), and convert the folder"
-        raise ModelError("model", type(whole).__name__, reason, remedy)
-    arguments_of(whole.config, dtype=torch.float32)  # before anything is gathered
+        raise ModelError("model", type(model).__name__, reason, remedy)
+    arguments_of(model.config, dtype=torch.float32)  # before anything is gathered
+    # A pipeline has a whole model, without weights, on the first rank alone.
+    whole = model.skeleton if isinstance(model, TransformerPipeline) else model
     state = gathered(model)
     failure: Exception | None = None
     if state is not None:

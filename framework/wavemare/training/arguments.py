@@ -166,7 +166,8 @@ def parse_arguments(kind: type[Arguments], words: Sequence[str] | None = None) -
     arguments: Arguments = parsed
     if rest:
         name = rest[0].split("=")[0].lstrip("-")
-        remedy = did_you_mean(name, [f.name for f in fields(kind)])
+        dash = "-" if "-" in name else "_"
+        remedy = did_you_mean(name, [f.name.replace("_", dash) for f in fields(kind)])
         value = rest[1] if rest[1:] and not rest[1].startswith("--") else None
         others = [word for word in rest[1:] if word.startswith("--")]
         reason = ", nor ".join(["there is no such option", *others])

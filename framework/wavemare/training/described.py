@@ -26,7 +26,7 @@ _TRAINED = (
 )
 """Options that say how a model is trained, whatever its weights are."""
 _BALANCED = ("aux_loss", "none")
-_ROWS = 8  # of a vocabulary whose size is not known yet
+_ROWS = 2**18  # of a vocabulary whose size is not known yet
 _OF_TOKENS = ("vocab_size", "bos_token_id", "eos_token_id", "dtype", "architectures")
 
 
@@ -100,7 +100,7 @@ def _arguments(values: Mapping[str, Any]) -> dict[str, Any] | None:
     import torch
     from transformers import AutoConfig
 
-    from wavemare.megatron.config import arguments_of
+    from wavemare.megatron.arguments import arguments_of
 
     try:
         config = AutoConfig.for_model(**{"vocab_size": _ROWS, **values})

@@ -90,9 +90,9 @@ def read_model_config(
         remedy = did_you_mean(values["model_type"], CONFIG_MAPPING.keys())
         reason = f"transformers knows no model type {values['model_type']!r}"
         raise ConfigError(key, file, reason, remedy)
+    if options is not None:
+        values = described(values, options)
     with reraise_model_errors(key, file):
-        if options is not None:
-            values = described(values, options)
         config = AutoConfig.for_model(**values)
     check_length(sequence_length, max_positions(config))
     return values
@@ -141,7 +141,9 @@ def tokenizer_of(args: Any) -> str | None:
     """
     if args.tokenizer is not None or args.pretrained_checkpoint is None:
         return str(args.tokenizer) if args.tokenizer is not None else None
-    folder = open_start(args).tokenizer
+    from wavemare.megatron.models import beside
+
+    folder = beside(open_start(args).store)
     if folder is None:
         reason = f"the checkpoint in {args.pretrained_checkpoint} has no tokenizer beside it"
         remedy = "Name the Hugging Face folder of the tokenizer that made its tokens"
@@ -159,7 +161,7 @@ def load_causal_model(args: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from wavemare.megatron.config import FAMILIES
+    from wavemare.megatron.arguments import FAMILIES
     from wavemare.models.deferred import from_folder, unread_model
 
     if args.pretrained_checkpoint is not None:
@@ -442,7 +444,7 @@ def _gradients(setup: Setup, model: Any, samples_tokens: int) -> dict[str, str]:
 
 
 def export(args: Any, engine: Any, folder: Path, tokenizer: Any, **options: Any) -> None:
-    """Write the trained model: a Hugging Face folder, and Megatron's if ``--save-megatron`` says so.
+    """Write the trained model: a Hugging Face folder, and Megatron's if the options name one.
 
     Args:
         args: The recipe's options.

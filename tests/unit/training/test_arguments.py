@@ -88,7 +88,7 @@ def test_a_megatron_command_line(tmp_path):
         ),
     ):
         (tmp_path / "model.json").write_text(json.dumps({"model_type": kind}))
-        found = read_model_config(str(tmp_path / "model.json"), 256, arguments.sizes())
+        found = read_model_config(str(tmp_path / "model.json"), 256, arguments)
         assert found == {"model_type": kind, **sizes}
 
 
@@ -149,7 +149,6 @@ def test_without_them_only_schedules_are_filled_in_and_told(capfd):
         ["scheduler.params.total_num_steps auto", "300"],
         ["scheduler.params.warmup_num_steps auto", "30"],
     ]
-    assert arguments.sizes() == {}
     assert arguments.padded(4001, 2) == 4001
 
 
