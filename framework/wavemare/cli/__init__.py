@@ -14,6 +14,7 @@ from wavemare import __version__
 from wavemare.cli.convert import convert
 from wavemare.cli.data import app as data
 from wavemare.cli.doctor import doctor
+from wavemare.cli.inspect import inspect
 from wavemare.cli.job import launch_script
 from wavemare.cli.layout import app as layout
 from wavemare.cli.plan import app as plan
@@ -48,6 +49,7 @@ app.command(
 )(launch_script)
 app.command()(doctor)
 app.command()(convert)
+app.command()(inspect)
 app.command()(report)
 app.add_typer(plan, name="plan")
 app.add_typer(layout, name="layout")

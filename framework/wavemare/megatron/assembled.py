@@ -11,9 +11,7 @@ from torch import Tensor
 
 from wavemare.errors import CheckpointError
 from wavemare.megatron.arrays import DAMAGED, Array, Held
-from wavemare.models.source import Stored
-
-_ALL = slice(None)
+from wavemare.models.source import Stored, bounds
 
 
 @dataclass(frozen=True)
@@ -95,45 +93,23 @@ class Assembled:
         """
         stored = self.stored[name]
         self._check(name)
-        shape = stored.shape
-        wanted = [
-            range(size)[chosen]
-            for size, chosen in zip(
-                shape, (*index, *[_ALL] * (len(shape) - len(index))), strict=True
-            )
-        ]
-        if any(part.step != 1 for part in wanted):
-            raise ValueError(f"{name}: only slices of step 1 can be read")
-        result: Tensor | None = None
+        wanted = bounds(index, stored.shape)
+        result = torch.empty([last - first for first, last in wanted], dtype=stored.dtype)
         for box in self._boxes[name]:
             common = [
-                range(max(part.start, first), min(part.stop, first + size))
-                for part, first, size in zip(wanted, box.first, box.shape, strict=True)
+                (max(first, at), min(last, at + size))
+                for (first, last), at, size in zip(wanted, box.first, box.shape, strict=True)
             ]
-            if any(part.stop <= part.start for part in common):
+            if any(last <= first for first, last in common):
                 continue
-            inside = tuple(
-                slice(part.start - first, part.stop - first)
-                for part, first in zip(common, box.first, strict=True)
-            )
-            piece = box.read(name, inside)
+            piece = box.read(name, _slices(common, box.first))
             if piece.dtype != stored.dtype:
                 reason = f"{name} has a piece of {piece.dtype} in place of {stored.dtype}"
                 raise CheckpointError("checkpoint", self._where, reason, DAMAGED)
             if common == wanted:
                 return piece.contiguous()
-            if result is None:
-                result = torch.empty([len(part) for part in wanted], dtype=stored.dtype)
-            at = tuple(
-                slice(part.start - own.start, part.stop - own.start)
-                for part, own in zip(common, wanted, strict=True)
-            )
-            result[at].copy_(piece)
-        return (
-            torch.empty([len(part) for part in wanted], dtype=stored.dtype)
-            if result is None
-            else result
-        )
+            result[_slices(common, [first for first, _ in wanted])].copy_(piece)
+        return result
 
     def _check(self, name: str) -> None:
         if name in self._checked:
@@ -144,6 +120,11 @@ class Assembled:
             reason = f"{problem} of {name}, whose shape is {tuple(shape)}"
             raise CheckpointError("checkpoint", self._where, reason, DAMAGED)
         self._checked.add(name)
+
+
+def _slices(limits: Sequence[tuple[int, int]], start: Sequence[int]) -> tuple[slice, ...]:
+    """Return an index from where something starts."""
+    return tuple(slice(a - at, b - at) for (a, b), at in zip(limits, start, strict=True))
 
 
 def _gap(

@@ -6,6 +6,7 @@ Megatron's formats torch_dist and fsdp_dtensor are such folders.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -24,7 +25,7 @@ from wavemare.models.source import Stored
 METADATA = ".metadata"
 _MOST_LAYERS = 100_000
 FP8_HISTORY = (b"amax_history_fwd", b"scale_fwd")
-_NO_WEIGHT = ("optimizer.", "rng_state", "rerun_state_machine", "opt_param_scheduler")
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,11 @@ class Distributed:
         blob = self.objects[name]
         return plain(read_saved(blob.file, blob.start, blob.length))
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there are tensors or objects of an optimizer's state."""
+        return any(_OPTIMIZER.match(name) for name in (*self.tensors, *self.objects))
+
     def raw(self) -> Assembled:
         """Return the tensors by the file's own names."""
         boxes = {
@@ -107,7 +113,10 @@ class Distributed:
         Raises:
             CheckpointError: Pieces are missing, or the layers are of another kind.
         """
-        spots = {name: spot(name) for name in self.tensors if _is_weight(name)}
+        names = [n for n in self.tensors if "_extra_state" not in n and not _OPTIMIZER.match(n)]
+        # Beside a model, other tensors may be of the optimizer and of the random states.
+        names = [name for name in names if name.startswith("model.")] or names
+        spots = {name: spot(name) for name in names}
         blocks = pairs_joined(spots.values(), pattern, str(self.folder))
         parts: dict[str, list[_Part]] = {}
         for name, each in spots.items():
@@ -162,11 +171,6 @@ class _Part:
     spot: Spot
     stored: Stored
     pieces: list[tuple[Chunk, tuple[int, ...]]]
-
-
-def _is_weight(name: str) -> bool:
-    head = name.removeprefix("chained_").lstrip("0123456789.")
-    return "_extra_state" not in name and not head.startswith(_NO_WEIGHT)
 
 
 def _joined(where: str, parts: Sequence[_Part]) -> tuple[Stored, list[Box]]:

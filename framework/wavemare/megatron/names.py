@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from wavemare.errors import CheckpointError
+from wavemare.megatron.arrays import DAMAGED
 
 _WRAPPERS = re.compile(r"^(model\.)?(module\.)*")
-_LAYER = re.compile(r"^(?:decoder|encoder)\.layers\.(?:(\d{1,9})\.)?(.+)$")
+_LAYER = re.compile(r"^(?:decoder|encoder|transformer)\.layers\.(?:(\d{1,9})\.)?(.+)$")
 _PARTS = (
     (r"^(?:input_layernorm|input_norm)\.", "self_attention.linear_qkv.layer_norm_"),
     (r"^pre_mlp_layernorm\.", "mlp.linear_fc1.layer_norm_"),
@@ -90,13 +91,18 @@ def spot(name: str) -> Spot:
     return Spot(part, True, layer, expert, "wv".index(split[2]) if split else None)
 
 
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer that a weight of a canonical name is in."""
+    found = re.match(r"decoder\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
 def order(name: str) -> tuple[int, int, str]:
     """Return the key by which canonical names are sorted: layer by layer."""
-    words = name.split(".")
-    if words[0] == "embedding":
-        return 0, 0, name
-    numbered = words[:2] == ["decoder", "layers"] and words[2].isdigit()
-    return (1, int(words[2]), name) if numbered else (2, 0, name)
+    layer = layer_of(name)
+    if layer is not None:
+        return 1, layer, name
+    return (0 if name.startswith("embedding.") else 2), 0, name
 
 
 def pairs_joined(spots: Iterable[Spot], pattern: str, where: str) -> dict[int, int]:
@@ -127,6 +133,10 @@ def pairs_joined(spots: Iterable[Spot], pattern: str, where: str) -> dict[int, i
             reason = f"layer {number} has a mixer (Mamba or another of a hybrid model)"
             raise CheckpointError("checkpoint", where, reason, _REMEDY)
     numbers = sorted(kinds)
+    if numbers != list(range(len(numbers))):
+        missing = min(set(range(len(numbers))) - kinds.keys())
+        reason = f"layer {missing} is missing, where there is a layer {numbers[-1]}"
+        raise CheckpointError("checkpoint", where, reason, DAMAGED)
     hybrid = hybrid or all(len(kinds[n] & {"self_attention", "mlp"}) == 1 for n in numbers)
     if not hybrid or not numbers:
         return {number: number for number in numbers}

@@ -50,6 +50,7 @@ class Store:
         common: What else it holds beside tensors: plain values.
         tokenizer: The folder of a tokenizer beside the weights.
         raw: Tensors by the names of the files, the optimizer's included.
+        has_optimizer: Whether it holds the state of an optimizer.
     """
 
     weights: WeightSource
@@ -61,6 +62,7 @@ class Store:
     common: Mapping[str, Any]
     tokenizer: Path | None
     raw: WeightSource
+    has_optimizer: bool
     _find_fp8: Callable[[], bool] = field(repr=False)
 
     @cached_property
@@ -172,6 +174,7 @@ def _open_rank_files(step: Path, said: int | None, heads: int | None) -> Store:
         common=common,
         tokenizer=_tokenizer(step),
         raw=files.weights,
+        has_optimizer="optimizer" in files.content,
         _find_fp8=find_fp8,
     )
 
@@ -197,6 +200,7 @@ def _open_distributed(step: Path, said: int | None) -> Store:
         common=common,
         tokenizer=_tokenizer(step),
         raw=stored.raw(),
+        has_optimizer=stored.has_optimizer,
         _find_fp8=stored.lost_fp8,
     )
 
