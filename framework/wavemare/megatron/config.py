@@ -59,7 +59,7 @@ _USUAL: dict[str, tuple[Any, ...]] = {
 }
 _ROUTING = ("sinkhorn", "quantile_balancing")
 # Bridge's names of what Megatron-LM's arguments say.
-_BRIDGE = {
+_BRIDGE: dict[str, str] = {
     "bias_activation_fusion": "bias_gelu_fusion",
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",

@@ -38,7 +38,7 @@ from wavemare.megatron.models import (
     tokenizer_arguments,
 )
 from wavemare.models.folder import HfFolder, read_config, write_folder
-from wavemare.models.source import WeightSource
+from wavemare.models.source import Ahead, WeightSource
 from wavemare.models.tensor_file import size_of
 
 FORMATS = ("hf", "megatron")
@@ -62,7 +62,7 @@ _BESIDE = (
 )
 # Masks and tables that old files have; every model makes them anew.
 _MADE_ANEW = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
-_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD = 8  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,14 +354,15 @@ def _write_hf(
                 file.flush()
                 progress("write", size, total)
 
-            write_folder(
-                partial,
-                source.weights,
-                source.config,
-                dtype=options.dtype,
-                finished=finished,
-                wrote=wrote,
-            )
+            with Ahead(source.weights) as weights:
+                write_folder(
+                    partial,
+                    weights,
+                    source.config,
+                    dtype=options.dtype,
+                    finished=finished,
+                    wrote=wrote,
+                )
         carry(source.beside, partial, leave=("config.json",))
 
 
@@ -384,14 +385,15 @@ def _write_megatron(
         arguments |= tokenizer_arguments(target)
     total = sum(size_of(stored) for stored in weights.stored.values())
     iteration = source.iteration if options.iteration is None else options.iteration
-    write_torch_dist(
-        partial,
-        weights,
-        arguments=arguments | {"iteration": iteration},
-        iteration=iteration,
-        resume=True,
-        progress=lambda size: progress("write", size, total),
-    )
+    with Ahead(weights) as ahead:
+        write_torch_dist(
+            partial,
+            ahead,
+            arguments=arguments | {"iteration": iteration},
+            iteration=iteration,
+            resume=True,
+            progress=lambda size: progress("write", size, total),
+        )
 
 
 def carry(source: Path | None, target: Path, leave: tuple[str, ...] = ()) -> list[str]:
@@ -423,18 +425,21 @@ def _compare(
         ModelError: The weight's name.
     """
     total = sum(size_of(stored) for _, stored in _each(source))
-    for name, stored in _each(source):
-        cast = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
-        equal = name in written.stored
-        equal = equal and _same_bits(source.weights.read(name).to(cast), written.read(name))
-        if not equal:
-            reason = "it was read back with a difference, so the conversion was dropped"
-            raise ModelError("weights", name, reason, "Try it again; report it if it happens twice")
-        progress("compare", size_of(stored), total)
+    with Ahead(source.weights) as ours, Ahead(written) as theirs:
+        for name, stored in _each(source):
+            cast = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+            equal = name in written.stored
+            if not (equal and _same_bits(ours.read(name).to(cast), theirs.read(name))):
+                reason = "it was read back with a difference, so the conversion was dropped"
+                remedy = "Try it again, and report it if it happens twice"
+                raise ModelError("weights", name, reason, remedy)
+            progress("compare", size_of(stored), total)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    whole = _SAME_SIZE[one.dtype.itemsize]
-    return torch.equal(one.view(whole), other.view(whole))
+    parts = [part.contiguous().view(-1).view(torch.uint8) for part in (one, other)]
+    if parts[0].numel() % _WORD == 0:
+        parts = [part.view(torch.int64) for part in parts]  # several times as fast
+    return torch.equal(*parts)

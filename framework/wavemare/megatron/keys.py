@@ -275,6 +275,7 @@ class HfWeights:
         # Query, key and value are asked for one after the other.
         if self._last is None or self._last[0] != wanted:
             index = slice(first * total, last * total), *rest
+            self._last = None  # before the next one is in memory
             self._last = wanted, self._weights.read(key, index)
         groups = self._last[1].view(last - first, total, *self._last[1].shape[1:])
         own = groups[:, before : before + width].flatten(0, 1)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -56,6 +58,44 @@ class MemorySource:
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """Return a weight or its part, which shares memory with the state dict's."""
         return self._state[name].detach()[index]
+
+
+class Ahead:
+    """Weights of a source, the next of which is read while a caller works with the last.
+
+    Two of them are in memory. Leave the context to end the thread.
+
+    Args:
+        source: Whole weights are asked for in its order, as far as possible.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.stored: Mapping[str, Stored] = source.stored
+        names = list(self.stored)
+        self._following = dict(pairwise(names))
+        self._pool = ThreadPoolExecutor(1, "weights")
+        self._next: tuple[str, Future[Tensor]] | None = None
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a weight or its part; see `WeightSource`."""
+        ready, self._next = self._next, None
+        if ready is not None and ready[0] == name and not index:
+            found = ready[1].result()
+        else:
+            if ready is not None:
+                wait([ready[1]])  # a source is used by one thread at a time
+            found = self._source.read(name, index)
+        following = self._following.get(name)
+        if following is not None:
+            self._next = following, self._pool.submit(self._source.read, following)
+        return found
 
 
 def bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
