@@ -188,7 +188,8 @@ def check_options(args: SftArguments) -> None:
     """Refuse options that cannot work here.
 
     Raises:
-        ConfigError: ``--balance`` or ``--split`` is given, or ``--long_rows`` is another word.
+        ConfigError: ``--balance`` or ``--split`` is given, ``--long_rows`` is another word, or
+            LoRA is to be written for Megatron.
         LaunchError: peft is not installed.
     """
     for name, default in (("balance", "none"), ("split", None)):
@@ -198,6 +199,10 @@ def check_options(args: SftArguments) -> None:
     if args.long_rows not in ("cut", "skip"):
         reason = "there is no such way to treat them"
         raise ConfigError("--long_rows", args.long_rows, reason, "Give cut or skip")
+    if args.save_megatron is not None and args.lora_r is not None:
+        reason = "Megatron's checkpoints have no adapters"
+        remedy = f"Leave it out, give --merge, and convert {args.output}/model"
+        raise ConfigError("--save-megatron", args.save_megatron, reason, remedy)
     if args.lora_r is not None:
         require("peft", "--lora-r")
 

@@ -191,8 +191,8 @@ def unread_model(
         config: Of transformers.
         source: The weights by their names in memory.
         dtype: See `defer`.
-        kind: The class; by default the first of the configuration's ``architectures``, or the causal
-            language model.
+        kind: The class; by default the first of the configuration's ``architectures``, or the
+            causal language model.
 
     Raises:
         ModelError: See `defer`.

@@ -16,7 +16,6 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from wavemare.engine.labels import shifts_labels
 from wavemare.errors import ConfigError, ModelError, did_you_mean
 from wavemare.models.activations import SideInputs
-from wavemare.models.deferred import copy_of
 from wavemare.models.chains import (
     classification_chain,
     decoder_chain,
@@ -25,6 +24,7 @@ from wavemare.models.chains import (
     masked_lm_chain,
     masked_lm_spares,
 )
+from wavemare.models.deferred import copy_of
 from wavemare.models.layers import Head, PipelineLayer, TiedHead, TokenEmbedding
 from wavemare.parallel.tensor.layers import (
     VocabParallelHead,

@@ -150,7 +150,7 @@ def _place_ends(arguments: TrainArguments, config: dict[str, Any]) -> None:
     stages = config.get(SECTION, {}).get("pipeline", {}).get("stages", 1)
     others = stages - sum(end is not None for end in ends)
     each, rest = divmod(total - sum(end or 0 for end in ends), max(others, 1))
-    if stages < 2 or rest or each < bool(others) or (others == 0 and each):
+    if stages == 1 or rest or each < bool(others) or (others == 0 and each):
         reason = f"{stages} stages cannot share {total} layers so"
         remedy = "Give --num-layers and --pipeline-model-parallel-size that fit, or leave it out"
         raise ConfigError(key, given, reason, remedy)

@@ -67,9 +67,11 @@ class Row:
 
     def field(self) -> tuple[str, Any, Any]:
         """Return name, type and default of a field of a dataclass for HfArgumentParser."""
-        text = self.text or self.sets
+        text = self.text
         if self.use in (IDLE, REFUSED):
             text = argparse.SUPPRESS
+        elif self.use == JSON:
+            text = f"{self.sets}{': ' * bool(text)}{text}"
         metadata: dict[str, Any] = {"help": text}
         if "_" in self.name:
             metadata["aliases"] = [f"--{self.name}"]
@@ -79,9 +81,10 @@ class Row:
         return self.attribute, kind | None, field(default=None, metadata=metadata)
 
 
-def _rows(use: str, kind: type, *lines: tuple[str, ...], **more: Any) -> list[Row]:
+def _rows(use: str, kind: type, *lines: tuple[str, ...]) -> list[Row]:
     """Return rows of one use and kind, from (name, what it sets, text)."""
-    return [Row(line[0], use, kind, *line[1:], **more) for line in lines]
+    found = [(*line, "", "")[:3] for line in lines]
+    return [Row(name, use, kind, sets, text) for name, sets, text in found]
 
 
 def _idle(reason: str, flags: str = "", values: str = "") -> list[Row]:
@@ -176,15 +179,15 @@ _JSON_ROWS = [
         (
             "micro-batch-size",
             "train_micro_batch_size_per_gpu",
-            "train_micro_batch_size_per_gpu of the JSON; alone, without accumulation",
+            "alone, without accumulation",
         ),
-        ("global-batch-size", "train_batch_size", "train_batch_size of the JSON"),
+        ("global-batch-size", "train_batch_size"),
         ("tensor-model-parallel-size", f"{SECTION}.tensor_parallel.size"),
         ("pipeline-model-parallel-size", f"{SECTION}.pipeline.stages"),
         (
             "num-virtual-stages-per-pipeline-rank",
             f"{SECTION}.pipeline.chunks",
-            "wavemare.pipeline.chunks, with the schedule interleaved",
+            "with the schedule interleaved",
         ),
         (
             "num-layers-per-virtual-pipeline-stage",
@@ -211,10 +214,10 @@ _JSON_ROWS = [
     *_rows(
         JSON,
         float,
-        ("lr", "optimizer.params.lr", "learning rate of the JSON"),
+        ("lr", "optimizer.params.lr", "the highest rate"),
         ("min-lr", "scheduler", "lowest learning rate of the cosine schedule"),
         ("lr-warmup-fraction", "scheduler", "share of the steps for warm-up, such as 0.1"),
-        ("weight-decay", "optimizer.params.weight_decay", "weight decay of the JSON"),
+        ("weight-decay", "optimizer.params.weight_decay"),
         ("adam-beta1", "optimizer.params.betas.0"),
         ("adam-beta2", "optimizer.params.betas.1"),
         ("adam-eps", "optimizer.params.eps"),
@@ -223,11 +226,11 @@ _JSON_ROWS = [
         ("initial-loss-scale", "fp16.initial_scale_power", "first scale, a power of 2"),
         ("min-loss-scale", "fp16.min_loss_scale", "lowest scale"),
         ("loss-scale-window", "fp16.loss_scale_window", "steps until it is raised"),
-        ("clip-grad", "gradient_clipping", "gradient_clipping of the JSON"),
+        ("clip-grad", "gradient_clipping"),
         (
             "distributed-timeout-minutes",
             f"{SECTION}.watchdog.timeout_s",
-            "wavemare.watchdog.timeout_s, in minutes",
+            "given in minutes",
         ),
     ),
     *_rows(
@@ -235,8 +238,8 @@ _JSON_ROWS = [
         str,
         ("lr-decay-style", "scheduler", "cosine, linear or constant"),
         ("optimizer", "optimizer.type", "adam (AdamW) or sgd"),
-        ("tensorboard-dir", "tensorboard.output_path", "turn on DeepSpeed's tensorboard monitor"),
-        ("wandb-project", "wandb.project", "turn on DeepSpeed's wandb monitor"),
+        ("tensorboard-dir", "tensorboard.output_path", "also turns the monitor on"),
+        ("wandb-project", "wandb.project", "also turns the monitor on"),
         (
             "data-parallel-sharding-strategy",
             "zero_optimization.stage",
@@ -246,8 +249,8 @@ _JSON_ROWS = [
     *_rows(
         JSON,
         bool,
-        ("fp16", "fp16.enabled", "turn on fp16 in the JSON"),
-        ("bf16", "bf16.enabled", "turn on bf16 in the JSON"),
+        ("fp16", "fp16.enabled"),
+        ("bf16", "bf16.enabled"),
         ("use-distributed-optimizer", "zero_optimization.stage", "ZeRO 1 at least"),
         ("use-torch-fsdp2", "zero_optimization.stage", "ZeRO 3"),
         ("async-save", f"{SECTION}.checkpoint.background", "save in the background"),
@@ -336,8 +339,8 @@ _IDLE_ROWS = [
         "log-world-size-to-tensorboard log-batch-size-to-tensorboard log-straggler "
         "log-loss-scale-to-tensorboard no-log-loss-scale-to-tensorboard "
         "no-log-learnig-rate-to-tensorboard",
-        "log-memory-interval timing-log-level timing-log-option tensorboard-log-interval tensorboard-queue-size "
-        "wandb-exp-name wandb-save-dir wandb-entity logging-level",
+        "log-memory-interval timing-log-level timing-log-option tensorboard-log-interval "
+        "tensorboard-queue-size wandb-exp-name wandb-save-dir wandb-entity logging-level",
     ),
     *_idle(
         "the launcher and torch decide it",
@@ -362,6 +365,7 @@ _IDLE_ROWS = [
         "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split "
         "standalone-embedding-stage",
     ),
+    *_idle("norms have the weights that they multiply by", "apply-layernorm-1p"),
     *_idle("--data-parallel-sharding-strategy says it", "use-megatron-fsdp use-custom-fsdp"),
     *_idle("without capacity, no token is dropped", "moe-pad-expert-input-to-capacity"),
 ]
@@ -372,15 +376,16 @@ _REFUSED_ROWS = [
         "none of the models here computes this",
         _FAMILIES,
         "squared-relu quick-geglu rotary-interleaved multi-latent-attention "
-        "attention-output-gate apply-residual-connection-post-layernorm moe-router-enable-expert-bias "
-        "experimental-attention-variant apply-layernorm-1p",
-        "window-size window-attn-skip-freq q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim "
-        "v-head-dim mtp-num-layers softmax-scale hybrid-layer-pattern hybrid-override-pattern "
-        "hybrid-attention-ratio hybrid-mlp-ratio linear-attention-freq moe-layer-freq=1 "
+        "attention-output-gate apply-residual-connection-post-layernorm "
+        "moe-router-enable-expert-bias experimental-attention-variant",
+        "window-size window-attn-skip-freq q-lora-rank kv-lora-rank qk-head-dim "
+        "qk-pos-emb-head-dim v-head-dim mtp-num-layers softmax-scale hybrid-layer-pattern "
+        "hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio linear-attention-freq moe-layer-freq=1 "
         "moe-router-score-function=softmax moe-router-topk-scaling-factor=1|1.0 "
         "moe-router-num-groups moe-router-group-topk moe-router-bias-update-rate "
         "moe-input-jitter-eps moe-z-loss-coeff=0|0.0 moe-expert-capacity-factor "
-        "softmax-type=vanilla no-rope-freq yarn-original-max-position-embeddings glu-linear-offset heterogeneous-layers-config-path "
+        "softmax-type=vanilla no-rope-freq yarn-original-max-position-embeddings "
+        "glu-linear-offset heterogeneous-layers-config-path "
         "rotary-scaling-factor mscale mscale-all-dim rotary-seq-len-interpolation-factor",
     ),
     *_refused(

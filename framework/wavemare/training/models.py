@@ -173,15 +173,36 @@ def load_causal_model(args: Any) -> Any:
         )
         for note in opened.notes:
             tell(note)
-        return unread_model(opened.config, opened.weights, torch.float32)
+        return _exportable(args, unread_model(opened.config, opened.weights, torch.float32))
     folder = Path(args.model).resolve()  # adapters name it
     with reraise_model_errors("--model", args.model):
         config = AutoConfig.from_pretrained(folder)
         if config.model_type in FAMILIES:
             with suppress(ModelError):  # files of another form are loaded whole
                 kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-                return from_folder(folder, dtype=torch.float32, kind=kind)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+                return _exportable(args, from_folder(folder, dtype=torch.float32, kind=kind))
+        return _exportable(args, AutoModelForCausalLM.from_pretrained(folder, dtype="float32"))
+
+
+def _exportable(args: Any, model: Any) -> Any:
+    """Return a model that ``--save-megatron`` can write, if it is given.
+
+    Raises:
+        ConfigError: Megatron has no such model.
+    """
+    if args.save_megatron is not None:
+        import torch
+
+        from wavemare.megatron.arguments import arguments_of
+
+        try:
+            arguments_of(model.config, dtype=torch.float32)
+        except ModelError as error:
+            reason = f"Megatron has no such model ({error.key}: {error.reason})"
+            raise ConfigError(
+                "--save-megatron", args.save_megatron, reason, "Leave it out"
+            ) from error
+    return model
 
 
 def check_start(args: Any) -> None:
@@ -223,7 +244,7 @@ def new_causal_model(
     end, rows = tokenizer.eos_token_id, args.padded(len(tokenizer), tensor_parallel)
     config = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end, **shape}
     with reraise_model_errors("--model_config", args.model_config):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        return _exportable(args, AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
 
 
 def new_masked_model(
@@ -459,7 +480,13 @@ def export(args: Any, engine: Any, folder: Path, tokenizer: Any, **options: Any)
     if args.save_megatron is not None:
         from wavemare.megatron import save_megatron
 
-        save_megatron(engine, args.save_megatron, iteration=engine.global_steps)
+        save_megatron(
+            engine,
+            args.save_megatron,
+            iteration=engine.global_steps,
+            consumed_samples=engine.global_samples,
+            tokenizer=tokenizer,
+        )
 
 
 class Evaluation:
