@@ -28,6 +28,9 @@ def convert(
         int | None,
         typer.Option(min=1, help="From Megatron: vocabulary without padding, if not stored."),
     ] = None,
+    num_attention_heads: Annotated[
+        int | None, typer.Option(min=1, help="From Megatron: heads, if not stored.")
+    ] = None,
     iteration: Annotated[
         int | None, typer.Option(min=0, help="To Megatron: step; 0 is a release.")
     ] = None,
@@ -49,6 +52,7 @@ def convert(
         dtype=getattr(torch, dtype) if dtype is not None else None,
         config=config,
         vocab_size=vocab_size,
+        num_attention_heads=num_attention_heads,
         iteration=iteration,
     )
     typer.echo(run(source, target, to, options))

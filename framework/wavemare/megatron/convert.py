@@ -73,12 +73,14 @@ class Options:
         dtype: Of the target's floating-point weights; the source's if omitted.
         config: A folder with the ``config.json`` of a Megatron source.
         vocab_size: Tokens of a Megatron source without padding.
+        num_attention_heads: Of a Megatron source that does not say it.
         iteration: Of a Megatron target; 0 is a release. By default the source's.
     """
 
     dtype: torch.dtype | None = None
     config: Path | None = None
     vocab_size: int | None = None
+    num_attention_heads: int | None = None
     iteration: int | None = None
 
 
@@ -186,7 +188,7 @@ def format_of(folder: Path) -> str:
 def _check_used(source: str, target: str, options: Options) -> None:
     unused = []
     if source == "hf":
-        unused += ["config", "vocab_size"]
+        unused += ["config", "vocab_size", "num_attention_heads"]
     if target == "hf":
         unused += ["iteration"]
     for name in unused:
@@ -210,7 +212,12 @@ def _open_hf(folder: Path) -> Source:
 
 
 def _open_megatron(folder: Path, options: Options) -> Source:
-    opened: Opened = open_checkpoint(folder, options.config, vocab_size=options.vocab_size)
+    opened: Opened = open_checkpoint(
+        folder,
+        options.config,
+        vocab_size=options.vocab_size,
+        num_attention_heads=options.num_attention_heads,
+    )
     return Source(
         "megatron",
         opened.config,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,11 @@ class Opened:
 
 
 def open_checkpoint(
-    folder: str | os.PathLike[str], config: Any = None, *, vocab_size: int | None = None
+    folder: str | os.PathLike[str],
+    config: Any = None,
+    *,
+    vocab_size: int | None = None,
+    num_attention_heads: int | None = None,
 ) -> Opened:
     """Open a Megatron checkpoint of any format; weights are read later, one by one.
 
@@ -60,6 +64,7 @@ def open_checkpoint(
         config: A configuration of transformers, or a folder with ``config.json``, where the
             checkpoint does not say everything.
         vocab_size: Tokens without padding, where the checkpoint does not say it.
+        num_attention_heads: Where the checkpoint does not say it.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -67,14 +72,19 @@ def open_checkpoint(
     """
     from wavemare.megatron.store import open_store
 
-    store = open_store(Path(folder))
-    facts = facts_of(store.arguments, store.run_config, legacy=_is_legacy(store))
-    stored = store.weights.stored
-    carried = beside(store)
-    notes = ["The checkpoint's history of FP8 scales is lost."] if store.lost_fp8 else []
     given = config
     if isinstance(config, str | os.PathLike):
         given = read_config(Path(config).expanduser())
+    if given is not None and num_attention_heads is None:
+        num_attention_heads = getattr(given, "num_attention_heads", None)
+    store = open_store(Path(folder), num_attention_heads=num_attention_heads)
+    facts = facts_of(store.arguments, store.run_config, legacy=_is_legacy(store))
+    if num_attention_heads is not None and facts.get("num_attention_heads") is None:
+        values = {**facts.values, "num_attention_heads": num_attention_heads}
+        facts = replace(facts, values=values)
+    stored = store.weights.stored
+    carried = beside(store)
+    notes = ["The checkpoint's history of FP8 scales is lost."] if store.lost_fp8 else []
     if given is None and carried is not None:
         given = _if_it_agrees(carried, facts, stored)
     if given is not None:
@@ -95,12 +105,14 @@ def open_checkpoint(
     found.architectures = [language_model_of(found).__name__]
     centered = bool(facts.get("apply_layernorm_1p", False))
     weights = HfWeights(store.weights, found, centered=centered)
+    trained = store.common.get("train_state") or {}
+    samples = facts.get("consumed_train_samples") or trained.get("consumed_train_samples")
     return Opened(
         config=found,
         weights=weights,
         arguments=facts.values,
         iteration=store.iteration,
-        consumed_samples=int(facts.get("consumed_train_samples", 0) or 0),
+        consumed_samples=int(samples or 0),
         format=store.format,
         store=store,
         notes=tuple(notes),

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's weights by transformers' names and back, against plain loops."""
+
+import pytest
+import torch
+
+from megatron_models import CONFIGS, build
+from wavemare.errors import ModelError
+from wavemare.megatron.keys import HfWeights, MegatronWeights
+from wavemare.models.source import MemorySource
+
+PADDED = 40
+
+
+def all_of(source):
+    return {name: source.read(name) for name in source.stored}
+
+
+def by_hand(model, experts):
+    """Megatron's weights of a Llama or a Qwen2-MoE, one row at a time."""
+    state, config = model.state_dict(), model.config
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    size = config.hidden_size // heads
+    found = {}
+
+    def vocabulary(weight):
+        return torch.stack([weight[min(row, len(weight) - 1)] for row in range(PADDED)])
+
+    def grouped(part, end):
+        query, key, value = (state[f"{part}.{name}_proj.{end}"] for name in "qkv")
+        rows = []
+        for group in range(groups):
+            for head in range(heads // groups):
+                first = (group * (heads // groups) + head) * size
+                rows += [query[first + row] for row in range(size)]
+            rows += [key[group * size + row] for row in range(size)]
+            rows += [value[group * size + row] for row in range(size)]
+        return torch.stack(rows)
+
+    def gate_and_up(part):
+        gate, up = state[f"{part}.gate_proj.weight"], state[f"{part}.up_proj.weight"]
+        return torch.stack([*gate, *up])
+
+    found["embedding.word_embeddings.weight"] = vocabulary(state["model.embed_tokens.weight"])
+    for layer in range(config.num_hidden_layers):
+        theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        attention = f"{ours}.self_attention"
+        found[f"{attention}.linear_qkv.layer_norm_weight"] = state[
+            f"{theirs}.input_layernorm.weight"
+        ]
+        found[f"{attention}.linear_qkv.weight"] = grouped(f"{theirs}.self_attn", "weight")
+        if experts:
+            found[f"{attention}.linear_qkv.bias"] = grouped(f"{theirs}.self_attn", "bias")
+        found[f"{attention}.linear_proj.weight"] = state[f"{theirs}.self_attn.o_proj.weight"]
+        found[f"{ours}.mlp.linear_fc1.layer_norm_weight"] = state[
+            f"{theirs}.post_attention_layernorm.weight"
+        ]
+        if not experts:
+            found[f"{ours}.mlp.linear_fc1.weight"] = gate_and_up(f"{theirs}.mlp")
+            found[f"{ours}.mlp.linear_fc2.weight"] = state[f"{theirs}.mlp.down_proj.weight"]
+            continue
+        found[f"{ours}.mlp.router.weight"] = state[f"{theirs}.mlp.gate.weight"]
+        block = model.model.layers[layer].mlp
+        inner = config.moe_intermediate_size
+        first, second = [], []
+        for expert in range(config.num_experts):
+            both = block.experts.gate_up_proj.detach()[expert]
+            first.append(torch.cat([both[:inner], both[inner:]]))
+            second.append(block.experts.down_proj.detach()[expert])
+        found[f"{ours}.mlp.experts.linear_fc1.weight"] = torch.stack(first)
+        found[f"{ours}.mlp.experts.linear_fc2.weight"] = torch.stack(second)
+        shared = f"{theirs}.mlp.shared_expert"
+        found[f"{ours}.mlp.shared_experts.linear_fc1.weight"] = gate_and_up(shared)
+        found[f"{ours}.mlp.shared_experts.linear_fc2.weight"] = state[f"{shared}.down_proj.weight"]
+        found[f"{ours}.mlp.shared_experts.gate_weight"] = state[f"{shared}_gate.weight"]
+    found["decoder.final_layernorm.weight"] = state["model.norm.weight"]
+    found["output_layer.weight"] = vocabulary(state["lm_head.weight"])
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_moe"])
+def test_where_every_row_goes(name):
+    model = build(name)
+    source = MegatronWeights(MemorySource(model.state_dict()), model.config, padded=PADDED)
+    expected = by_hand(model, experts=name == "qwen2_moe")
+    found = all_of(source)
+    assert found.keys() == expected.keys()
+    for key, weight in expected.items():
+        assert source.stored[key].shape == tuple(weight.shape)
+        assert torch.equal(found[key], weight), key
+    back = all_of(HfWeights(MemorySource(expected), model.config))
+    assert back.keys() == model.state_dict().keys()
+    assert all(torch.equal(back[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_and_back_and_every_part(name):
+    """A part that is read alone is the part of the whole; the whole is the model's."""
+    model = build(name)
+    state = model.state_dict()
+    there = MegatronWeights(MemorySource(state), model.config, padded=PADDED)
+    back = HfWeights(MemorySource(all_of(there)), model.config)
+    assert back.stored.keys() == state.keys()
+    generator = torch.Generator().manual_seed(5)
+    for source, whole in ((there, all_of(there)), (back, state)):
+        for key, weight in whole.items():
+            assert torch.equal(source.read(key), weight), key
+            for count in range(1, weight.dim() + 1):
+                cuts = [torch.randint(0, n + 1, (2,), generator=generator) for n in weight.shape]
+                index = tuple(slice(*cut.sort().values.tolist()) for cut in cuts[:count])
+                assert torch.equal(source.read(key, index), weight[index]), (key, index)
+
+
+class Counting(MemorySource):
+    """Counts the numbers that are read."""
+
+    numbers = 0
+
+    def read(self, name, index=()):
+        part = super().read(name, index)
+        self.numbers += part.numel()
+        return part
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_tensor_parallel_half_reads_half(name):
+    model = build(name)
+    whole = MegatronWeights(MemorySource(model.state_dict()), model.config, padded=PADDED)
+    source = Counting(all_of(whole))
+    weights = HfWeights(source, model.config)
+    for key in ("q_proj", "k_proj", "v_proj"):
+        weight = f"model.layers.0.self_attn.{key}.weight"
+        rows = weights.stored[weight].shape[0] // 2
+        weights.read(weight, (slice(rows, 2 * rows),))
+    # The three stand together in one group of two.
+    fused = source.stored["decoder.layers.0.self_attention.linear_qkv.weight"].shape
+    assert source.numbers == fused[0] * fused[1] // 2
+
+
+def test_norms_without_their_one():
+    model = build("llama, biases")
+    stored = all_of(MegatronWeights(MemorySource(model.state_dict()), model.config, padded=PADDED))
+    for key in stored:
+        if "norm" in key and key.endswith("weight"):
+            stored[key] = stored[key].double() - 1
+        else:
+            stored[key] = stored[key].double()
+    found = all_of(HfWeights(MemorySource(stored), model.config, centered=True))
+    for key, value in model.state_dict().items():
+        assert torch.equal(found[key], value.double()), key
+
+
+def test_weights_without_a_place_are_named():
+    model = build("llama")
+    state = model.state_dict()
+    stored = all_of(MegatronWeights(MemorySource(state), model.config, padded=PADDED))
+    stored["mtp.layers.0.eh_proj.weight"] = torch.zeros(2)
+    with pytest.raises(ModelError, match="mtp.layers.0.eh_proj.weight"):
+        HfWeights(MemorySource(stored), model.config)
+    with pytest.raises(ModelError, match="model.layers.0.extra"):
+        MegatronWeights(
+            MemorySource(state | {"model.layers.0.extra": torch.zeros(2)}),
+            model.config,
+            padded=PADDED,
+        )
