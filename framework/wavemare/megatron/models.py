@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wavemare.errors import ModelError
 from wavemare.megatron.arguments import arguments_of, language_model_of
 from wavemare.megatron.config import config_of, facts_of
 from wavemare.megatron.keys import EMBEDDING, HfWeights, MegatronWeights
-from wavemare.models.disk_names import empty_model
+from wavemare.models.deferred import read_weights, unread_model
 from wavemare.models.folder import read_config
 from wavemare.models.source import MemorySource, WeightSource
 
@@ -125,21 +125,27 @@ def load_hf(
     *,
     dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
+    lazy: bool = False,
 ) -> Any:
-    """Load a Megatron checkpoint as a model of transformers.
+    """Load a Megatron checkpoint as a model of transformers, in evaluation mode.
 
     Args:
         folder: See `open_checkpoint`.
         config: See `open_checkpoint`.
         dtype: Of the weights; the checkpoint's if omitted.
         vocab_size: See `open_checkpoint`.
+        lazy: Whether `wavemare.initialize` reads the weights: each rank those of its stage, and its
+            own parts of layers and experts that are divided.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
         ModelError: There is no faithful conversion, or something else has to be known.
     """
     opened = open_checkpoint(folder, config, vocab_size=vocab_size)
-    return filled(opened.config, opened.weights, dtype=dtype)
+    model = unread_model(opened.config, opened.weights, dtype)
+    if not lazy:
+        read_weights(model)
+    return model.eval()
 
 
 def save_megatron(
@@ -224,32 +230,6 @@ def tokenizer_arguments(folder: Path) -> dict[str, str]:
     """Return the arguments that name the tokenizer beside a checkpoint's weights."""
     model = str(folder.absolute() / CARRIED)
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": model}
-
-
-def filled(config: Any, weights: WeightSource, *, dtype: torch.dtype | None = None) -> Any:
-    """Return a configuration's model with the weights of a source, in evaluation mode.
-
-    Raises:
-        ModelError: The source lacks a weight, or one has another shape.
-    """
-    model = empty_model(config, buffers=True)
-    places: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in places:
-            stored = weights.stored.get(name)
-            if stored is None or stored.shape != tuple(parameter.shape):
-                reason = "the checkpoint lacks it" if stored is None else f"it is {stored.shape}"
-                remedy = "Give the configuration of the checkpoint"
-                raise ModelError("weight", name, reason, remedy)
-            weight = (
-                weights.read(name)
-                .to(dtype or stored.dtype)
-                .clone(memory_format=torch.contiguous_format)
-            )
-            places[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
-        module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, places[id(parameter)])
-    return model.eval()
 
 
 def _is_legacy(store: Any) -> bool:

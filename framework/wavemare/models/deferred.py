@@ -197,17 +197,9 @@ def unread_model(
     Raises:
         ModelError: See `defer`.
     """
-    import transformers
-    from accelerate import init_empty_weights
+    from wavemare.models.disk_names import empty_model
 
-    kind = kind or getattr(transformers, (config.architectures or [""])[0], None)
-    with init_empty_weights(include_buffers=False):
-        if kind is None:
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        else:
-            model = kind(config)
-    model.tie_weights()
-    return defer(model, source, dtype)
+    return defer(empty_model(config, kind, buffers=True), source, dtype)
 
 
 def from_folder(

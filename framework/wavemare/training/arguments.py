@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar, cast
 from wavemare.engine.launch.group import environment_rank
 from wavemare.engine.observe.choices import tell
 from wavemare.errors import CheckpointError, ConfigError, did_you_mean
+from wavemare.files import read_json
 from wavemare.training import megatron
 from wavemare.training.megatron import TABLE, MegatronArguments
 
@@ -328,7 +329,9 @@ def _start_of(given: Any) -> dict[str, Any]:
                 reason = f"{load} is a run of wavemare, which goes on with all that it was"
                 remedy = f"Leave it out, or train gpt/finetune --model {load}/model"
                 raise ConfigError(f"--{TABLE[name].name}", True, reason, remedy)
-        return {"output": load, "resume": True, "pretrained_checkpoint": load if theirs else before}
+        changes = _described_in(load, given) if given.use_checkpoint_args and not theirs else {}
+        start = load if theirs else before
+        return changes | {"output": load, "resume": True, "pretrained_checkpoint": start}
     if theirs:
         return {"pretrained_checkpoint": load} | ({} if save is None else {"output": save})
     # As in Megatron, the run starts from the beginning where there is no checkpoint.
@@ -337,6 +340,20 @@ def _start_of(given: Any) -> dict[str, Any]:
     if before is not None:
         _check_checkpoint("--pretrained-checkpoint", before)
     return {"output": save or load} if save or load else {}
+
+
+def _described_in(run: str, given: Any) -> dict[str, Any]:
+    """Return the options that described the model of a run of wavemare."""
+    key, file = "--use-checkpoint-args", Path(run) / "config.json"
+    noted = read_json(file, CheckpointError, key, "Describe the model by its options")
+    try:
+        options = dict(noted["configuration"]["arguments"])
+    except (KeyError, TypeError, ValueError):
+        reason = "it does not say how the model was described"
+        raise CheckpointError(key, str(file), reason, "Describe the model by its options") from None
+    names = {each.name for each in fields(given)}.intersection((*_OF_A_NEW_MODEL, "vocab_size"))
+    defaults = {each.name: each.default for each in fields(given)}
+    return {name: options.get(name, defaults[name]) for name in names}
 
 
 def _check_checkpoint(key: str, folder: str) -> None:

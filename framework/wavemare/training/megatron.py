@@ -380,7 +380,8 @@ _REFUSED_ROWS = [
         "moe-router-enable-expert-bias experimental-attention-variant",
         "window-size window-attn-skip-freq q-lora-rank kv-lora-rank qk-head-dim "
         "qk-pos-emb-head-dim v-head-dim mtp-num-layers softmax-scale hybrid-layer-pattern "
-        "hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio linear-attention-freq moe-layer-freq=1 "
+        "hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio "
+        "linear-attention-freq moe-layer-freq=1 "
         "moe-router-score-function=softmax moe-router-topk-scaling-factor=1|1.0 "
         "moe-router-num-groups moe-router-group-topk moe-router-bias-update-rate "
         "moe-input-jitter-eps moe-z-loss-coeff=0|0.0 moe-expert-capacity-factor "

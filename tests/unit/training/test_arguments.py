@@ -273,6 +273,11 @@ def test_load_resumes_where_there_is_a_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / "latest").touch()
     assert parsed(both).resume
     assert not parsed(f"--save {tmp_path}").resume
+    described = {"arguments": {"num_layers": 7, "swiglu": True, "lr": 0.5}}
+    (tmp_path / "config.json").write_text(json.dumps({"configuration": described}))
+    again = parsed(f"{both} --use-checkpoint-args --num-layers 8 --hidden-size 64")
+    assert (again.num_layers, again.swiglu, again.hidden_size) == (7, True, None)
+    assert again.lr is None
     for option in ("--finetune", "--no-load-optim"):
         with pytest.raises(ConfigError) as caught:
             parsed(f"{both} {option}")
