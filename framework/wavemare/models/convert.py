@@ -26,7 +26,7 @@ from wavemare.models.layers import PipelineLayer, TiedHead, name_weights, with_a
 from wavemare.models.module import Conversion, TransformerPipeline
 from wavemare.models.proof import prove
 from wavemare.models.timing import layer_times
-from wavemare.parallel.tensor.partition import is_split, split_embedding
+from wavemare.parallel.tensor.partition import check_equal_weights, is_split, split_embedding
 from wavemare.pipeline.plan.partition import (
     STAGES_KEY,
     balanced_cuts,
@@ -97,7 +97,8 @@ def to_pipeline(
     places = homes or range(num_stages)
     cuts = cut_chain(model, conversion.chain, conversion.inputs, partition, places)
     kind = partial(AdaptedPipeline, adapters=model.peft_config) if is_adapted(model) else None
-    return (kind or TransformerPipeline)(
+    late = is_deferred(model)
+    module = (kind or TransformerPipeline)(
         conversion,
         cuts,
         homes=homes,
@@ -106,6 +107,9 @@ def to_pipeline(
         activation_checkpoint_interval=activation_checkpoint_interval,
         dynamic_shape=dynamic_shape,
     )
+    if late and len(model_ranks) > 1:
+        check_equal_weights(module, split_embedding(model).group)
+    return module
 
 
 def _check_launch() -> None:

@@ -358,6 +358,7 @@ class BalanceController:
                 raise PlanError("--balance", self._choice, reason, remedy)
 
     def _measure(self, model: Any, batch: dict[str, int], sequence_length: int) -> None:
+        from wavemare.models.deferred import read_weights
         from wavemare.models.timing import rank_times
         from wavemare.parallel.balance import balance_replicas, balance_stages, example_samples
 
@@ -375,6 +376,7 @@ class BalanceController:
             "zero_stage": int(zero_section(self.config).get("stage", 0)),
             "sequence_length": sequence_length,
         }
+        read_weights(model)
         dtype, pipeline = _half_type(self.config), section.pipeline
         if pipeline.stages > 1:
             table = rank_times(

@@ -7,6 +7,7 @@ The options change what Megatron would say of the recipe's own model, a folder's
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,6 +161,12 @@ def _changes(asked: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, An
             reason = "with --swiglu the feed-forward layers of so small a model have no width"
             raise ConfigError("--hidden-size", width, reason, "Give --ffn-hidden-size")
         found["ffn_hidden_size"] = inner
+    if "window_size" in asked:
+        window = re.fullmatch(r"\(?\s*(\d+)\s*,\s*(\d+)\s*\)?", asked["window_size"])
+        if window is None:
+            reason = "it is no pair of numbers"
+            raise ConfigError("--window-size", asked["window_size"], reason, "Give 4095,0")
+        found["window_size"] = tuple(map(int, window.groups()))
     return found | _of_experts(asked, known, found)
 
 

@@ -145,6 +145,7 @@ _MODEL_ROWS = [
         str,
         ("normalization", "the family", "LayerNorm or RMSNorm"),
         ("position-embedding-type", "the family", "learned_absolute or rope"),
+        ("window-size", "sliding_window", "tokens before and behind one that it sees: 4095,0"),
         (
             "moe-router-load-balancing-type",
             "output_router_logits",
@@ -378,7 +379,7 @@ _REFUSED_ROWS = [
         "squared-relu quick-geglu rotary-interleaved multi-latent-attention "
         "attention-output-gate apply-residual-connection-post-layernorm "
         "moe-router-enable-expert-bias experimental-attention-variant",
-        "window-size window-attn-skip-freq q-lora-rank kv-lora-rank qk-head-dim "
+        "window-attn-skip-freq q-lora-rank kv-lora-rank qk-head-dim "
         "qk-pos-emb-head-dim v-head-dim mtp-num-layers softmax-scale hybrid-layer-pattern "
         "hybrid-override-pattern hybrid-attention-ratio hybrid-mlp-ratio "
         "linear-attention-freq moe-layer-freq=1 "

@@ -390,6 +390,11 @@ LISTS = {
         {**OF_LLAMA, "head_dim": 8, "rope_parameters": SCALED},
     ),
     "qwen2": (f"{LLAMA} --add-qkv-bias --no-rope-fusion", "qwen2", OF_LLAMA | {"head_dim": None}),
+    "mistral": (
+        f"{LLAMA} --window-size (31,0)",
+        "mistral",
+        OF_LLAMA | {"sliding_window": 32},
+    ),
     "qwen3": (f"{LLAMA} --qk-layernorm --kv-channels 32", "qwen3", OF_LLAMA | {"head_dim": 32}),
     "mixtral": (LLAMA + EXPERTS, "mixtral", OF_LLAMA | OF_MIXTRAL),
     "qwen3-moe": (
@@ -451,7 +456,8 @@ def test_lists_of_megatron_describe_models(name, recipe):
         (f"{LLAMA} --moe-router-topk 2", "--moe-router-topk"),
         (f"{LLAMA} {EXPERTS} --moe-layer-freq 2", "--moe-layer-freq"),
         (f"{LLAMA} --multi-latent-attention", "--multi-latent-attention"),
-        (f"{LLAMA} --window-size 127,0", "--window-size"),
+        (f"{LLAMA} --window-size 127,1", "--window-size"),
+        (f"{LLAMA} --window-size 127", "--window-size"),
         ("--fp8-format hybrid", "--fp8-format"),
         ("--context-parallel-size 2", "--context-parallel-size"),
         ("--rampup-batch-size 32 32 1000", "--rampup-batch-size"),
