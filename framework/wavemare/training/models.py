@@ -166,11 +166,12 @@ def load_causal_model(args: Any) -> Any:
 
     if args.pretrained_checkpoint is not None:
         opened = open_start(args)
-        said = "a checkpoint" if opened.iteration is None else f"iteration {opened.iteration}"
-        tell(
-            f"Weights of {said} in {args.pretrained_checkpoint}: steps, learning rate and the "
-            "order of the data begin anew"
-        )
+        if not args.resume:
+            said = f"iteration {opened.iteration}" if opened.iteration else "the checkpoint"
+            tell(
+                f"Weights of {said} in {args.pretrained_checkpoint}: steps, learning rate and the "
+                "order of the data begin anew"
+            )
         for note in opened.notes:
             tell(note)
         return _exportable(args, unread_model(opened.config, opened.weights, torch.float32))
