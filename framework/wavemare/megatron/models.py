@@ -15,10 +15,11 @@ from torch import Tensor
 
 from wavemare.errors import ModelError
 from wavemare.megatron.arguments import arguments_of, language_model_of
-from wavemare.megatron.config import config_of, facts_of
+from wavemare.megatron.config import config_of, facts_of, tokens_of
 from wavemare.megatron.keys import EMBEDDING, HfWeights, MegatronWeights
 from wavemare.models.deferred import read_weights, unread_model
-from wavemare.models.folder import read_config
+from wavemare.models.disk_names import empty_model
+from wavemare.models.folder import LOCAL, read_config
 from wavemare.models.source import MemorySource, WeightSource
 
 CARRIED = "tokenizer"
@@ -74,7 +75,7 @@ def open_checkpoint(
 
     given = config
     if isinstance(config, str | os.PathLike):
-        given = read_config(Path(config).expanduser())
+        given = read_config(Path(os.path.expanduser(config)))
     if given is not None and num_attention_heads is None:
         num_attention_heads = getattr(given, "num_attention_heads", None)
     store = open_store(Path(folder), num_attention_heads=num_attention_heads)
@@ -90,7 +91,7 @@ def open_checkpoint(
     if given is not None:
         found = copy.deepcopy(config_of(facts, stored, given=given))
         if vocab_size is not None:
-            found.vocab_size = vocab_size
+            found.vocab_size = tokens_of(facts, stored[EMBEDDING].shape[0], vocab_size)
     else:
         tokens = vocab_size
         if tokens is None and facts.get("vocab_size") is None:
@@ -105,6 +106,7 @@ def open_checkpoint(
     found.architectures = [language_model_of(found).__name__]
     centered = bool(facts.get("apply_layernorm_1p", False))
     weights = HfWeights(store.weights, found, centered=centered)
+    _check_complete(found, weights)
     trained = store.common.get("train_state") or {}
     samples = facts.get("consumed_train_samples") or trained.get("consumed_train_samples")
     return Opened(
@@ -142,7 +144,7 @@ def load_hf(
         ModelError: There is no faithful conversion, or something else has to be known.
     """
     opened = open_checkpoint(folder, config, vocab_size=vocab_size)
-    model = unread_model(opened.config, opened.weights, dtype)
+    model = unread_model(opened.config, opened.weights, dtype, language_model_of(opened.config))
     if not lazy:
         read_weights(model)
     return model.eval()
@@ -190,7 +192,14 @@ def save_megatron(
     failure: Exception | None = None
     if state is not None:
         try:
-            _write(whole, state, Path(folder).expanduser(), iteration, consumed_samples, tokenizer)
+            _write(
+                whole,
+                state,
+                Path(os.path.expanduser(folder)),
+                iteration,
+                consumed_samples,
+                tokenizer,
+            )
         except Exception as error:  # the others wait for this rank
             failure = error
     agree_on_failure(failure, folder)
@@ -232,6 +241,26 @@ def tokenizer_arguments(folder: Path) -> dict[str, str]:
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": model}
 
 
+def _check_complete(config: Any, weights: WeightSource) -> None:
+    """Refuse weights that are not those of the configuration's model.
+
+    Raises:
+        ModelError: One is missing, has another shape, or has no place.
+    """
+    state = empty_model(config, language_model_of(config)).state_dict()
+    for name in [*state, *weights.stored]:
+        wanted, held = state.get(name), weights.stored.get(name)
+        if wanted is None or held is None or held.shape != tuple(wanted.shape):
+            reason = f"the checkpoint lacks it, and {config.model_type} has it"
+            if wanted is None:
+                reason = f"the checkpoint has it, and {config.model_type} of this configuration not"
+            elif held is not None:
+                shapes = list(held.shape), list(wanted.shape)
+                reason = f"its shape is {shapes[0]}, and the configuration has {shapes[1]}"
+            remedy = "Give --config FOLDER with the model's config.json"
+            raise ModelError("weight", name, reason, remedy)
+
+
 def _is_legacy(store: Any) -> bool:
     said = store.arguments.get("use_legacy_models")
     if said is None:
@@ -264,6 +293,6 @@ def _tokens_of(carried: Path | None) -> int | None:
     import transformers
 
     try:
-        return len(transformers.AutoTokenizer.from_pretrained(carried, local_files_only=True))
+        return len(transformers.AutoTokenizer.from_pretrained(carried, **LOCAL))
     except Exception:  # a folder of another kind of tokenizer
         return None

@@ -161,7 +161,7 @@ def load_causal_model(args: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from wavemare.megatron.arguments import FAMILIES
+    from wavemare.megatron.arguments import FAMILIES, language_model_of
     from wavemare.models.deferred import from_folder, unread_model
 
     if args.pretrained_checkpoint is not None:
@@ -174,7 +174,8 @@ def load_causal_model(args: Any) -> Any:
             )
         for note in opened.notes:
             tell(note)
-        return _exportable(args, unread_model(opened.config, opened.weights, torch.float32))
+        kind = language_model_of(opened.config)
+        return _exportable(args, unread_model(opened.config, opened.weights, torch.float32, kind))
     folder = Path(args.model).resolve()  # adapters name it
     with reraise_model_errors("--model", args.model):
         config = AutoConfig.from_pretrained(folder)

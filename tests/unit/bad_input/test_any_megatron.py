@@ -20,8 +20,8 @@ from wavemare.megatron.inspect import describe
 from wavemare.megatron.store import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-LATEST = "latest_checkpointed_iteration.txt"
 STEP = "iter_0000005"
+MOMENT = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
 
 
 def read_all(folder):
@@ -48,7 +48,9 @@ def valid(tmp_path_factory):
     folder = tmp_path_factory.mktemp("valid")
     state, args = made.model("qwen2-moe", layers=2), made.arguments("qwen2-moe")
     for common in ("file", "object"):
-        step = made.torch_dist(folder / common, made.keys(state, 2), args, common=common)
+        content = made.keys(state, 2)
+        content[MOMENT] = [((0,), torch.ones(4)), ((4,), torch.ones(4))]
+        step = made.torch_dist(folder / common, content, args, common=common)
         (step / "run_config.yaml").write_text("model:\n  num_layers: 2\n")
         torch.save({"step": torch.tensor(5)}, step / "train_state.pt")
     made.fsdp_dtensor(folder / "fsdp_dtensor", state, args)
@@ -212,6 +214,7 @@ HOSTILE = {
     "more dimensions": change_weight(lambda e: setattr(e, "size", torch.Size([16, 8, 1]))),
     "two chunks of one place": change_weight(lambda e: e.chunks.append(chunk(e))),
     "no chunks": change_weight(lambda e: e.chunks.clear()),
+    "half of a moment": lambda m, _: m.state_dict_metadata[MOMENT].chunks.pop(),
     "another data type": change_weight(lambda e: setattr(e.properties, "dtype", torch.int8)),
     "no data type": change_weight(lambda e: setattr(e.properties, "dtype", "float")),
     "a name with an escape": lambda m, _: m.state_dict_metadata.update({"\x1b[2J": 1}),

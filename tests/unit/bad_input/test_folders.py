@@ -11,7 +11,7 @@ import torch
 from wavemare.engine.checkpoint.manifest import read_manifest, resolve_tag
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.convert import convert
-from wavemare.megatron.files import read_checkpoint
+from wavemare.megatron.store import open_store
 from wavemare.training.models import check_model_folder
 from wavemare.training.setup import needs_conversion
 
@@ -74,7 +74,7 @@ MEGATRON = [
 @pytest.mark.parametrize("files", MEGATRON)
 def test_a_checkpoint_of_megatron(refused, capsys, folder, files):
     given = folder(files)
-    refused(lambda: read_checkpoint(given), CheckpointError, "checkpoint")
+    refused(lambda: open_store(given), CheckpointError, "checkpoint")
     assert capsys.readouterr().out == ""  # nothing of it has run
 
 
@@ -85,11 +85,11 @@ def model(**changes):
 
 
 SOURCES = [
-    ({"config.json": "{"}, ModelError, "model"),
-    (model(n_embd="8"), ModelError, "model"),
+    ({"config.json": "{"}, ModelError, "folder"),
+    (model(n_embd="8"), ModelError, "folder"),
     (model(model_type="t5"), ModelError, "model"),
-    (model(), ModelError, "model"),
-    ({**model(), "model.safetensors": b"\xff" * 64}, ModelError, "model"),
+    (model(), ModelError, "folder"),
+    ({**model(), "model.safetensors": b"\xff" * 64}, CheckpointError, "weights"),
     ({"latest": "here"}, ModelError, "SOURCE"),
 ]
 
