@@ -14,7 +14,7 @@ from wavemare.data.loader import evaluation_batches
 from wavemare.data.tokens import check_length
 from wavemare.engine.config.resolve import zero_section
 from wavemare.engine.observe.choices import tell
-from wavemare.errors import ConfigError, ModelError, did_you_mean
+from wavemare.errors import ConfigError, ModelError, WavemareError, did_you_mean
 from wavemare.files import read_json
 from wavemare.training.arguments import ModelArguments, TrainArguments
 from wavemare.training.described import check_agreement, described
@@ -144,7 +144,7 @@ def tokenizer_of(args: Any) -> str | None:
     from wavemare.megatron.models import beside
 
     folder = beside(open_start(args).store)
-    if folder is None:
+    if folder is None or not any(folder.glob("tokenizer*.json")):
         reason = f"the checkpoint in {args.pretrained_checkpoint} has no tokenizer beside it"
         remedy = "Name the Hugging Face folder of the tokenizer that made its tokens"
         raise ConfigError("--tokenizer", None, reason, remedy)
@@ -388,6 +388,8 @@ def reraise_model_errors(key: str, value: str) -> Iterator[None]:
     kinds = (OSError, RuntimeError, ValueError, TypeError, KeyError, ArithmeticError)
     try:
         yield
+    except WavemareError:  # which names its own key
+        raise
     except (*kinds, SafetensorError, StrictDataclassError) as error:
         said = " ".join(str(error).split())[:200]
         reason = f"transformers cannot make a model of it ({said})"
