@@ -366,6 +366,9 @@ def loss_func(loss_mask, output_tensor, model=None):
 
 def forward_step(data_iterator, model, return_schedule_plan=False):
     """As in ``pretrain_gpt.py`` of 0.16 and 0.19."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    get_attr_wrapped_model(model, "vp_stage")  # of which the batch depends there
     data = next(data_iterator)
     output = model(
         data["tokens"],
