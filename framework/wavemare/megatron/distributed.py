@@ -19,11 +19,12 @@ from wavemare.errors import CheckpointError
 from wavemare.megatron.arrays import DAMAGED, Array, reading, regular_file
 from wavemare.megatron.assembled import Assembled, Box
 from wavemare.megatron.names import Spot, order, pairs_joined, spot
-from wavemare.megatron.pickles import Inert, plain, read_pickle, read_saved
+from wavemare.megatron.pickles import Inert, read_pickle, read_plain, read_saved
 from wavemare.models.source import Stored
 
 METADATA = ".metadata"
 _MOST_LAYERS = 100_000
+_LONGEST_NAME = 1000
 FP8_HISTORY = (b"amax_history_fwd", b"scale_fwd")
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
@@ -89,7 +90,7 @@ class Distributed:
             CheckpointError: It is damaged.
         """
         blob = self.objects[name]
-        return plain(read_saved(blob.file, blob.start, blob.length))
+        return read_plain(blob.file, blob.start, blob.length)
 
     @property
     def has_optimizer(self) -> bool:
@@ -213,8 +214,10 @@ def read_folder(folder: Path) -> Distributed:
         blobs = _blobs(folder, places)
         tensors, chunks, objects = {}, {}, {}
         for name, each in described.items():
+            if not (isinstance(name, str) and name.isprintable() and len(name) < _LONGEST_NAME):
+                raise ValueError("the name of a tensor is damaged")
             if each.kind.endswith(".BytesStorageMetadata"):
-                objects[str(name)] = blobs[name, None]
+                objects[name] = blobs[name, None]
             elif each.kind.endswith(".TensorStorageMetadata"):
                 tensors[name], chunks[name] = _tensor(folder, name, each, blobs)
             else:
@@ -235,7 +238,9 @@ def _blobs(
             raise CheckpointError("checkpoint", str(folder), reason, remedy)
         if relative not in sizes:
             sizes[relative] = _size(folder, relative)
-        if not (0 <= start <= start + length <= sizes[relative]):
+        if not type(start) is type(length) is int:
+            raise ValueError("the place of a part is damaged")
+        if not 0 <= start <= start + length <= sizes[relative]:
             reason = "it is shorter than .metadata says"
             raise CheckpointError("checkpoint", str(folder / relative), reason, DAMAGED)
         offset = index.get("offset")

@@ -68,8 +68,9 @@ def describe(store: Store) -> dict[str, Any]:
     model = (store.run_config or {}).get("model")
     model = model if isinstance(model, Mapping) else {}
     arguments = {**model, **store.arguments}
-    trained = store.common.get("train_state", {}).get("consumed_train_samples")
-    samples = arguments.get("consumed_train_samples", trained)
+    trained = store.common.get("train_state")
+    trained = trained if isinstance(trained, Mapping) else {}
+    samples = {**trained, **arguments}.get("consumed_train_samples")
     facts = {
         "format": f"Megatron {store.format}",
         "folder": str(store.step_folder),

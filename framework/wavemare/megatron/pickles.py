@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import IO, Any
 
@@ -95,6 +96,16 @@ def read_saved(path: Path, start: int = 0, length: int | None = None) -> Any:
         with zipfile.ZipFile(window) as archive:
             pickled, storages = _records(archive, window)
         return _Unpickler(io.BytesIO(pickled), path, storages).load()
+
+
+def read_plain(path: Path, start: int = 0, length: int | None = None) -> Any:
+    """Read what `read_saved` reads, and the tensors in it; other objects are `Inert`.
+
+    Raises:
+        CheckpointError: See `read_saved`.
+    """
+    with reading(path):
+        return plain(read_saved(path, start, length))
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -204,15 +215,28 @@ def _member(kind: Any, name: Any) -> Any:
     return kind(name)
 
 
+class _Function:
+    """A stand-in for a function, which a pickle can call and cannot change."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __setstate__(self, _: Any) -> None:
+        raise pickle.UnpicklingError("it changes a function")
+
+
 _KNOWN: dict[str, Callable[..., Any]] = {
-    "torch.Size": lambda sizes=(): tuple(sizes),
+    "torch.Size": tuple,
     "collections.OrderedDict": _Ordered,
     "builtins.set": set,
     "builtins.complex": complex,
-    "_codecs.encode": lambda text, _: text.encode("latin1"),  # bytes, of protocol 2
-    "builtins.getattr": _member,
-    "torch._utils._rebuild_parameter": lambda data, *_: data,
-    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    "_codecs.encode": _Function(lambda text, _: text.encode("latin1")),  # bytes, of protocol 2
+    "builtins.getattr": _Function(_member),
+    "torch._utils._rebuild_parameter": _Function(lambda data, *_: data),
+    "torch._utils._rebuild_parameter_with_state": _Function(lambda data, *_: data),
 }
 """What stands for a class or a function."""
 
@@ -240,7 +264,7 @@ class _Unpickler(pickle.Unpickler):
         if full in _STORAGES:
             return full
         if full in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
-            return self._tensor
+            return _Function(self._tensor)
         if full in _KNOWN:
             return _KNOWN[full]
         if not _FOREIGN.fullmatch(full):
@@ -267,6 +291,7 @@ class _Unpickler(pickle.Unpickler):
             type(number) is int and number >= 0 for number in numbers
         ):
             raise pickle.UnpicklingError("the shape of a tensor is damaged")
-        if offset * dtype.itemsize + found.nbytes > record.length:
+        most = max(found.nbytes, prod(found.shape) * dtype.itemsize)
+        if offset * dtype.itemsize + most > record.length:
             raise pickle.UnpicklingError("a tensor is longer than its content")
         return found

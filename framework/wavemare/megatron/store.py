@@ -20,7 +20,7 @@ from wavemare.errors import CheckpointError
 from wavemare.files import read_json
 from wavemare.megatron.arrays import DAMAGED, reading
 from wavemare.megatron.distributed import FP8_HISTORY, METADATA, Distributed, read_folder
-from wavemare.megatron.pickles import attributes, plain, read_saved
+from wavemare.megatron.pickles import attributes, plain, read_plain
 from wavemare.megatron.rank_files import open_rank_files
 from wavemare.models.source import WeightSource
 
@@ -141,7 +141,7 @@ def _latest(folder: Path) -> str | None:
             raise CheckpointError("checkpoint", str(folder), reason, _NAME_IT)
         return text
     if (folder / _LATEST_OF_BRIDGE).is_file():
-        step = _numbers(plain(read_saved(folder / _LATEST_OF_BRIDGE))).get("step")
+        step = _numbers(read_plain(folder / _LATEST_OF_BRIDGE)).get("step")
         if isinstance(step, int):
             return str(step)
     return None
@@ -159,7 +159,9 @@ def _numbers(state: Any) -> dict[str, Any]:
 
 def _open_rank_files(step: Path, said: int | None, heads: int | None) -> Store:
     files = open_rank_files(step, heads)
-    common = {n: plain(value) for n, value in files.content.items() if n not in _OF_RANKS}
+    with reading(step):
+        common = {n: plain(value) for n, value in files.content.items() if n not in _OF_RANKS}
+        arguments = plain(attributes(files.content.get("args")))
 
     def find_fp8() -> bool:
         return any(mark in content for content in files.extra_states() for mark in FP8_HISTORY)
@@ -169,7 +171,7 @@ def _open_rank_files(step: Path, said: int | None, heads: int | None) -> Store:
         format="torch",
         step_folder=step,
         iteration=_iteration(step, said, common),
-        arguments={**attributes(files.content.get("args")), **files.parallelism},
+        arguments={**arguments, **files.parallelism},
         run_config=None,
         common=common,
         tokenizer=_tokenizer(step),
@@ -186,9 +188,10 @@ def _open_distributed(step: Path, said: int | None) -> Store:
         reason = f"there is no {_DESCRIPTION}, which Megatron writes last"
         raise CheckpointError("checkpoint", str(step), reason, DAMAGED)
     common = _common(step, stored)
-    arguments = attributes(common.pop("args", None))
+    with reading(step):
+        arguments = plain(attributes(common.pop("args", None)))
     if (step / _TRAIN_STATE).is_file():
-        common["train_state"] = _numbers(plain(read_saved(step / _TRAIN_STATE)))
+        common["train_state"] = _numbers(read_plain(step / _TRAIN_STATE))
     config = _run_config(step / "run_config.yaml")
     return Store(
         weights=stored.weights(hybrid_pattern(arguments, config or {})),
@@ -231,13 +234,14 @@ def _format(step: Path) -> str:
 def _common(step: Path, stored: Distributed) -> dict[str, Any]:
     """Return what a checkpoint holds beside tensors."""
     if (step / "common.pt").is_file():
-        found = plain(read_saved(step / "common.pt"))
+        found = read_plain(step / "common.pt")
     elif any(name.startswith("common_state/") for name in stored.objects):
         found = {}
         for name in sorted(stored.objects):
             if name.startswith("common_state/"):
                 content = stored.object(name)
-                found |= content[0] if isinstance(content, list) and content else content
+                with reading(step, name):
+                    found |= content[0] if isinstance(content, list) else content
     else:
         plain_names = ("args", "iteration", "checkpoint_version")
         found = {name: stored.object(name) for name in plain_names if name in stored.objects}
@@ -247,7 +251,7 @@ def _common(step: Path, stored: Distributed) -> dict[str, Any]:
 
 
 def _iteration(step: Path, said: int | None, common: Mapping[str, Any]) -> int | None:
-    trained = common.get("train_state", {}).get("step")
+    trained = _numbers(common.get("train_state")).get("step")
     inside = [n for n in (common.get("iteration"), trained) if isinstance(n, int)]
     numbers = {n for n in (said, *inside) if n is not None}
     if len(numbers) > 1:

@@ -8,6 +8,7 @@ tensor, pipeline and expert parallelism.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import pickle
@@ -43,7 +44,7 @@ from wavemare.megatron.pickles import Inert
 from wavemare.megatron.store import LATEST
 from wavemare.models.source import Stored, WeightSource
 
-_FILE_BYTES = 2 * 1024**3
+FILE_BYTES = 2 * 1024**3
 _ALIGNED = 64  # bytes: what begins at a multiple of it can be mapped
 _JOURNAL = "written.jsonl"
 _DESCRIPTION = {
@@ -97,20 +98,21 @@ def write_torch_dist(
         folder.mkdir(parents=True, exist_ok=True)
         if not resume:
             remove_leftovers(folder)
+        stated = {k: v for k, v in arguments.items() if not isinstance(v, Inert)}
+        state = {
+            **(common or {}),
+            "args": argparse.Namespace(**stated),
+            "checkpoint_version": 3.0,
+            "iteration": iteration,
+        }
         into = step if resume else temporary_sibling(step)
         into.mkdir(exist_ok=True)
         try:
+            content = io.BytesIO()
+            torch.save(state, content)
+            (into / "common.pt").write_bytes(content.getbuffer())
             _write(into, plan, weights, durable, progress)
-            stated = {k: v for k, v in arguments.items() if not isinstance(v, Inert)}
-            state = {
-                **(common or {}),
-                "args": argparse.Namespace(**stated),
-                "checkpoint_version": 3.0,
-                "iteration": iteration,
-            }
-            torch.save(state, into / "common.pt")
             atomic_write_text(into / "metadata.json", json.dumps(_DESCRIPTION))
-            (into / _JOURNAL).unlink(missing_ok=True)
             if not resume:
                 replace_folder(into, step)
         except BaseException:
@@ -171,6 +173,7 @@ def _write(
     durable: bool,
     progress: Callable[[int], None],
 ) -> None:
+    (into / "metadata.json").unlink(missing_ok=True)  # until all is there again
     standing = _standing(into)
     sizes = {
         name: prod(stored.shape) * stored.dtype.itemsize for name, stored in weights.stored.items()
@@ -192,6 +195,7 @@ def _write(
                 progress(sizes[name])
         state = pickle.dumps(_metadata(weights.stored, plan, standing, files))
     (into / ".metadata").write_bytes(state)
+    (into / _JOURNAL).unlink()
     if durable:
         for path in into.iterdir():
             with open(path, "rb") as file:
@@ -223,6 +227,10 @@ def _standing(into: Path) -> dict[str, _Place]:
     return standing
 
 
+def _line(name: str, place: _Place) -> str:
+    return json.dumps([name, asdict(place)]) + "\n"
+
+
 class _Files:
     """The data files of a checkpoint, one after the other, and a journal of what stands.
 
@@ -239,9 +247,10 @@ class _Files:
         self._number = 1 + max((int(n[4:].split(".")[0]) for n in used), default=-1)
         for name in {*used} - {place.file for place in standing.values()}:
             (into / name).unlink()
+        # Whole again: the end of a process may have cut its last line.
+        lines = [_line(name, place) for name, place in standing.items()]
+        atomic_write_text(into / _JOURNAL, "".join(lines))
         self._journal = open(into / _JOURNAL, "a", encoding="utf-8")
-        for name, place in standing.items():  # again whole, without a line that was cut
-            self._note(name, place)
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> _Files:
@@ -270,15 +279,12 @@ class _Files:
         place = _Place(file.name.rpartition(os.sep)[2], start, file.tell() - start)
         file.write(bytes(-file.tell() % _ALIGNED))
         file.flush()
-        self._note(name, place)
+        self._journal.write(_line(name, place))
+        self._journal.flush()
         return place
 
-    def _note(self, name: str, place: _Place) -> None:
-        self._journal.write(json.dumps([name, asdict(place)]) + "\n")
-        self._journal.flush()
-
     def _next(self) -> IO[bytes]:
-        if self._file is not None and self._file.tell() >= _FILE_BYTES:
+        if self._file is not None and self._file.tell() >= FILE_BYTES:
             self._close()
         if self._file is None:
             self._file = open(self._into / f"__0_{self._number}.distcp", "xb")

@@ -59,3 +59,25 @@ def changed(draw, valid):
                 section[str(key)[:-1]] = section.pop(key)
             break
     return values
+
+
+@st.composite
+def damaged(draw, content):
+    """A file after flips of bits, cuts, insertions and zeroed ranges."""
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, max(len(content) - 1, 0)))
+        kind = draw(st.sampled_from(["flip", "byte", "cut", "insert", "delete", "zero"]))
+        before, after = content[:place], content[place:]
+        if kind == "flip":
+            flipped = bytes([after[0] ^ (1 << draw(st.integers(0, 7)))]) if after else b""
+            content = before + flipped + after[1:]
+        elif kind == "byte":
+            content = before + draw(st.binary(min_size=1, max_size=1)) + after[1:]
+        elif kind == "cut":
+            content = before
+        elif kind == "insert":
+            content = before + draw(st.binary(min_size=1, max_size=8)) + after
+        else:
+            length = draw(st.integers(1, 64))
+            content = before + bytes(length if kind == "zero" else 0) + after[length:]
+    return content

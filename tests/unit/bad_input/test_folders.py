@@ -11,7 +11,7 @@ import torch
 from wavemare.engine.checkpoint.manifest import read_manifest, resolve_tag
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.convert import convert
-from wavemare.megatron.files import read_checkpoint
+from wavemare.megatron.store import open_store
 from wavemare.training.models import check_model_folder
 from wavemare.training.setup import needs_conversion
 
@@ -74,7 +74,7 @@ MEGATRON = [
 @pytest.mark.parametrize("files", MEGATRON)
 def test_a_checkpoint_of_megatron(refused, capsys, folder, files):
     given = folder(files)
-    refused(lambda: read_checkpoint(given), CheckpointError, "checkpoint")
+    refused(lambda: open_store(given), CheckpointError, "checkpoint")
     assert capsys.readouterr().out == ""  # nothing of it has run
 
 

@@ -3,12 +3,12 @@
 
 import json
 
-import megatron_folders as made
 import pytest
 import torch
 import transformers
 import typer.testing
 
+import megatron_folders as made
 from wavemare.cli import app
 from wavemare.errors import CheckpointError
 from wavemare.megatron.inspect import inspect

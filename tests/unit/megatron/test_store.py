@@ -2,15 +2,26 @@
 """Every format of Megatron's checkpoints, made by plain loops: the same weights come out."""
 
 import argparse
+import contextlib
+import enum
 import json
+import pickle
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import megatron_folders as made
 from wavemare.errors import CheckpointError
+from wavemare.megatron.pickles import Inert
 from wavemare.megatron.store import open_store
+
+REAL = Path(__file__).parents[2] / "data" / "megatron"
 
 
 def check(folder, state, **options):
@@ -304,3 +315,97 @@ def test_ranks_that_differ_in_what_they_share(tmp_path):
         CheckpointError, match=r"different values of decoder\.final_layernorm\.weight"
     ):
         open_store(tmp_path).weights.read("decoder.final_layernorm.weight")
+
+
+@pytest.mark.parametrize("folder", sorted(p.name for p in REAL.iterdir() if p.is_dir()))
+def test_what_megatron_core_itself_wrote(folder):
+    store = open_store(REAL / folder)
+    expected = made.read_dcp(store.step_folder)
+    assert store.raw.stored.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(store.raw.read(key), value), key
+    pairs = 2 if "hybrid" in folder else 1
+    for name in store.weights.stored:
+        number, rest = made.layer_of(name)
+        key = rest.replace("mlp.experts.", "mlp.experts.experts.")
+        if number is not None and pairs == 1:
+            value = expected[f"decoder.layers.{key}"][number]
+        elif number is not None:
+            at = 2 * number + ("self_attention" not in key)
+            names = (key, key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
+            value = next(
+                expected[name] for n in names if (name := f"decoder.layers.{at}.{n}") in expected
+            )
+        else:
+            value = expected.get(key, expected.get(key.replace("final_layernorm", "final_norm")))
+        assert torch.equal(store.weights.read(name), value), name
+
+
+class ModelType(enum.Enum):
+    encoder_or_decoder = 1
+
+
+class ModelTypeByName(enum.Enum):
+    """As Python 3.11.0 to 3.11.3 write it."""
+
+    encoder_or_decoder = 1
+
+    def __reduce_ex__(self, protocol):
+        return getattr, (type(self), self.name)
+
+
+class MCoreSavePlan(SavePlan):
+    pass
+
+
+class MCoreMetadata(Metadata):
+    pass
+
+
+@pytest.fixture
+def of_megatron(monkeypatch):
+    """Have classes of this file pickled as Megatron's, whose modules are absent afterwards."""
+
+    @contextlib.contextmanager
+    def pickled_as(*kinds):
+        with monkeypatch.context() as there:
+            names = ["megatron", "megatron.core", "megatron.core.any"]
+            for name in names:
+                there.setitem(sys.modules, name, types.ModuleType(name))
+            for kind in kinds:
+                there.setattr(kind, "__module__", names[-1])
+                setattr(sys.modules[names[-1]], kind.__name__, kind)
+            yield
+
+    return pickled_as
+
+
+@pytest.mark.parametrize("kind", [ModelType, ModelTypeByName])
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_arguments_that_are_objects_of_megatron(tmp_path, of_megatron, kind, form):
+    """Megatron's training sets ``args.model_type``, an enumeration, before it saves."""
+    state = made.model("llama")
+    args = made.arguments("llama", model_type=kind.encoder_or_decoder)
+    with of_megatron(kind):
+        if form == "torch":
+            made.rank_files(tmp_path, state, args)
+        else:
+            made.torch_dist(tmp_path, made.keys(state), args)
+    found = check(tmp_path, state).arguments
+    assert found["params_dtype"] is torch.float32
+    assert isinstance(found["model_type"], Inert)
+    assert found["model_type"].kind == f"megatron.core.any.{kind.__name__}"
+
+
+def test_a_description_of_earlier_versions(tmp_path, of_megatron):
+    """0.12 to 0.15 have classes of their own in .metadata, and the plans of all ranks."""
+    state = made.model("llama")
+    step = made.torch_dist(tmp_path, made.keys(state), {})
+    metadata = made.metadata(step)
+    with of_megatron(MCoreMetadata, MCoreSavePlan):
+        earlier = MCoreMetadata(metadata.state_dict_metadata, storage_data=metadata.storage_data)
+        earlier.all_local_plans = [MCoreSavePlan([])]
+        earlier.mcore_data = {"any": {"nd_reformulated_orig_global_shape": (2, 3)}}
+        content = pickle.dumps(earlier)
+    (step / ".metadata").write_bytes(content)
+    check(tmp_path, state)
