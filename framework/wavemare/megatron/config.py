@@ -116,7 +116,7 @@ def facts_of(
     inner = model.get("transformer")
     if isinstance(inner, Mapping):  # of Megatron-LM's own models
         model |= inner
-    values: dict[str, Any] = {_BRIDGE.get(name, name): value for name, value in model.items()}
+    values: dict[str, Any] = {_BRIDGE.get(str(n), str(n)): value for n, value in model.items()}
     place = "run_config.yaml: model."
     activation = model.get("activation_func")
     if isinstance(activation, Mapping):
@@ -233,7 +233,7 @@ def config_of(
         reason = "the checkpoint does not say it, and no weight shows it"
         raise ModelError(facts.key("num_attention_heads"), None, reason, _GIVE_CONFIG)
     sizes = _sizes(facts, seen, heads)
-    tokens = _tokens(facts, seen, vocab_size)
+    tokens = tokens_of(facts, seen.rows, vocab_size)
     import transformers
 
     family = _family(facts, seen)
@@ -328,18 +328,23 @@ def _sizes(facts: Facts, seen: Seen, heads: int) -> tuple[int, int]:
     return groups, size
 
 
-def _tokens(facts: Facts, seen: Seen, vocab_size: int | None) -> int:
-    tokens = facts.get("vocab_size", seen.rows) if vocab_size is None else vocab_size
-    if not isinstance(tokens, int) or not 0 < tokens <= seen.rows:
+def tokens_of(facts: Facts, rows: int, vocab_size: int | None) -> int:
+    """Return the tokens without padding, which a user may have given.
+
+    Raises:
+        ModelError: They are more than the rows of the checkpoint.
+    """
+    tokens = facts.get("vocab_size", rows) if vocab_size is None else vocab_size
+    if not isinstance(tokens, int) or not 0 < tokens <= rows:
         key = facts.key("vocab_size") if vocab_size is None else "--vocab-size"
-        reason = f"the checkpoint has {seen.rows} rows"
+        reason = f"the checkpoint has {rows} rows"
         raise ModelError(key, tokens, reason, "Give the tokenizer's own size by --vocab-size")
     return tokens
 
 
 def _family(facts: Facts, seen: Seen) -> str:
     """Return the plainest family that computes what the checkpoint does."""
-    window = facts.get("window_size")
+    window = _window(facts)
     if seen.positions is not None:
         plain = seen.norm_bias and not (seen.gated or seen.qk_norm or seen.experts or window)
         if plain and seen.bias and seen.qkv_bias:
@@ -363,15 +368,15 @@ def _family(facts: Facts, seen: Seen) -> str:
 def _dense_family(facts: Facts, seen: Seen) -> str:
     if seen.qk_norm:
         family, wrong = "qwen3", seen.qkv_bias or seen.bias
-    elif facts.get("window_size") or "mistral" in facts.target.lower():
+    elif _window(facts) or "mistral" in facts.target.lower():
         family, wrong = "mistral", seen.qkv_bias or seen.bias
     elif seen.qkv_bias and not seen.bias:
         return "qwen2"
     else:
         family, wrong = "llama", seen.bias != seen.qkv_bias
-    wrong = wrong or (family != "mistral" and bool(facts.get("window_size")))
+    wrong = wrong or (family != "mistral" and bool(_window(facts)))
     if wrong:
-        name = "window_size" if facts.get("window_size") else "add_qkv_bias"
+        name = "window_size" if _window(facts) else "add_qkv_bias"
         reason = f"transformers' {family} does not have it"
         raise ModelError(facts.key(name), facts.get(name, True), reason, OTHER)
     return family
@@ -391,7 +396,7 @@ def _family_of_experts(facts: Facts, seen: Seen) -> str:
         family, bias, wrong = "mixtral", False, "moe_router_pre_softmax" if before else ""
     if seen.bias or (seen.qkv_bias and not bias):
         wrong = "add_bias_linear" if seen.bias else "add_qkv_bias"
-    if facts.get("window_size") and family != "mixtral":
+    if _window(facts) and family != "mixtral":
         wrong = "window_size"
     if wrong:
         reason = f"transformers' {family}, the nearest family, does not have it"
@@ -446,7 +451,9 @@ def _window(facts: Facts) -> int | None:
     try:
         before, after = window
     except (TypeError, ValueError):
-        before, after = -1, -1
+        before, after = -1, 1
+    if before == -1 and after in (-1, 0):  # all, as far as the causal mask allows
+        return None
     if before < 0 or after != 0:
         reason = "transformers' windows begin some tokens before a query and end with it"
         raise ModelError(facts.key("window_size"), window, reason, OTHER)
@@ -465,6 +472,14 @@ def _rope(facts: Facts) -> dict[str, Any]:
     return rope
 
 
+def _gelu(facts: Facts) -> str:
+    # Today's models have the tanh in their fused kernel alone, and say so; legacy ones by default.
+    openai = bool(facts.get("openai_gelu"))
+    fused = facts.get("bias_gelu_fusion", facts.legacy) or (openai and facts.legacy)
+    tanh = "gelu_new" if openai else "gelu_fast"
+    return tanh if fused else "gelu"
+
+
 def _gpt2(facts: Facts, seen: Seen, heads: int, common: Mapping[str, Any]) -> Any:
     import transformers
 
@@ -473,10 +488,6 @@ def _gpt2(facts: Facts, seen: Seen, heads: int, common: Mapping[str, Any]) -> An
         name = "num_query_groups" if groups != heads else "kv_channels"
         reason = f"GPT-2's {heads} heads share a width of {seen.hidden} alike"
         raise ModelError(facts.key(name), facts.get(name), reason, OTHER)
-    # Today's models have the tanh in their fused kernel alone, and say so; legacy ones by default.
-    openai = bool(facts.get("openai_gelu"))
-    tanh = "gelu_new" if openai else "gelu_fast"
-    fused = facts.get("bias_gelu_fusion", facts.legacy) or (openai and facts.legacy)
     end = _GPT2_END if common["vocab_size"] > _GPT2_END else None
     return transformers.GPT2Config(
         **common,
@@ -488,7 +499,7 @@ def _gpt2(facts: Facts, seen: Seen, heads: int, common: Mapping[str, Any]) -> An
         n_layer=seen.layers,
         n_head=heads,
         n_inner=None if seen.inner == 4 * seen.hidden else seen.inner,
-        activation_function=tanh if fused else "gelu",
+        activation_function=_gelu(facts),
         layer_norm_epsilon=_epsilon(facts),
         attn_pdrop=facts.get("attention_dropout", 0.1),
         resid_pdrop=facts.get("hidden_dropout", 0.1),
@@ -511,55 +522,50 @@ def _check_given(given: Any, facts: Facts, seen: Seen) -> None:
     if given.vocab_size > seen.rows:
         reason = f"the checkpoint has {seen.rows} rows"
         raise ModelError("--config: vocab_size", given.vocab_size, reason, _GIVE_CONFIG)
-    for name in _COMPUTED:
-        value = facts.values.get(name)
-        if value is None or name not in wanted or _same(value, wanted[name]):
-            continue
-        unused = _ONLY_WITH.get(name)
-        if unused is not None and not facts.get(unused):
-            continue
-        reason = f"the checkpoint has {facts.key(name)} = {value!r}"
-        raise ModelError(f"--config: {name}", wanted[name], reason, _GIVE_CONFIG)
+    ours, theirs = _computed(Facts(wanted)), _computed(facts)
+    for name, value in theirs.items():
+        if value is not None and not _same(value, ours.get(name)):
+            reason = f"the checkpoint has {facts.key(name)} = {value!r}"
+            raise ModelError(f"--config: {name}", ours.get(name), reason, _GIVE_CONFIG)
+
+
+def _computed(facts: Facts) -> dict[str, Any]:
+    """Return what decides what a model computes, and no weight shows; None is not said."""
+    found = {
+        name: facts.get(name)
+        for name in (
+            "num_attention_heads",
+            "kv_channels",
+            "position_embedding_type",
+            "rotary_base",
+            "use_rope_scaling",
+            "normalization",
+            "moe_router_topk",
+            "moe_router_pre_softmax",
+        )
+    }
+    grouped = facts.get("group_query_attention")
+    if grouped is not None:
+        name = "num_query_groups" if grouped else "num_attention_heads"
+        found["num_query_groups"] = facts.get(name)
+    if facts.get("norm_epsilon", facts.get("layernorm_epsilon")) is not None:
+        found["norm_epsilon"] = _epsilon(facts)
+    if facts.get("position_embedding_type", "rope") == "learned_absolute":
+        del found["rotary_base"], found["use_rope_scaling"]
+        if facts.get("bias_gelu_fusion") is not None:
+            found["bias_gelu_fusion"] = _gelu(facts) != "gelu"
+    elif facts.get("use_rope_scaling"):
+        found["rope_scaling_factor"] = float(facts.get("rope_scaling_factor", 8.0))
+    if not facts.get("num_experts"):
+        del found["moe_router_topk"], found["moe_router_pre_softmax"]
+    if facts.get("use_rotary_position_embeddings"):
+        found["position_embedding_type"] = "rope"
+    if "window_size" in facts.values:
+        found["window_size"] = _window(facts) or 0
+    return found
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) or isinstance(other, float):
-        try:
-            return abs(one - other) <= 1e-9 * abs(one)
-        except TypeError:
-            return False
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return list(one) == list(other)
+    if isinstance(one, float) and isinstance(other, float | int):
+        return math.isclose(one, other, rel_tol=1e-9)
     return bool(one == other)
-
-
-# What a model computes, as far as arguments say it.
-_COMPUTED = (
-    "num_attention_heads",
-    "group_query_attention",
-    "num_query_groups",
-    "kv_channels",
-    "position_embedding_type",
-    "rotary_base",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "normalization",
-    "norm_epsilon",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "window_size",
-    "num_experts",
-    "moe_router_topk",
-    "moe_router_pre_softmax",
-    "moe_shared_expert_intermediate_size",
-)
-# What counts only with another argument.
-_ONLY_WITH = {
-    "num_query_groups": "group_query_attention",
-    "rope_scaling_factor": "use_rope_scaling",
-    "moe_router_topk": "num_experts",
-    "moe_router_pre_softmax": "num_experts",
-    "moe_shared_expert_intermediate_size": "num_experts",
-}

@@ -137,12 +137,12 @@ def convert(
         CheckpointError: The source is missing or damaged.
     """
     options = options or Options()
-    target = Path(target).expanduser().resolve()
+    target = Path(os.path.expanduser(target)).resolve()
     if to not in FORMATS:
         raise ModelError("--to", to, "there is no such format", did_you_mean(to, FORMATS))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError("TARGET", str(target), "it exists", "Choose another name")
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     kind = format_of(path)
     _check_used(kind, to, options)
     if to == "universal":

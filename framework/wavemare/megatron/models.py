@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from wavemare.errors import ModelError
 from wavemare.megatron.arguments import arguments_of, language_model_of
-from wavemare.megatron.config import config_of, facts_of
+from wavemare.megatron.config import config_of, facts_of, tokens_of
 from wavemare.megatron.keys import EMBEDDING, HfWeights, MegatronWeights
 from wavemare.models.disk_names import empty_model
-from wavemare.models.folder import read_config
+from wavemare.models.folder import LOCAL, read_config
 from wavemare.models.source import MemorySource, WeightSource
 
 CARRIED = "tokenizer"
@@ -74,7 +74,7 @@ def open_checkpoint(
 
     given = config
     if isinstance(config, str | os.PathLike):
-        given = read_config(Path(config).expanduser())
+        given = read_config(Path(os.path.expanduser(config)))
     if given is not None and num_attention_heads is None:
         num_attention_heads = getattr(given, "num_attention_heads", None)
     store = open_store(Path(folder), num_attention_heads=num_attention_heads)
@@ -90,7 +90,7 @@ def open_checkpoint(
     if given is not None:
         found = copy.deepcopy(config_of(facts, stored, given=given))
         if vocab_size is not None:
-            found.vocab_size = vocab_size
+            found.vocab_size = tokens_of(facts, stored[EMBEDDING].shape[0], vocab_size)
     else:
         tokens = vocab_size
         if tokens is None and facts.get("vocab_size") is None:
@@ -105,6 +105,7 @@ def open_checkpoint(
     found.architectures = [language_model_of(found).__name__]
     centered = bool(facts.get("apply_layernorm_1p", False))
     weights = HfWeights(store.weights, found, centered=centered)
+    _check_complete(found, weights)
     trained = store.common.get("train_state") or {}
     samples = facts.get("consumed_train_samples") or trained.get("consumed_train_samples")
     return Opened(
@@ -182,7 +183,14 @@ def save_megatron(
     failure: Exception | None = None
     if state is not None:
         try:
-            _write(whole, state, Path(folder).expanduser(), iteration, consumed_samples, tokenizer)
+            _write(
+                whole,
+                state,
+                Path(os.path.expanduser(folder)),
+                iteration,
+                consumed_samples,
+                tokenizer,
+            )
         except Exception as error:  # the others wait for this rank
             failure = error
     agree_on_failure(failure, folder)
@@ -225,29 +233,38 @@ def tokenizer_arguments(folder: Path) -> dict[str, str]:
 
 
 def filled(config: Any, weights: WeightSource, *, dtype: torch.dtype | None = None) -> Any:
-    """Return a configuration's model with the weights of a source, in evaluation mode.
+    """Return a configuration's model with the weights of a source, in evaluation mode."""
+    model = empty_model(config, language_model_of(config), buffers=True)
+    read: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in read:
+            weight = weights.read(name).to(dtype or weights.stored[name].dtype)
+            # What was mapped from a file, or is a part of another weight, is copied.
+            copied = weight.clone(memory_format=torch.contiguous_format)
+            read[id(parameter)] = nn.Parameter(copied, parameter.requires_grad)
+        module, _, last = name.rpartition(".")
+        setattr(model.get_submodule(module), last, read[id(parameter)])
+    return model.eval()
+
+
+def _check_complete(config: Any, weights: WeightSource) -> None:
+    """Refuse weights that are not those of the configuration's model.
 
     Raises:
-        ModelError: The source lacks a weight, or one has another shape.
+        ModelError: One is missing, has another shape, or has no place.
     """
-    model = empty_model(config, buffers=True)
-    places: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in places:
-            stored = weights.stored.get(name)
-            if stored is None or stored.shape != tuple(parameter.shape):
-                reason = "the checkpoint lacks it" if stored is None else f"it is {stored.shape}"
-                remedy = "Give the configuration of the checkpoint"
-                raise ModelError("weight", name, reason, remedy)
-            weight = (
-                weights.read(name)
-                .to(dtype or stored.dtype)
-                .clone(memory_format=torch.contiguous_format)
-            )
-            places[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
-        module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, places[id(parameter)])
-    return model.eval()
+    state = empty_model(config, language_model_of(config)).state_dict()
+    for name in [*state, *weights.stored]:
+        wanted, held = state.get(name), weights.stored.get(name)
+        if wanted is None or held is None or held.shape != tuple(wanted.shape):
+            reason = f"the checkpoint lacks it, and {config.model_type} has it"
+            if wanted is None:
+                reason = f"the checkpoint has it, and {config.model_type} of this configuration not"
+            elif held is not None:
+                shapes = list(held.shape), list(wanted.shape)
+                reason = f"its shape is {shapes[0]}, and the configuration has {shapes[1]}"
+            remedy = "Give --config FOLDER with the model's config.json"
+            raise ModelError("weight", name, reason, remedy)
 
 
 def _is_legacy(store: Any) -> bool:
@@ -282,6 +299,6 @@ def _tokens_of(carried: Path | None) -> int | None:
     import transformers
 
     try:
-        return len(transformers.AutoTokenizer.from_pretrained(carried, local_files_only=True))
+        return len(transformers.AutoTokenizer.from_pretrained(carried, **LOCAL))
     except Exception:  # a folder of another kind of tokenizer
         return None

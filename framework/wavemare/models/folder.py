@@ -21,6 +21,8 @@ from wavemare.models.source import Stored, WeightSource, bounds
 from wavemare.models.tensor_file import TensorFile, TensorFileWriter, size_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""For ``from_pretrained`` of folders that others have made."""
 _REMEDY = "Give a folder that save_pretrained has written"
 
 
@@ -46,7 +48,7 @@ class HfFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], kind: Any = None) -> None:
-        self.path = Path(folder).expanduser()
+        self.path = Path(os.path.expanduser(folder))
         self.config = read_config(self.path)
         self.skeleton = empty_model(self.config, kind)
         self._files = _open_files(self.path)
@@ -147,7 +149,7 @@ def read_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelError("folder", str(folder), "it has no config.json", _REMEDY)
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     except Exception as error:  # of wrong values, too, for which transformers has its own
         said = " ".join(str(error).split())[:200] or type(error).__name__
         reason = f"transformers cannot read its config.json ({said})"

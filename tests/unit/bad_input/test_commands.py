@@ -102,7 +102,7 @@ USAGE = [
     ("layout search", "Missing option '--model'"),
     ("benchmarks sparse --fast", "No such option"),
     ("data build x --workers 0", "value for '--workers'"),
-    ("convert a b --to megatron --checkpoint-version 9", "value for '--checkpoint-version'"),
+    ("convert a b --to megatron --iteration -1", "value for '--iteration'"),
 ]
 
 

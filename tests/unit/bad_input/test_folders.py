@@ -85,11 +85,11 @@ def model(**changes):
 
 
 SOURCES = [
-    ({"config.json": "{"}, ModelError, "model"),
-    (model(n_embd="8"), ModelError, "model"),
+    ({"config.json": "{"}, ModelError, "folder"),
+    (model(n_embd="8"), ModelError, "folder"),
     (model(model_type="t5"), ModelError, "model"),
-    (model(), ModelError, "model"),
-    ({**model(), "model.safetensors": b"\xff" * 64}, ModelError, "model"),
+    (model(), ModelError, "folder"),
+    ({**model(), "model.safetensors": b"\xff" * 64}, CheckpointError, "weights"),
     ({"latest": "here"}, ModelError, "SOURCE"),
 ]
 

@@ -14,8 +14,8 @@ import transformers
 
 from wavemare.data.text import load_text
 from wavemare.data.tokenizer import load_tokenizer
-from wavemare.errors import DataError, ModelError
-from wavemare.megatron.models import load_model
+from wavemare.errors import CheckpointError, DataError, ModelError
+from wavemare.models.folder import HfFolder
 
 
 @pytest.fixture(autouse=True)
@@ -129,13 +129,13 @@ def test_a_model_of_transformers(evil, tmp_path):
     ]
     (weights,) = (tmp_path / "model").glob("*.safetensors")
     weights.write_bytes(evil)
-    with pytest.raises(ModelError):
-        load_model(tmp_path / "model")
+    with pytest.raises(CheckpointError):
+        HfFolder(tmp_path / "model")
     weights.unlink()
     for spoil in spoilers(evil, tmp_path):
         spoil(tmp_path / "model" / "pytorch_model.bin")
         with pytest.raises(ModelError):
-            load_model(tmp_path / "model")
+            HfFolder(tmp_path / "model")
 
 
 UNIVERSAL = "wavemare.universal"

@@ -1,307 +1,343 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints there and back, against shares that the tests cut number by number."""
+"""Checkpoints there and back: bytes, logits, and conversions that are stopped or refused."""
 
-import argparse
+import fcntl
 import json
-import math
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from typer.testing import CliRunner
 
+import megatron_folders as made
+from megatron_models import CONFIGS, TOKENS, build, files, logits
 from wavemare.cli import app
-from wavemare.errors import ModelError
+from wavemare.errors import CheckpointError, ConfigError, ModelError
+from wavemare.megatron import load_hf, open_checkpoint, save_megatron
 from wavemare.megatron.convert import Options, convert
-from wavemare.megatron.files import read_checkpoint
-from wavemare.megatron.weights import reorder_qkv
+from wavemare.megatron.keys import MegatronWeights
 
-HIDDEN, HEADS, LAYERS, TOKENS = 16, 4, 4, 37
-
-
-def gpt2(**changes):
-    transformers.set_seed(3)
-    config = transformers.GPT2Config(
-        vocab_size=TOKENS,
-        n_positions=20,
-        n_embd=HIDDEN,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        bos_token_id=0,
-        eos_token_id=0,
-        **changes,
-    )
-    return scattered(transformers.GPT2LMHeadModel(config))
+OF_CORE = Path(__file__).parents[2] / "data" / "megatron"
 
 
-def scattered(model):
-    """Give every weight, biases and norms as well, values of its own."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) * 0.2)
-    return model.eval()
-
-
-def saved(model, folder):
-    model.save_pretrained(folder)
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    """A Llama's folder."""
+    folder = tmp_path_factory.mktemp("llama") / "hf"
+    build("llama").save_pretrained(folder)
     return folder
 
 
-def weights(folder):
-    return (folder / "model.safetensors").read_bytes()
+@pytest.fixture(scope="module")
+def megatron(hf, tmp_path_factory):
+    """The same as Megatron's."""
+    folder = tmp_path_factory.mktemp("llama") / "megatron"
+    convert(hf, folder, "megatron", Options(iteration=5))
+    return folder
 
 
-MODELS = {
-    "gpt2": gpt2,
-    "untied": lambda: gpt2(tie_word_embeddings=False),
-    "bfloat16": lambda: gpt2().to(torch.bfloat16),
-}
-
-
-@torch.no_grad()
-def logits_of_files(checkpoint, ids):
-    """What GPT's files compute, rank by rank and summed as the ranks would, without merging."""
-    arguments, version = checkpoint.arguments, checkpoint.version
-    stages = [
-        [{name: weight.float() for name, weight in rank.items()} for rank in stage]
-        for stage in checkpoint.stages
-    ]
-    first, last = stages[0], stages[-1]
-    table = torch.cat([rank["embedding.word_embeddings.weight"] for rank in first])
-    hidden = table[ids] + first[0]["embedding.position_embeddings.weight"][: ids.shape[1]]
-
-    def norm(rank, name):
-        weight, bias = rank[f"{name}.weight"], rank[f"{name}.bias"]
-        return F.layer_norm(hidden, weight.shape, weight, bias, arguments["layernorm_epsilon"])
-
-    for stage in stages:
-        for layer in range(len([name for name in stage[0] if name.endswith("4h_to_h.bias")])):
-            at = f"encoder.layers.{layer}."
-            normed, heads = norm(stage[0], f"{at}input_layernorm"), HEADS // len(stage)
-            parts = [attended(normed, rank, at, heads, min(version, 2)) for rank in stage]
-            hidden = hidden + sum(parts) + stage[0][f"{at}self_attention.dense.bias"]
-            normed, parts = norm(stage[0], f"{at}post_attention_layernorm"), []
-            for rank in stage:
-                inner = [rank[f"{at}mlp.dense_h_to_4h.{name}"] for name in ("weight", "bias")]
-                inner = F.gelu(F.linear(normed, *inner), approximate="tanh")
-                parts.append(F.linear(inner, rank[f"{at}mlp.dense_4h_to_h.weight"]))
-            hidden = hidden + sum(parts) + stage[0][f"{at}mlp.dense_4h_to_h.bias"]
-    hidden = norm(last[0], "encoder.final_layernorm")
-    names = "output_layer", "word_embeddings_for_head", "embedding.word_embeddings"
-    heads = [next(r[f"{n}.weight"] for n in names if f"{n}.weight" in r) for r in last]
-    return torch.cat([F.linear(hidden, head) for head in heads], dim=-1)
-
-
-def attended(hidden, rank, at, heads, version):
-    """A rank's part of attention, its query, key and value in the order of a version."""
-    at += "self_attention."
-    names = [f"{at}query_key_value.{name}" for name in ("weight", "bias")]
-    fused = F.linear(hidden, *(rank[name] for name in names))
-    batch, length, rows = *hidden.shape[:2], HIDDEN // HEADS
-    shape, parts = {
-        0: ((3, heads, rows), 2),
-        1: ((heads, rows, 3), 4),
-        2: ((heads, 3, rows), 3),
-    }[version]
-    query, key, value = fused.view(batch, length, *shape).unbind(parts)
-    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(rows)
-    scores += torch.full((length, length), -math.inf).triu(1)
-    context = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value).flatten(2)
-    return F.linear(context, rank[f"{at}dense.weight"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_and_back_every_byte_is_equal(tmp_path, name):
+    model = build(name)
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    convert(tmp_path / "megatron", tmp_path / "again", "hf")
+    assert files(tmp_path / "again") == files(tmp_path / "hf")
+    # Without the configuration beside it, its arguments say what it computes.
+    shutil.rmtree(tmp_path / "megatron" / "tokenizer")
+    assert torch.equal(logits(load_hf(tmp_path / "megatron")), logits(model))
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "stages", "version"),
+    "folder", sorted(path.parent.name for path in OF_CORE.glob("*/reference.pt"))
+)
+def test_what_megatron_core_has_written(tmp_path, folder):
+    convert(OF_CORE / folder, tmp_path / "hf", "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").eval()
+    reference = torch.load(OF_CORE / folder / "reference.pt", weights_only=True)
+    with torch.no_grad():
+        found = model(reference["ids"]).logits
+    expected = reference["logits"][..., : found.shape[-1]].to(found.dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_files_in_parts_and_names_without_a_prefix(tmp_path):
+    """As the first GPT-2 stands on the hub: the base model's names, and masks."""
+    model = build("gpt2")
+    bare = {name: w.clone() for name, w in model.transformer.state_dict().items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 20, 20)
+    model.transformer.save_pretrained(tmp_path / "hf", state_dict=bare, max_shard_size="4KB")
+    names = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert "model.safetensors.index.json" in names
+    convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    assert torch.equal(logits(load_hf(tmp_path / "megatron")), logits(model))
+    convert(tmp_path / "megatron", tmp_path / "again", "hf")
+    model.save_pretrained(tmp_path / "whole")
+    weights = "model.safetensors"
+    assert files(tmp_path / "again")[weights] == files(tmp_path / "whole")[weights]
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_another_type(tmp_path, name):
+    model = build(name)
+    model.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", "megatron", Options(dtype=torch.bfloat16))
+    opened = open_checkpoint(tmp_path / "megatron")
+    assert opened.arguments["bf16"] is True
+    half = model.bfloat16()
+    half.save_pretrained(tmp_path / "half")
+    convert(tmp_path / "megatron", tmp_path / "again", "hf")
+    convert(tmp_path / "hf", tmp_path / "cast", "hf", Options(dtype=torch.bfloat16))
+    assert files(tmp_path / "again") == files(tmp_path / "half") == files(tmp_path / "cast")
+
+
+def test_what_stands_beside_the_weights(tmp_path):
+    tokenizer = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "merges.txt": "a b"}
+    build("qwen2").save_pretrained(tmp_path / "hf")
+    for name, text in tokenizer.items():
+        (tmp_path / "hf" / name).write_text(text)
+    (tmp_path / "hf" / "optimizer.pt").write_text("no")
+    convert(tmp_path / "hf", tmp_path / "megatron", "megatron", Options(iteration=300))
+    opened = open_checkpoint(tmp_path / "megatron")
+    assert opened.iteration == 300
+    assert opened.arguments["tokenizer_model"] == str(tmp_path / "megatron" / "tokenizer")
+    convert(tmp_path / "megatron", tmp_path / "again", "hf")
+    (tmp_path / "hf" / "optimizer.pt").unlink()
+    assert files(tmp_path / "again") == files(tmp_path / "hf")
+
+
+def test_a_configuration_beside_that_is_another_models(megatron, tmp_path):
+    shutil.copytree(megatron, tmp_path / "m")
+    config = tmp_path / "m" / "tokenizer" / "config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps(content | {"rms_norm_eps": 0.5}))
+    assert open_checkpoint(tmp_path / "m").config.rms_norm_eps == content["rms_norm_eps"]
+    with pytest.raises(ModelError, match="--config: norm_epsilon"):
+        open_checkpoint(tmp_path / "m", config.parent)
+
+
+def test_padding(tmp_path):
+    """It is cut by what is known; what nothing says stays, and is told."""
+    state = made.model("llama")
+    arguments = made.arguments("llama", group_query_attention=True, num_query_groups=2)
+    arguments |= {"position_embedding_type": "rope", "normalization": "RMSNorm"}
+    made.torch_dist(tmp_path / "m", made.keys(state, gated=True), arguments)
+    said = convert(tmp_path / "m", tmp_path / "padded", "hf")
+    assert "--vocab-size" in said
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "padded").vocab_size == made.TOKENS
+    said = convert(tmp_path / "m", tmp_path / "cut", "hf", Options(vocab_size=11))
+    assert "--vocab-size" not in said
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
+    assert torch.equal(model.lm_head.weight, state["output_layer.weight"][:11])
+
+
+def test_old_files_become_todays(tmp_path):
+    """Megatron's legacy GPT on two ranks; its arguments do not even say the heads."""
+    state = made.model("gpt2")
+    made.legacy(tmp_path / "old", state, {}, version=0)
+    heads = Options(num_attention_heads=made.HEADS)
+    convert(tmp_path / "old", tmp_path / "new", "megatron", heads)
+    convert(tmp_path / "old", tmp_path / "one", "hf", heads)
+    convert(tmp_path / "new", tmp_path / "other", "hf")
+    assert files(tmp_path / "one") == files(tmp_path / "other")
+    assert open_checkpoint(tmp_path / "new").format == "torch_dist"
+
+
+def test_a_model_is_saved(tmp_path):
+    model = build("qwen2_moe")
+    save_megatron(model, tmp_path / "m", iteration=3, consumed_samples=12)
+    opened = open_checkpoint(tmp_path / "m")
+    assert (opened.iteration, opened.consumed_samples) == (3, 12)
+    assert opened.config.model_type == "qwen2_moe"
+    assert torch.equal(logits(load_hf(tmp_path / "m")), logits(model))
+    half = load_hf(tmp_path / "m", dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(half[n], w.bfloat16()) for n, w in model.state_dict().items())
+
+
+# --- conversions that are stopped ----------------------------------------------------------------
+
+
+def stopped(source, target, to, least):
+    """Convert in a process that is killed when so many weights stand; return how many did."""
+    partial = target.with_name(f".{target.name}.partial")
+
+    def standing():
+        found = [partial / "finished", *partial.glob("*/written.jsonl")]
+        return max((p.read_bytes().count(b"\n") for p in found if p.is_file()), default=0)
+
+    child = os.fork()
+    if not child:
+
+        def watch():
+            while standing() < least:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=watch, daemon=True).start()
+        convert(source, target, to)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not target.exists()
+    return standing()
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of many layers, as Hugging Face's and as Megatron's."""
+    folder = tmp_path_factory.mktemp("deep")
+    config = CONFIGS["qwen3"]()
+    config.num_hidden_layers, config.layer_types = 40, ["full_attention"] * 40
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "hf")
+    convert(folder / "hf", folder / "megatron", "megatron")
+    return folder
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_a_killed_conversion_goes_on(deep, tmp_path, to):
+    source, whole = (deep / ("megatron" if to == "hf" else "hf")), deep / to
+    target = tmp_path / "target"
+    standing = stopped(source, target, to, 60)
+    assert 60 <= standing < 40 * 9
+    # What stands is kept: a change of it is found, and nothing but the comparison finds it.
+    saved = tmp_path / "saved"
+    partial = tmp_path / ".target.partial"
+    shutil.copytree(partial, saved)
+    (data,) = [p for p in partial.rglob("*") if p.suffix in (".safetensors", ".distcp")]
+    content = bytearray(data.read_bytes())
+    if to == "hf":
+        header = 8 + int.from_bytes(content[:8], "little")
+        name = (partial / "finished").read_text().split("\n")[5]
+        entry = json.loads(content[8:header])[name]
+        content[header + entry["data_offsets"][0]] ^= 1
+    else:
+        line = json.loads((data.parent / "written.jsonl").read_text().split("\n")[5])[1]
+        content[line["start"] + line["length"] // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises((ModelError, CheckpointError)):
+        convert(source, target, to)
+    assert not target.exists()
+    assert not partial.exists()
+    saved.rename(partial)
+    convert(source, target, to)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    if to == "hf":
+        assert files(target) == files(whole)
+    else:
+        assert torch.equal(logits(load_hf(target)), logits(load_hf(whole)))
+
+
+def test_another_source_begins_anew(deep, hf, tmp_path):
+    target = tmp_path / "target"
+    stopped(deep / "megatron", target, "hf", 60)
+    convert(hf, target, "hf", Options(dtype=torch.float32))
+    assert files(target) == files(hf)
+
+
+def test_two_at_once_are_refused(hf, tmp_path):
+    partial = tmp_path / ".target.partial"
+    partial.mkdir()
+    (partial / "of the other").write_text("")
+    held = os.open(partial, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(ModelError, match="another process"):
+        convert(hf, tmp_path / "target", "megatron")
+    assert [path.name for path in partial.iterdir()] == ["of the other"]
+    os.close(held)
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def test_a_wrong_conversion_leaves_nothing(hf, tmp_path, monkeypatch):
+    read = MegatronWeights.read
+    monkeypatch.setattr(MegatronWeights, "read", lambda *args: read(*args).roll(1, 0))
+    with pytest.raises(ModelError, match="read back with a difference"):
+        convert(hf, tmp_path / "target", "megatron")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_a_disk_that_is_too_small(hf, megatron, tmp_path, monkeypatch, to):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ModelError, match="the disk has 1,000"):
+        convert(megatron if to == "hf" else hf, tmp_path / "target", to)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "options", "key"),
     [
-        ("gpt2", 1, 1, 3),
-        ("gpt2", 2, 2, 0),
-        ("gpt2", 4, 1, 1),
-        ("gpt2", 2, 4, 2),
-        ("untied", 2, 2, 3),
-        ("bfloat16", 2, 1, 1),
+        ("hf", "megatron", Options(vocab_size=30), "--vocab-size"),
+        ("hf", "megatron", Options(config=Path("x")), "--config"),
+        ("megatron", "hf", Options(iteration=3), "--iteration"),
+        ("megatron", "hf", Options(vocab_size=900), "--vocab-size"),
+        ("megatron", "hf", Options(config=Path("absent")), "folder"),
+        ("hf", "megatro", Options(), "--to"),
     ],
 )
-def test_there_and_back_is_byte_equal(tmp_path, name, tensor, stages, version):
-    model = MODELS[name]()
-    source = saved(model, tmp_path / "hf")
-    options = Options(
-        tensor_parallel=tensor,
-        pipeline_parallel=stages,
-        version=version,
-        divisible_by=8,
-        iteration=100,
-    )
-    convert(source, tmp_path / "megatron", "megatron", options)
-    ids = torch.arange(24).view(2, 12) % TOKENS
-    found = logits_of_files(read_checkpoint(tmp_path / "megatron"), ids)[..., :TOKENS]
-    torch.testing.assert_close(found, model.float()(ids).logits.detach(), rtol=1e-4, atol=1e-4)
-    step = tmp_path / "megatron" / "iter_0000100"
-    ends = [""] if stages == 1 else [f"_{stage:03}" for stage in range(stages)]
-    ranks = {f"mp_rank_{rank:02}{end}" for rank in range(tensor) for end in ends}
-    assert {path.name for path in step.iterdir()} == ranks
-    assert (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "100"
-    convert(tmp_path / "megatron", tmp_path / "again", "hf")
-    assert weights(tmp_path / "again") == weights(source)
-    found, given = (
-        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "again", source)
-    )
-    for key in ("model_type", "architectures", "vocab_size", "tie_word_embeddings", "dtype"):
-        assert found[key] == given[key]
-
-    convert(tmp_path / "again", tmp_path / "third", "megatron", options)
-    first, third = (read_checkpoint(tmp_path / which) for which in ("megatron", "third"))
-    assert first.arguments == third.arguments
-    for one, other in zip(first.stages, third.stages, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert a.keys() == b.keys()
-            assert all(torch.equal(a[key], b[key]) for key in a)
+def test_options(hf, megatron, tmp_path, source, to, options, key):
+    folder = hf if source == "hf" else megatron
+    with pytest.raises(ModelError) as caught:
+        convert(folder, tmp_path / "target", to, options)
+    assert caught.value.key == key
+    assert not list(tmp_path.iterdir())
 
 
-def test_the_shares_of_a_layer(tmp_path):
-    """Stage 1, rank 1 of 2: which numbers of the model stand where, one by one."""
-    model = gpt2()
-    options = Options(tensor_parallel=2, pipeline_parallel=2, version=1, divisible_by=8)
-    convert(saved(model, tmp_path / "hf"), tmp_path / "m", "megatron", options)
-    path = tmp_path / "m" / "release" / "mp_rank_01_001" / "model_optim_rng.pt"
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        file = torch.load(path, weights_only=True)
-    assert file["checkpoint_version"] == 1.0
-    assert file["args"].padded_vocab_size == 48  # the multiple of 2 * 8 above 37
-    assert (tmp_path / "m" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    stage = file["model"]["language_model"]["transformer"]  # the old name
-    assert "embedding" not in file["model"]["language_model"]
-    block = model.transformer.h[3]  # layer 1 of stage 1
-    fused = stage["layers.1.attention.query_key_value.weight"]
-    rows = HIDDEN // HEADS
-    for head in range(2):
-        for row in range(rows):
-            for part in range(3):
-                column = part * HIDDEN + (2 + head) * rows + row
-                expected = block.attn.c_attn.weight[:, column]
-                assert torch.equal(fused[(head * rows + row) * 3 + part], expected)
-    assert torch.equal(stage["layers.1.attention.dense.weight"], block.attn.c_proj.weight[8:].T)
-    assert torch.equal(stage["layers.1.mlp.dense_h_to_4h.bias"], block.mlp.c_fc.bias[32:])
-    assert torch.equal(stage["layers.1.mlp.dense_4h_to_h.bias"], block.mlp.c_proj.bias)
-    assert torch.equal(stage["final_layernorm.weight"], model.transformer.ln_f.weight)
-    table = file["model"]["word_embeddings_for_head"]["weight"]
-    embedding = model.transformer.wte.weight
-    assert torch.equal(table[:13], embedding[24:])
-    assert torch.equal(table[13:], embedding[-1:].expand(11, -1))
+def spoiled(folder, change):
+    config = folder / "config.json"
+    content = json.loads(config.read_text())
+    change(content)
+    config.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("version", [0, 1, 2])
-def test_orders_of_query_key_and_value(version):
-    """Rows are named (part, head, row) and put where each version's description says."""
-    heads, rows = 3, 2
-    named = [(p, h, r) for p in range(3) for h in range(heads) for r in range(rows)]
-    place = {
-        0: lambda p, h, r: (p, h, r),
-        1: lambda p, h, r: (h, r, p),
-        2: lambda p, h, r: (h, p, r),
-    }
-    orders = {v: sorted(named, key=lambda name, v=v: place[v](*name)) for v in place}
-    for other in (0, 1, 2, 3):
-        source = torch.tensor([100 * p + 10 * h + r for p, h, r in orders[version]])
-        expected = [100 * p + 10 * h + r for p, h, r in orders[min(other, 2)]]
-        assert reorder_qkv(source, heads, version, other).tolist() == expected
-        matrix = torch.stack([source, source], dim=1)
-        assert reorder_qkv(matrix, heads, version, other)[:, 1].tolist() == expected
+SPOILED = [
+    (lambda content: content.update(model_type="olmo2"), "model"),
+    (lambda content: content.update(hidden_act="gelu"), "hidden_act"),
+    (lambda content: content.update(num_hidden_layers=3), "weight"),
+    (lambda content: content.update(num_hidden_layers=1), "weight"),
+    (lambda content: content.update(intermediate_size=25), "weight"),
+    (lambda content: content.update(tie_word_embeddings=True), "weight"),
+    (lambda content: content.update(architectures=["LlamaForSequenceClassification"]), None),
+]
 
 
-def rewrite(folder, change):
-    for path in folder.glob("*/mp_rank_*/model_optim_rng.pt"):
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, weights_only=True)
-        change(content)
-        torch.save(content, path)
-
-
-def test_what_a_real_checkpoint_has_besides(tmp_path):
-    """An optimizer, random states, names of other years, no vocabulary size, fused GELU."""
-    import random
-
-    import numpy as np
-
-    source = saved(gpt2(activation_function="gelu_fast"), tmp_path / "hf")
-    options = Options(divisible_by=37, version=2)
-    convert(source, tmp_path / "m", "megatron", options)
-
-    def change(content):
-        del content["args"].vocab_size
-        content["args"].bias_gelu_fusion, content["args"].openai_gelu = True, False
-        content["args"].norm_epsilon = 1e-3
-        content["args"].data_path = ["0.3", "a"]
-        content["optimizer"] = {"state": {0: {"exp_avg": torch.ones(2)}}, "step": 3}
-        content["rng_state"] = [
-            {
-                "random_rng_state": random.getstate(),
-                "np_rng_state": np.random.get_state(),
-                "torch_rng_state": torch.get_rng_state(),
-            }
-        ]
-        encoder = content["model"]["language_model"]["transformer"]
-        for name in list(encoder):
-            encoder[name.replace("_layernorm.", "_norm.")] = encoder.pop(name)
-
-    rewrite(tmp_path / "m", change)
-    convert(tmp_path / "m", tmp_path / "again", "hf")
-    assert weights(tmp_path / "again") == weights(source)
-    config = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert config["layer_norm_epsilon"] == 1e-3
-
-
-def test_without_arguments_the_heads_have_to_be_named(tmp_path):
-    source = saved(gpt2(), tmp_path / "hf")
-    convert(source, tmp_path / "m", "megatron", Options(version=0))
-    rewrite(tmp_path / "m", lambda content: content.pop("args"))
-    with pytest.raises(ModelError, match="--num-attention-heads"):
-        convert(tmp_path / "m", tmp_path / "no", "hf")
-    options = Options(num_attention_heads=HEADS, vocab_size=TOKENS)
-    convert(tmp_path / "m", tmp_path / "again", "hf", options)
-    assert weights(tmp_path / "again") == weights(source)
-    with pytest.raises(ModelError, match="has 128 rows"):
-        convert(
-            tmp_path / "m", tmp_path / "no", "hf", Options(num_attention_heads=4, vocab_size=129)
-        )
-
-
-def test_a_wrong_conversion_leaves_nothing(tmp_path, monkeypatch):
-    """Weights in a wrong order are found when they are read back."""
-    source = saved(gpt2(), tmp_path / "hf")
-    turned = lambda fused, heads, source, target: fused.roll(target, 0)  # noqa: E731
-    monkeypatch.setattr("wavemare.megatron.weights.reorder_qkv", turned)
-    with pytest.raises(ModelError, match=r"attn\.c_attn.*read back with a difference"):
-        convert(source, tmp_path / "m", "megatron")
+@pytest.mark.parametrize(("change", "key"), SPOILED)
+def test_a_folder_that_is_no_such_model(hf, tmp_path, change, key):
+    shutil.copytree(hf, tmp_path / "hf")
+    spoiled(tmp_path / "hf", change)
+    if key is None:  # its weights are those of a language model, whatever it is called
+        convert(tmp_path / "hf", tmp_path / "target", "megatron")
+        return
+    with pytest.raises(ModelError) as caught:
+        convert(tmp_path / "hf", tmp_path / "target", "megatron")
+    assert caught.value.key == key
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_refusals(tmp_path):
-    source = saved(gpt2(), tmp_path / "hf")
-    for options, match in (
-        (Options(tensor_parallel=3), "4 heads cannot be shared by 3"),
-        (Options(pipeline_parallel=3), "4 layers cannot be shared by 3"),
-        (Options(version=4), "versions 0 to 3"),
-    ):
-        with pytest.raises(ModelError, match=match):
-            convert(source, tmp_path / "m", "megatron", options)
-    relu = saved(gpt2(activation_function="relu"), tmp_path / "relu")
-    with pytest.raises(ModelError, match="activation = 'relu'"):
-        convert(relu, tmp_path / "m", "megatron")
-    sizes = {"hidden_size": HIDDEN, "num_attention_heads": 2, "intermediate_size": 32}
-    bert = transformers.BertConfig(vocab_size=TOKENS, num_hidden_layers=1, **sizes)
-    folder = saved(transformers.BertForMaskedLM(bert), tmp_path / "bert")
-    with pytest.raises(ModelError, match=r"model = 'bert'.*Give GPT-2"):
-        convert(folder, tmp_path / "m", "megatron")
-    assert not (tmp_path / "m").exists()
+def test_a_target_that_exists(hf, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for target in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ModelError, match="TARGET"):
+            convert(hf, target, "megatron")
+    (tmp_path / "empty").mkdir()
+    convert(hf, tmp_path / "empty", "megatron")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 
 
-def test_the_command(tmp_path):
-    source = saved(gpt2(), tmp_path / "hf")
-    words = [str(source), str(tmp_path / "m"), "--to", "megatron", "--tensor-parallel", "2"]
-    result = CliRunner().invoke(app, ["convert", *words], catch_exceptions=False)
+def test_the_command(hf, tmp_path):
+    words = ["convert", str(hf), str(tmp_path / "m"), "--to", "megatron", "--iteration", "7"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0
     assert "hf to megatron:" in result.output
-    assert "read back without a difference" in result.output
-    with pytest.raises(ModelError, match="Did you mean 'megatron'"):
-        CliRunner().invoke(app, ["convert", *words[:2], "--to", "megatro"], catch_exceptions=False)
+    assert (tmp_path / "m" / "latest_checkpointed_iteration.txt").read_text() == "7"
+    with pytest.raises(ConfigError, match="--dtype"):
+        CliRunner().invoke(app, [*words, "--dtype", "float"], catch_exceptions=False)
+    assert TOKENS == open_checkpoint(tmp_path / "m").config.vocab_size
