@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that megatron-core wrote: its logits, and its optimizer's state to go on from."""
+"""The state of megatron-core's optimizer as a universal checkpoint of DeepSpeed."""
 
 import shutil
 from pathlib import Path
@@ -10,23 +10,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from wavemare.errors import CheckpointError
-from wavemare.megatron import load_hf, open_checkpoint
+from wavemare.megatron import open_checkpoint
 from wavemare.megatron.optimizer import write_universal
 
 DATA = Path(__file__).parents[2] / "data" / "megatron"
 TRAINED = DATA / "llama-optimizer"
 TOKENS, PADDED, HEADS, GROUPS, SIZE = 62, 64, 4, 2, 4
-
-
-@pytest.mark.parametrize("folder", sorted(DATA.glob("*/")), ids=lambda folder: folder.name)
-def test_logits_are_those_of_megatrons_model(folder):
-    reference = torch.load(folder / "reference.pt")
-    model = load_hf(folder)
-    assert model.config.vocab_size == TOKENS
-    with torch.no_grad():
-        logits = model(reference["ids"]).logits
-    assert reference["logits"].abs().max() > 1
-    torch.testing.assert_close(logits, reference["logits"][..., :TOKENS], rtol=0, atol=1e-5)
 
 
 def read(folder, *names):
@@ -91,7 +80,7 @@ def test_the_optimizers_state_becomes_a_universal_checkpoint(tmp_path):
     assert rest["consumed_train_samples"] == 64
     groups = torch.load(zero / "optimizer_state.pt")["param_groups"]
     # Weight decay is not the same in Megatron's two groups, so the engine's own stays.
-    assert {tuple(group.items()) for group in groups if not group.pop("params")} == {("lr", 1e-3)}
+    assert all(group == {"lr": 1e-3, "params": []} for group in groups)
 
 
 def flat(folder):
