@@ -24,11 +24,22 @@ def tell_choice(key: str, chosen: object, reason: str) -> None:
     """
     if not _is_first():
         return
-    line = f"{key} auto: {chosen}: {reason}"
+    line = choice_line(key, chosen, reason)
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(line)
     else:
         print(line, file=sys.stderr, flush=True)
+
+
+def choice_line(key: str, chosen: object, reason: str) -> str:
+    """Return the line of `tell_choice`."""
+    return f"{key} auto: {chosen}: {reason}"
+
+
+def tell_warning(line: str) -> None:
+    """Log a warning on rank 0."""
+    if _is_first():
+        logger.warning(line)
 
 
 def _is_first() -> bool:
