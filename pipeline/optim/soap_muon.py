@@ -43,8 +43,8 @@ class SOAP(MatrixOptimizer):
 
     Every ``refresh`` steps one power iteration brings the bases up to date: the columns of ``Q``,
     and rows and columns of ``V`` with them, are sorted by ``diag(Q^T L Q)``, largest first, and
-    ``Q`` becomes the orthogonal factor of ``L Q``. The first bases are eigenvectors of the first
-    gradient's ``L`` and ``R``. That gradient takes no step, as in the paper: in its own basis Adam
+    ``Q`` becomes the orthogonal factor of ``L Q``. ``L`` and ``R`` begin at zero, and the first
+    bases are eigenvectors of those of the first gradient. That gradient takes no step, as in the paper: in its own basis Adam
     would step by the signs of rounding errors.
 
     A side longer than ``max_size`` keeps its own axes, and a matrix with two such sides, as every
@@ -118,7 +118,7 @@ class SOAP(MatrixOptimizer):
         betas, eps = group["betas"], group["eps"]
         sides = [side for side in (0, 1) if 1 < grad.shape[side] <= group["max_size"]]
         if "exp_avg" not in state:
-            _begin(state, grad, sides)
+            _begin(state, grad, sides, group["shampoo_beta"])
             return None
         denominator = adam_denominator(state, grad, _rotate(state, grad), betas, eps)
         update = _rotate_back(state, _rotate(state, state["exp_avg"]) / denominator)
@@ -149,15 +149,15 @@ def refresh_of(stage: int, num_stages: int, base: int = 10) -> int:
     return max(1, round(base * num_stages / (2 * (num_stages - stage) - 1)))
 
 
-def _begin(state: State, grad: Tensor, sides: list[int]) -> None:
-    """Make the first bases, of a gradient that has any direction."""
+def _begin(state: State, grad: Tensor, sides: list[int], shampoo_beta: float) -> None:
+    """Make the first bases, of a gradient that has any direction; covariances begin at zero."""
     if not 0 < float(grad.abs().sum()) < math.inf:  # nor is it if it is not a number
         return
     state.update(step=0, exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
     for side in sides:
         covariance = _covariance(grad, side)
-        state[f"covariance_{side}"] = covariance
         state[f"basis_{side}"] = _eigenvectors(covariance)
+        state[f"covariance_{side}"] = covariance.mul_(1 - shampoo_beta)
 
 
 def _eigenvectors(covariance: Tensor) -> Tensor:
