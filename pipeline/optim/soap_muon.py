@@ -44,8 +44,8 @@ class SOAP(MatrixOptimizer):
     Every ``refresh`` steps one power iteration brings the bases up to date: the columns of ``Q``,
     and rows and columns of ``V`` with them, are sorted by ``diag(Q^T L Q)``, largest first, and
     ``Q`` becomes the orthogonal factor of ``L Q``. ``L`` and ``R`` begin at zero, and the first
-    bases are eigenvectors of those of the first gradient. That gradient takes no step, as in the paper: in its own basis Adam
-    would step by the signs of rounding errors.
+    bases are eigenvectors of those of the first gradient. That gradient takes no step, as in the
+    paper: in its own basis Adam would step by the signs of rounding errors.
 
     A side longer than ``max_size`` keeps its own axes, and a matrix with two such sides, as every
     tensor that is not a matrix, is stepped as by AdamW.

@@ -163,6 +163,9 @@ GRID = [
     {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "folder": "muon", "resume": 4},
     {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "zero": 0, "folder": "muon0", "save": 4},
     {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "zero": 0, "folder": "muon0", "resume": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "folder": "soap", "resume": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": {}, "folder": "muon", "resume": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "bf16": True, "folder": "adamw", "resume": 4},
 ]
 
 
@@ -189,6 +192,18 @@ def test_replicas_of_stages_with_feedback_and_prediction_resume_to_the_bit(grid)
         assert digests[0] == digests[1] != digests[2] == digests[3]
     fed, plain = grid[0][0], grid[0][4]
     assert fed["losses"] != plain["losses"]  # the settings are at work
+
+
+@pytest.mark.world_size(4)
+def test_a_checkpoint_of_another_optimizer_than_the_policys_says_how_to_keep_it(grid):
+    for results in grid:
+        for refused, remedy in zip(
+            results[10:],
+            ('{"type": "SOAP", ...}', '{"type": "Muon", ...}', 'optimizer_policy "keep"'),
+            strict=True,
+        ):
+            assert refused["error"] == "CheckpointError"
+            assert remedy in refused["message"]
 
 
 @pytest.mark.world_size(4)
