@@ -255,9 +255,8 @@ def _with_sizes(
     # DeepSpeed would complete them itself, with one micro-batch per step.
     config = config | {k: n for k, n in sizes.items() if asynchronous or config.get(k) == "auto"}
     if asynchronous:
-        config, told = advise(config, stages=length, micro_batches=micro_batches)
-        for line in told if dist.get_rank() == 0 else ():
-            logger.warning(line)
+        config, advice = advise(config, stages=length, micro_batches=micro_batches)
+        advice.tell()
         return config, WavemareConfig.of(config)
     if length == 1 and mpu is None:
         _check_no_grid(model)

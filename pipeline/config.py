@@ -56,8 +56,8 @@ class PipeMareConfig(Section):
     """See `DiscrepancyCorrection`."""
 
     optimizer_policy: Literal["keep", "auto"] = "keep"
-    """If gradients are stale, ``auto`` replaces Adam and AdamW by SOAP, which tolerates staleness,
-    and logs its choice and the reason."""
+    """If gradients are stale, ``auto`` replaces Adam and AdamW by an optimizer that bears it: Muon
+    for matrices up to a staleness of two steps, SOAP beyond. It logs its choice and the reason."""
 
     error_feedback: bool = False
     """Whether each update corrects the error of the previous, stale one: it adds the mean

@@ -292,12 +292,14 @@ class CheckpointMixin(DeepSpeedEngine):
             folder, strict = Path(load_dir) / str(tag), load_module_strict and whole
             if self.settings.checkpoint.verify == "checksums":
                 agree(folder, lambda: _verify(folder, manifest, self))
+            if whole:  # before the weights that it held are compared
+                agree(folder, partial(check_optimizer, folder, self))
             read = partial(_read_own, folder, manifest, self, strict=strict, whole=whole)
             own = agree(folder, read)
-        same = whole and manifest is not None and manifest["topology"] == topology(self)
-        if whole and tag is not None:
+        elif whole and tag is not None:
             folder = Path(load_dir) / tag
             agree(folder, partial(check_optimizer, folder, self))
+        same = whole and manifest is not None and manifest["topology"] == topology(self)
         # A pipeline in bf16 without ZeRO saves its optimizer's states as ZeRO does; DeepSpeed would
         # look elsewhere.
         as_zero = {"zero_optimization": lambda: True} if adapt(self).accumulates_in_fp32 else {}

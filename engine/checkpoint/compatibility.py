@@ -27,7 +27,8 @@ _EXPORTED = "a model that save_pretrained exported (of an engine that has loaded
 _OF_REPLICAS = {"world_size", "replicas"}
 _WRAPPERS = ("optimizer", "optimizer_state_dict", "base_optimizer_state")
 _COMPILED = "bias_correction"
-_TELLING = ("betas", "eps", "momentum", _COMPILED)
+_ADDED = {"shampoo_beta": "SOAP", "ns_steps": "Muon", "momentum_decay": "NAdam"}
+_TELLING = ("betas", "eps", "momentum", *_ADDED, _COMPILED)
 """Settings by whose presence optimizers differ that would read each other's states wrongly."""
 
 
@@ -235,7 +236,11 @@ def check_optimizer(folder: Path, engine: EngineMixin) -> None:
     theirs, ours = ([k for k in _TELLING if k in group] for group in pair)
     if theirs == ours or (not theirs and keeps_adam_alone(engine)):  # one for any Adam
         return
-    remedy = "Resume with the optimizer that saved it"
+    remedy, kind = "Resume with the optimizer that saved it", _added(theirs)
+    if kind is not None:
+        remedy = f'Resume with "optimizer": {{"type": "{kind}", ...}} and the settings of that run'
+    elif _added(ours) and engine.settings.pipeline.pipemare.optimizer_policy == "auto":
+        remedy = 'Resume with wavemare.pipeline.pipemare.optimizer_policy "keep"'
     if theirs == [*ours, _COMPILED]:
         remedy = (
             'Set WAVEMARE_COMPILED_OPS=1 and leave out "torch_adam", or offload as that run did'
@@ -264,7 +269,14 @@ def count_alone(optimizer: Any) -> None:
 _WEIGHTS_ALONE = "load the weights alone (load_optimizer_states=False)"
 
 
+def _added(settings: list[str]) -> str | None:
+    return next((kind for setting, kind in _ADDED.items() if setting in settings), None)
+
+
 def _name(settings: list[str]) -> str:
+    kind = _added(settings)
+    if kind is not None:
+        return kind
     if _COMPILED in settings:
         return "DeepSpeed's FusedAdam or DeepSpeedCPUAdam"
     if settings == ["betas", "eps"]:

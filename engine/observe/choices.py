@@ -22,7 +22,7 @@ def tell_choice(key: str, chosen: object, reason: str) -> None:
         chosen: What is used in its place.
         reason: Why, as the end of a sentence.
     """
-    tell(f"{key} auto: {chosen}: {reason}")
+    tell(choice_line(key, chosen, reason))
 
 
 def tell(line: str) -> None:
@@ -33,6 +33,17 @@ def tell(line: str) -> None:
         logger.info(line)
     else:
         print(line, file=sys.stderr, flush=True)
+
+
+def choice_line(key: str, chosen: object, reason: str) -> str:
+    """Return the line of `tell_choice`."""
+    return f"{key} auto: {chosen}: {reason}"
+
+
+def tell_warning(line: str) -> None:
+    """Log a warning on rank 0."""
+    if _is_first():
+        logger.warning(line)
 
 
 def _is_first() -> bool:

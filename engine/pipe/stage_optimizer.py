@@ -263,19 +263,12 @@ class UpdateFeedback:
             torch.sub(parameter, update, out=update)
             previous = optimizer.state[parameter].get(_KEY)
             # The first update has no previous one.
-            if previous is None and _has_only_looked(optimizer):
-                continue
+            if previous is None and getattr(optimizer, "has_only_looked", False):
+                continue  # SOAP's first step only computes its basis
             if previous is not None and extent:
                 parameter.add_(update, alpha=extent).sub_(previous, alpha=extent)
             optimizer.state[parameter][_KEY] = update
         self._former = []
-
-
-def _has_only_looked(optimizer: Any) -> bool:
-    """Whether some tensor has taken no step yet: SOAP's first step only computes its basis."""
-    states = [optimizer.state[p] for p in _stepped(optimizer)]
-    cut = [part for state in states for part in state.get("tensors", {}).values()]  # by ZeRO
-    return any("step" in state and not state["step"] for state in (*states, *cut))
 
 
 def _stepped(optimizer: Any) -> list[Tensor]:

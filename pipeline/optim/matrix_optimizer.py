@@ -48,15 +48,17 @@ class Partition:
         cut = 0
         for number, (shape, offset) in enumerate(zip(self.shapes, self.offsets, strict=True)):
             count = math.prod(shape)
-            place = None
+            place, is_stepped = None, True
             # Each rank counts all cut matrices, so that all agree on their places.
             if is_matrix(shape) and self._is_cut(offset, count):
                 place, cut = cut, cut + count
+                is_stepped = self.begin == self._begin_of_most(offset, count)
             first = max(self.begin - offset, 0)
             last = min(self.begin + self.size - offset, count)
             if first < last:
                 start = offset + first - self.begin
-                yield number, _Part(shape, start, first, last - first, is_matrix(shape), place)
+                part = _Part(shape, start, first, last - first, is_matrix(shape), place, is_stepped)
+                yield number, part
 
     def cut_elements(self, is_matrix: Callable[[Shape], bool]) -> int:
         """Return how many elements the matrices have that lie on several ranks."""
@@ -65,6 +67,12 @@ class Partition:
 
     def _is_cut(self, offset: int, count: int) -> bool:
         return offset // self.size != (offset + count - 1) // self.size
+
+    def _begin_of_most(self, offset: int, count: int) -> int:
+        """Return where the partition begins that has most of a tensor, the first of equal ones."""
+        end = offset + count
+        begins = range(offset - offset % self.size, end, self.size)
+        return max(begins, key=lambda b: min(b + self.size, end) - max(b, offset))
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,35 @@ class _Part:
     count: int
     is_matrix: bool  # whether it is stepped as a matrix, rather than element by element
     place: int | None  # of a matrix on several ranks, where it is assembled
+    is_stepped: bool  # on this rank, rather than on another one that has more of the matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A tensor, or the elements of one, that this rank steps.
+
+    Args:
+        weight: What is stepped; of a matrix on several ranks, where its update is left.
+        grad: As many elements, perhaps in another shape.
+        shape: Of the tensor.
+        state: Of the tensor; empty at first.
+        is_matrix: Whether it is stepped as a matrix.
+        mark: Of a matrix on several ranks, where is left whether it is stepped: ().
+    """
+
+    weight: Tensor
+    grad: Tensor
+    shape: Shape
+    state: State
+    is_matrix: bool
+    mark: Tensor | None = None
+
+    def matrix(self) -> Tensor:
+        """Return the gradient of a matrix, in its shape and in fp32 at least."""
+        return _wide(self.grad).view(self.shape)
+
+
+_STEPPED, _LOOKED = 1.0, 2.0  # marks of matrices on several ranks; 0 if nothing has begun
 
 
 class MatrixOptimizer(Optimizer, ABC):
@@ -86,11 +123,17 @@ class MatrixOptimizer(Optimizer, ABC):
     + update)``. States, and the arithmetic of parameters in 16 bits, are fp32.
 
     ZeRO 1 and 2 give an optimizer flat partitions instead of a model's tensors. With
-    `set_partition`, it steps the matrices in a partition as in the model. One all-reduce per step
-    and parameter group assembles the gradients of matrices that lie on several ranks; it is exact,
-    as each element has one owner. Every owner computes the same update with its own state and
-    applies its part. A step is therefore a collective of the data ranks.
+    `set_partition`, it steps the matrices in a partition as in the model. A matrix that lies on
+    several ranks is stepped by the one that has most of it, which alone has its state. For each
+    flat parameter with such matrices, one all-reduce assembles their gradients and one gives all
+    ranks their updates. Both are exact, as each element comes from one rank. A step is therefore a
+    collective of the data ranks.
+
+    Attributes:
+        has_only_looked: Whether the last step began with a tensor and did not step it.
     """
+
+    has_only_looked = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -101,13 +144,12 @@ class MatrixOptimizer(Optimizer, ABC):
         """Return whether a tensor of a parameter group is stepped as a matrix."""
 
     @abstractmethod
-    def update(self, group: Mapping[str, Any], state: State, grad: Tensor) -> Tensor | None:
-        """Return the update of a weight: its decrease at a learning rate of 1; None for no step.
+    def updates(
+        self, group: Mapping[str, Any], pieces: Sequence[Piece]
+    ) -> Iterator[tuple[Piece, Tensor | None]]:
+        """Yield the update of each tensor of a parameter group, in any order.
 
-        Args:
-            group: Of the parameter.
-            state: Of the tensor; empty at first.
-            grad: A matrix of `is_matrix`, or any other tensor; in fp32 at least.
+        An update is the weight's decrease at a learning rate of 1; None for no step.
         """
 
     def set_partition(self, parameter: Tensor, partition: Partition) -> None:
@@ -125,54 +167,107 @@ class MatrixOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.has_only_looked = False
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(group, parameter)
+            self._step(group)
         return loss
 
-    def _step(self, group: Mapping[str, Any], parameter: Tensor) -> None:
-        grad = parameter.grad
-        assert grad is not None
-        if grad.is_sparse:
-            raise ModelError(
-                "optimizer",
-                type(self).__name__,
-                "it steps dense gradients alone, and one is sparse",
-                "Make the embedding without sparse=True",
-            )
-        partition = self._partitions.get(parameter)
-        if partition is None:
-            update = self.update(group, self.state[parameter], _wide(grad))
-            _apply(group, parameter, update)
-            return
-        states = self.state[parameter].setdefault("tensors", {})
-        cut = self._whole_gradients(group, partition, grad)
-        for number, part in self._parts(group, partition):
-            own = slice(part.start, part.start + part.count)
-            whole = grad[own]
-            if part.place is not None:
-                whole = cut[part.place : part.place + math.prod(part.shape)]
-            if part.is_matrix:
-                # The last digits of matrix products depend on the memory's alignment: a copy has
-                # the same alignment on all ranks, and as without ZeRO.
-                whole = whole.clone().view(part.shape)
-            update = self.update(group, states.setdefault(number, {}), _wide(whole))
-            if update is not None:
-                update = update.reshape(-1)
-                if part.place is not None:
-                    update = update[part.first : part.first + part.count]
-            _apply(group, parameter[own], update)
+    def _step(self, group: Mapping[str, Any]) -> None:
+        pieces: list[Piece] = []
+        cut: list[tuple[Tensor, Partition, Tensor]] = []
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                raise ModelError(
+                    "optimizer",
+                    type(self).__name__,
+                    "it steps dense gradients alone, and one is sparse",
+                    "Make the embedding without sparse=True",
+                )
+            partition = self._partitions.get(parameter)
+            if partition is None:
+                shape = tuple(grad.shape)
+                state, is_matrix = self.state[parameter], self.is_matrix(group, shape)
+                pieces.append(Piece(parameter, grad, shape, state, is_matrix))
+                continue
+            whole = self._whole_gradients(group, partition, grad)
+            room = whole.new_zeros(len(partition.shapes) + len(whole)) if len(whole) else whole
+            pieces += self._partition_pieces(group, parameter, partition, whole, room)
+            if len(whole):
+                cut.append((parameter, partition, room))
+        for piece, update in self.updates(group, pieces):
+            looked = update is None and bool(piece.state)
+            self.has_only_looked |= looked
+            if piece.mark is None:
+                _apply(group, piece.weight, update)
+            elif update is not None:
+                piece.weight.copy_(update.reshape(-1))
+                piece.mark.fill_(_STEPPED)
+            elif looked:
+                piece.mark.fill_(_LOOKED)
+        for parameter, partition, room in cut:
+            self._step_cut(group, parameter, partition, room)
 
     def _parts(self, group: Mapping[str, Any], partition: Partition) -> Iterator[tuple[int, _Part]]:
         return partition.parts(lambda shape: self.is_matrix(group, shape))
+
+    def _partition_pieces(
+        self,
+        group: Mapping[str, Any],
+        parameter: Tensor,
+        partition: Partition,
+        whole: Tensor,
+        room: Tensor,
+    ) -> Iterator[Piece]:
+        """Yield what this rank steps of a flat parameter.
+
+        Args:
+            group: Of the parameter.
+            parameter: Flat.
+            partition: Of it.
+            whole: Of `_whole_gradients`.
+            room: For a mark of each tensor, then for the updates of these matrices.
+        """
+        states = self.state[parameter].setdefault("tensors", {})
+        grad, marks = parameter.grad, len(partition.shapes)
+        assert grad is not None
+        for number, part in self._parts(group, partition):
+            if not part.is_stepped:
+                continue
+            state = states.setdefault(number, {})
+            if part.place is None:
+                own = slice(part.start, part.start + part.count)
+                shape = part.shape if part.is_matrix else (part.count,)
+                yield Piece(parameter[own], grad[own], shape, state, part.is_matrix)
+            else:
+                own = slice(part.place, part.place + math.prod(part.shape))
+                target = room[marks:][own]
+                yield Piece(target, whole[own], part.shape, state, True, room[number])
+
+    def _step_cut(
+        self, group: Mapping[str, Any], parameter: Tensor, partition: Partition, room: Tensor
+    ) -> None:
+        """Step this rank's elements of the matrices that lie on several ranks."""
+        dist.all_reduce(room, group=partition.group)
+        count = len(partition.shapes)
+        marks, updates = room[:count].tolist(), room[count:]
+        for number, part in self._parts(group, partition):
+            if part.place is None:
+                continue
+            self.has_only_looked |= marks[number] == _LOOKED
+            if marks[number] == _STEPPED:
+                first = part.place + part.first
+                own = parameter[part.start : part.start + part.count]
+                _apply(group, own, updates[first : first + part.count])
 
     def _whole_gradients(
         self, group: Mapping[str, Any], partition: Partition, grad: Tensor
     ) -> Tensor:
         """Return the concatenated gradients of all matrices that lie on several ranks."""
         count = partition.cut_elements(lambda shape: self.is_matrix(group, shape))
-        whole = grad.new_zeros(count)
+        whole = _wide(grad.new_zeros(count))
         if not count:
             return whole
         for _, part in self._parts(group, partition):
@@ -221,8 +316,9 @@ class MatrixOptimizer(Optimizer, ABC):
             )
 
 
-def adam_update(state: State, grad: Tensor, betas: Sequence[float], eps: float) -> Tensor:
+def adam_update(piece: Piece, betas: Sequence[float], eps: float) -> Tensor:
     """Return Adam's update; ``step``, ``exp_avg`` and ``exp_avg_sq`` are kept in the state."""
+    state, grad = piece.state, _wide(piece.grad)
     if "step" not in state:
         state.update(step=0, exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
     denominator = adam_denominator(state, grad, grad, betas, eps)
@@ -262,7 +358,7 @@ def _apply(group: Mapping[str, Any], weight: Tensor, update: Tensor | None) -> N
         return
     wide = _wide(weight)
     wide.mul_(1 - group["lr"] * group["weight_decay"]).add_(
-        update.view_as(wide), alpha=-group["lr"]
+        update.reshape(wide.shape), alpha=-group["lr"]
     )
     if wide is not weight:
         weight.copy_(wide)

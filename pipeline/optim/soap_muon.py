@@ -8,7 +8,7 @@ matrices, and AdamW the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from wavemare.errors import ConfigError, check_number, did_you_mean
 from wavemare.pipeline.optim.matrix_optimizer import (
     SIDES,
     MatrixOptimizer,
+    Piece,
     Shape,
     State,
     adam_denominator,
@@ -42,9 +43,9 @@ class SOAP(MatrixOptimizer):
 
     Every ``refresh`` steps one power iteration brings the bases up to date: the columns of ``Q``,
     and rows and columns of ``V`` with them, are sorted by ``diag(Q^T L Q)``, largest first, and
-    ``Q`` becomes the orthogonal factor of ``L Q``. The first bases are eigenvectors of the first
-    gradient's ``L`` and ``R``. That gradient takes no step, as in the paper: in its own basis Adam
-    would step by the signs of rounding errors.
+    ``Q`` becomes the orthogonal factor of ``L Q``. ``L`` and ``R`` begin at zero, and the first
+    bases are eigenvectors of those of the first gradient. That gradient takes no step, as in the
+    paper: in its own basis Adam would step by the signs of rounding errors.
 
     A side longer than ``max_size`` keeps its own axes, and a matrix with two such sides, as every
     tensor that is not a matrix, is stepped as by AdamW.
@@ -100,14 +101,24 @@ class SOAP(MatrixOptimizer):
         """Return whether a tensor has two sides, one of which at least is rotated."""
         return len(shape) == SIDES and any(1 < side <= group["max_size"] for side in shape)
 
-    def update(self, group: Mapping[str, Any], state: State, grad: Tensor) -> Tensor | None:
-        """See `MatrixOptimizer.update`."""
+    def updates(
+        self, group: Mapping[str, Any], pieces: Sequence[Piece]
+    ) -> Iterator[tuple[Piece, Tensor | None]]:
+        """See `MatrixOptimizer.updates`."""
+        for piece in pieces:
+            if piece.is_matrix:
+                # The last digits of matrix products depend on the memory's alignment: a copy has
+                # the same alignment on all ranks, and as without ZeRO.
+                grad = piece.matrix().clone() if piece.grad.ndim == 1 else piece.matrix()
+                yield piece, self._update(group, piece.state, grad)
+            else:
+                yield piece, adam_update(piece, group["betas"], group["eps"])
+
+    def _update(self, group: Mapping[str, Any], state: State, grad: Tensor) -> Tensor | None:
         betas, eps = group["betas"], group["eps"]
-        if not self.is_matrix(group, tuple(grad.shape)):
-            return adam_update(state, grad, betas, eps)
         sides = [side for side in (0, 1) if 1 < grad.shape[side] <= group["max_size"]]
         if "exp_avg" not in state:
-            _begin(state, grad, sides)
+            _begin(state, grad, sides, group["shampoo_beta"])
             return None
         denominator = adam_denominator(state, grad, _rotate(state, grad), betas, eps)
         update = _rotate_back(state, _rotate(state, state["exp_avg"]) / denominator)
@@ -138,15 +149,15 @@ def refresh_of(stage: int, num_stages: int, base: int = 10) -> int:
     return max(1, round(base * num_stages / (2 * (num_stages - stage) - 1)))
 
 
-def _begin(state: State, grad: Tensor, sides: list[int]) -> None:
-    """Make the first bases, of a gradient that has any direction."""
+def _begin(state: State, grad: Tensor, sides: list[int], shampoo_beta: float) -> None:
+    """Make the first bases, of a gradient that has any direction; covariances begin at zero."""
     if not 0 < float(grad.abs().sum()) < math.inf:  # nor is it if it is not a number
         return
     state.update(step=0, exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad))
     for side in sides:
         covariance = _covariance(grad, side)
-        state[f"covariance_{side}"] = covariance
         state[f"basis_{side}"] = _eigenvectors(covariance)
+        state[f"covariance_{side}"] = covariance.mul_(1 - shampoo_beta)
 
 
 def _eigenvectors(covariance: Tensor) -> Tensor:
@@ -190,7 +201,7 @@ _ADJUSTMENTS = ("original", "match_rms_adamw")
 
 
 class Muon(MatrixOptimizer):
-    """``torch.optim.Muon`` for matrices, AdamW for other tensors.
+    """``torch.optim.Muon`` for matrices, all of one shape together; AdamW for other tensors.
 
     DeepSpeed's own Muon is not used for pipelines: it refuses them in bf16, its ZeRO 1 clips the
     orthogonal updates rather than the gradients, and it compiles its iteration.
@@ -252,22 +263,71 @@ class Muon(MatrixOptimizer):
         """Return whether a tensor has two sides, in a group that is stepped by Muon."""
         return len(shape) == SIDES and bool(group["use_muon"])
 
-    def update(self, group: Mapping[str, Any], state: State, grad: Tensor) -> Tensor | None:
-        """See `MatrixOptimizer.update`."""
-        if not self.is_matrix(group, tuple(grad.shape)):
-            return adam_update(state, grad, group["betas"], group["eps"])
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(grad)
-        # torch's Muon steps a matrix of zeros at learning rate 1, which gives the update. It cannot
-        # step ZeRO's flat partitions itself.
-        matrix = torch.zeros_like(grad)
-        matrix.grad = grad
-        inner = torch.optim.Muon(
-            [matrix],
-            lr=1.0,
-            weight_decay=0.0,
-            **{key: group[key] for key in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")},
+    def updates(
+        self, group: Mapping[str, Any], pieces: Sequence[Piece]
+    ) -> Iterator[tuple[Piece, Tensor | None]]:
+        """See `MatrixOptimizer.updates`."""
+        alike: dict[tuple[Any, ...], list[Piece]] = {}
+        for piece in pieces:
+            if piece.is_matrix:
+                kind = sorted(piece.shape), piece.grad.dtype, piece.grad.device
+                alike.setdefault(tuple(map(str, kind)), []).append(piece)
+            else:
+                yield piece, adam_update(piece, group["betas"], group["eps"])
+        for matrices in alike.values():
+            count = max(1, STACK // max(1, matrices[0].grad.numel()))
+            for first in range(0, len(matrices), count):
+                yield from _step_stack(group, matrices[first : first + count])
+
+
+STACK = 2**24
+"""Elements that are orthogonalized together: enough for small matrices, 32 MiB in bf16."""
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # torch's, after Keller Jordan
+_SMALLEST = 1e-7  # torch's
+
+
+def _step_stack(
+    group: Mapping[str, Any], matrices: Sequence[Piece]
+) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield the updates of matrices of one shape, or of its transpose."""
+    grads, momentum = [piece.matrix() for piece in matrices], group["momentum"]
+    for piece, grad in zip(matrices, grads, strict=True):
+        if "momentum_buffer" not in piece.state:
+            piece.state["momentum_buffer"] = torch.zeros_like(grad)
+    averages = [piece.state["momentum_buffer"] for piece in matrices]
+    torch._foreach_lerp_(averages, grads, 1 - momentum)
+    if group["nesterov"]:
+        averages = list(torch._foreach_lerp(grads, averages, momentum))
+    short, long = sorted(matrices[0].shape)
+    stack = grads[0].new_empty(len(matrices), short, long, dtype=torch.bfloat16)
+    for place, average in zip(stack, averages, strict=True):
+        place.copy_(average.mT if len(average) > short else average)
+    stack = orthogonalize(stack, group["ns_steps"])
+    for piece, found in zip(matrices, stack, strict=True):
+        rows, columns = piece.shape
+        update = (found.mT if rows > short else found).to(grads[0].dtype)
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            yield piece, update.mul_(0.2 * math.sqrt(max(rows, columns)))
+        else:
+            yield piece, update.mul_(math.sqrt(max(1, rows / columns)))
+
+
+def orthogonalize(stack: Tensor, steps: int) -> Tensor:
+    """Return the Newton-Schulz iteration of matrices: about U V^T of each U S V^T.
+
+    The products of each matrix are those of ``torch.optim.Muon``, in its order.
+
+    Args:
+        stack: (matrices, rows, columns), bf16, rows <= columns; it is overwritten.
+        steps: Of the iteration.
+    """
+    a, b, c = _NEWTON_SCHULZ
+    norms = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)
+    stack.div_(norms.clamp_(min=_SMALLEST))
+    for _ in range(steps):
+        gram = torch.bmm(stack, stack.mT)
+        stack = torch.baddbmm(
+            stack, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), stack, beta=a
         )
-        inner.state[matrix]["momentum_buffer"] = state["momentum_buffer"]
-        inner.step()
-        return matrix.neg_()
+    return stack

@@ -15,6 +15,9 @@ MODES = ("off", "exact", "ema", "predict", "auto")
 """Corrections of the weight discrepancy: none, PipeDream's weight stashing, PipeMare's T2,
 SpecTrain's weight prediction, or whichever of stashing and T2 takes less memory."""
 
+MUON_STALENESS = 2
+"""Up to this staleness the policy takes Muon, beyond SOAP: at 7 steps SOAP learns better."""
+
 _EXACT_LIMIT = 2
 """Up to this staleness, stashing takes no more memory than T2."""
 
@@ -110,3 +113,25 @@ def staleness_warning(stages: int, micro_batches: int, slack: int = 0) -> str | 
         f"{enough} or more (gradient_accumulation_steps, or a smaller "
         "train_micro_batch_size_per_gpu) none is older than 1"
     )
+
+
+def policy_offer(worst: int, mean: float) -> str | None:
+    """Return what AdamW loses by staleness, and what the policy ``auto`` gives at which price.
+
+    None if no gradient is stale. The arguments are those that `largest_staleness` returns.
+    """
+    if not worst:
+        return None
+    lag = f"AdamW learns worse from gradients up to {worst} steps old ({mean:.2f} on average)"
+    if worst <= MUON_STALENESS:
+        offer = (
+            "steps matrices by Muon with error feedback, at the same lr and weight_decay: the loss "
+            "is about that of a synchronous pipeline with Muon. It costs no memory, and in each "
+            "step as much time as the passes of 4 tokens for each unit of width"
+        )
+    else:
+        offer = (
+            "takes SOAP with error feedback, which loses less, and needs 5 to 10 more copies of "
+            "the weights and much time in small steps. Smaller micro-batches make gradients fresher"
+        )
+    return f'{lag}. "optimizer_policy": "auto" {offer} (docs/asynchronous.md)'

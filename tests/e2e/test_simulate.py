@@ -73,7 +73,11 @@ def test_options_change_the_configuration(command, small_options, json_file, tmp
     changes += ["wavemare.pipeline.pipemare.optimizer_policy=auto"]
     ended = command("wavemare", "simulate", "bert", "--config", json_file, *words, *changes).check()
     # What the engine tells at its start.
-    for said in ("2 micro-batches per optimizer step on 4 stages", "with 3 or more", "SGD stays"):
+    for said in (
+        "2 micro-batches per optimizer step on 4 stages",
+        "with 3 or more",
+        "auto: SGD: it is",
+    ):
         assert ended.output.count(said) == 1, said
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     config = written["configuration"]["deepspeed"]

@@ -56,7 +56,8 @@ def test_an_asynchronous_pipeline_begins_alike_and_is_stale(results, case):
 def test_micro_batches_are_the_arguments_and_the_first_rank_warns_of_staleness(results, case):
     first, second = (found[case] for found in results)
     assert first["micro_batches"] == second["micro_batches"] == 2
-    (told,) = first["told"]
+    told, kept = first["told"]
+    assert "optimizer_policy keep: AdamW stays" in kept
     assert told.startswith("pipemare: 2 micro-batches per optimizer step on 2 stages")
     assert "up to 2 steps old (2.00 on average)" in told
     assert "with 4 or more (gradient_accumulation_steps" in told

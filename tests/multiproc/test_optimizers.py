@@ -148,6 +148,7 @@ def test_resumed_runs_equal_uninterrupted_ones_and_universal_ones_are_refused(
 
 
 FED = {"error_feedback": True, "discrepancy_correction": {"mode": "predict"}}
+POLICY = {"optimizer_policy": "auto"}
 REPLICAS = {"engine": "pipemare", "zero": 1, "stages": 2, "pipemare": FED}
 # One start of four ranks for all: two stages of two replicas.
 GRID = [
@@ -158,6 +159,13 @@ GRID = [
     {**REPLICAS, "type": "SOAP", "pipemare": {}},
     # With slack two stages are as stale as five without.
     {**REPLICAS, "type": "AdamW", "pipemare": {"optimizer_policy": "auto", "slack": 3}, "steps": 1},
+    {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "folder": "muon", "save": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "folder": "muon", "resume": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "zero": 0, "folder": "muon0", "save": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "zero": 0, "folder": "muon0", "resume": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "folder": "soap", "resume": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": {}, "folder": "muon", "resume": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "bf16": True, "folder": "adamw", "resume": 4},
 ]
 
 
@@ -169,11 +177,16 @@ def grid(launch_once):
 @pytest.mark.world_size(4)
 def test_replicas_of_stages_with_feedback_and_prediction_resume_to_the_bit(grid):
     for results in grid:
-        for whole, resumed in (results[0:2], results[2:4]):
+        for i in (0, 2, 6, 8):
+            whole, resumed = results[i : i + 2]
             assert len(resumed["losses"]) == 4
             assert resumed["losses"] == whole["losses"][4:]
             assert resumed["digest"] == whole["digest"]
-            assert whole["wrapper"] == "DeepSpeedZeroOptimizer"
+            assert (whole["wrapper"] == "DeepSpeedZeroOptimizer") == (i < 8)
+        muon, without_zero = results[6], results[8]
+        assert muon["kind"].endswith(".Muon")
+        assert muon["cut"]  # a matrix lies on both replicas, and one of them steps it
+        check_equal(muon, without_zero)
     for place in range(4):  # replicas agree, though their data do not, and stages are two
         digests = [results[place]["digest"] for results in grid]
         assert digests[0] == digests[1] != digests[2] == digests[3]
@@ -182,15 +195,30 @@ def test_replicas_of_stages_with_feedback_and_prediction_resume_to_the_bit(grid)
 
 
 @pytest.mark.world_size(4)
+def test_a_checkpoint_of_another_optimizer_than_the_policys_says_how_to_keep_it(grid):
+    for results in grid:
+        for refused, remedy in zip(
+            results[10:],
+            ('{"type": "SOAP", ...}', '{"type": "Muon", ...}', 'optimizer_policy "keep"'),
+            strict=True,
+        ):
+            assert refused["error"] == "CheckpointError"
+            assert remedy in refused["message"]
+
+
+@pytest.mark.world_size(4)
 def test_the_first_rank_alone_tells_how_stale_gradients_are_and_what_the_policy_chose(grid):
     assert grid[0][5]["told"] == [
         "pipemare: 2 micro-batches per optimizer step on 2 stages make the first stage's gradients "
         "up to 2 steps old (2.00 on average); with 4 or more (gradient_accumulation_steps, or a "
         "smaller train_micro_batch_size_per_gpu) none is older than 1",
-        "pipemare: SOAP replaces AdamW and keeps its settings: gradients are up to 2 steps old "
-        "on the first of 2 stages (2.00 mean), which harms AdamW; betas are 0.9 and 0.95, as "
-        "none are given; beta1 is 0.95 instead of 0.9; error_feedback is on",
     ]
-    assert [results[5]["told"] for results in grid[1:]] == [[], [], []]
-    assert all(results[5]["kind"].endswith(".SOAP") for results in grid)
-    assert all(result["told"] == [] for results in grid for result in results[:5])
+    (chosen,) = grid[0][5]["chosen"]
+    start = "wavemare.pipeline.pipemare.optimizer_policy auto: Muon in place of AdamW: "
+    assert chosen.startswith(start + "gradients are up to 2 steps old")
+    assert all(results[5]["told"] == results[5]["chosen"] == [] for results in grid[1:])
+    assert all(results[5]["kind"].endswith(".Muon") for results in grid)
+    (kept,) = grid[0][2]["told"]
+    assert "optimizer_policy keep: AdamW stays" in kept
+    assert all(results[2]["told"] == [] for results in grid[1:])
+    assert all(results[i]["told"] == [] for results in grid for i in (0, 1, 4))

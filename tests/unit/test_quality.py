@@ -3,6 +3,7 @@
 
 import pytest
 
+from wavemare.engine.optim.policy import advise
 from wavemare.simulation.quality import SYSTEMS, to_row
 
 MEMORY = {"optimizer": 2.0, "correction": 0.0}
@@ -48,5 +49,17 @@ def test_each_system_has_a_synchronous_baseline_with_its_own_optimizer(name):
     baseline = SYSTEMS[name].baseline
     assert SYSTEMS[baseline].flushes
     assert SYSTEMS[baseline].baseline == baseline
-    # The policy's choice stands in no setting: it makes SOAP of AdamW.
-    assert optimizer(baseline) == optimizer("soap" if name == "auto" else name)
+    # The policy's choice stands in no setting: it makes Muon of AdamW.
+    assert optimizer(baseline) == optimizer("muon" if name == "auto" else name)
+
+
+def test_the_policys_baseline_has_the_optimizer_that_it_chooses():
+    runs = [run("auto", 0, [[1, 2.0]]), run("flush-muon", 0, [[1, 1.0]])]
+    runs.append(run("flush-soap", 0, [[1, 4.0]]))
+    for micro_batches in (1, 2, 4, 8):
+        row = to_row("auto", runs, stages=8, micro_batches=micro_batches)
+        section = {"schedule": "pipemare", "pipemare": {"optimizer_policy": "auto"}}
+        config = {"optimizer": {"type": "AdamW"}, "wavemare": {"pipeline": section}}
+        chosen, _ = advise(config, stages=8, micro_batches=micro_batches)
+        gaps = {"Muon": 1.0, "SOAP": -0.5}
+        assert row["own_gap"] == gaps[chosen["optimizer"]["type"]]

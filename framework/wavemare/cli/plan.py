@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ from wavemare.files import atomic_write_bytes
 
 if TYPE_CHECKING:
     from wavemare.pipeline.clock.simulate import Costs, Timeline
+    from wavemare.pipeline.plan.check import Report
     from wavemare.pipeline.plan.plan import Plan
     from wavemare.pipeline.plan.schedules import ScheduleRow
 
@@ -216,13 +217,23 @@ def _present(
     if form is not None:
         typer.echo(str(plan) if form == "text" else to_csv(plan), nl=False)
     else:
-        typer.echo("\n".join([str(report), *prediction]))
+        typer.echo("\n".join([str(report), *prediction, *_expectation(report)]))
         typer.echo(grid(plan, width=shutil.get_terminal_size().columns))
     if folder is not None:
         _write(plan, timeline, folder)
         # Not into the plan's text, which is read back.
         start = "\n" if form is None else ""
         typer.echo(f"{start}{folder}: {', '.join(_FILES)}", err=form is not None)
+
+
+def _expectation(report: Report) -> Iterator[str]:
+    """Yield what staleness does to the loss, if there is any."""
+    from wavemare.pipeline.staleness.staleness import policy_offer
+
+    stages = zip(report.max_staleness, report.mean_staleness, strict=True)
+    offer = policy_offer(*max(stages, default=(0, 0.0)))
+    if offer is not None:
+        yield f"loss: {offer}\n"
 
 
 def _costs(homes: Sequence[int], texts: Mapping[str, str]) -> Costs:

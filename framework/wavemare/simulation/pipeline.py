@@ -80,7 +80,8 @@ class SimulatedPipeline:
         sizes = check_batch_sizes(values, data_world_size=1)
         self.micro_batches = sizes["gradient_accumulation_steps"]
         self.micro_batch_size = sizes["train_micro_batch_size_per_gpu"]
-        values, told = advise(values, stages=pipeline.stages, micro_batches=self.micro_batches)
+        values, advice = advise(values, stages=pipeline.stages, micro_batches=self.micro_batches)
+        told = advice.lines
         if told and delays != "pipeline":
             told = (f"delays are {delays}; the next lines are about the real pipeline's:", *told)
         self.advice = "\n".join(told) or None

@@ -17,6 +17,7 @@ from typing import Any
 from wavemare.errors import LaunchError
 from wavemare.observe.lines import read_metrics
 from wavemare.observe.tables import Column, drawing
+from wavemare.pipeline.staleness.staleness import MUON_STALENESS, largest_staleness
 
 _PIPELINE = "wavemare.pipeline"
 _PIPEMARE = f"{_PIPELINE}.pipemare"
@@ -76,7 +77,7 @@ SYSTEMS: Mapping[str, System] = {
     "soap+feedback": System((*_SOAP, _FEEDBACK), correction="auto", baseline="flush-soap"),
     "muon": System(_MUON, correction="auto", baseline="flush-muon"),
     "muon+feedback": System((*_MUON, _FEEDBACK), correction="auto", baseline="flush-muon"),
-    "auto": System((f"{_PIPEMARE}.optimizer_policy=auto",), correction=None, baseline="flush-soap"),
+    "auto": System((f"{_PIPEMARE}.optimizer_policy=auto",), correction=None, baseline="flush-muon"),
 }
 """By name. ``flush`` is any synchronous schedule; ``naive`` PACI; ``stashing`` PipeDream; ``2bw``
 PipeDream-2BW; ``prediction`` PipeOptim; ``auto`` what the policy makes of AdamW."""
@@ -210,10 +211,16 @@ def to_row(name: str, runs: Sequence[Mapping[str, Any]], **parameters: Any) -> d
         "eval_loss": mean,
         "deviation": max(abs(loss - mean) for loss in own.values()),
         "gap": _gap(own, runs, "flush"),
-        "own_gap": _gap(own, runs, SYSTEMS[name].baseline),
+        "own_gap": _gap(own, runs, _baseline(name, parameters)),
         "memory": memory,
         "memory_total": memory["optimizer"] + memory["correction"],
     }
+
+
+def _baseline(name: str, parameters: Mapping[str, Any]) -> str:
+    """Return the synchronous system with the optimizer of a system, also if the policy chose it."""
+    worst, _ = largest_staleness(*(parameters.get(key, 1) for key in ("stages", "micro_batches")))
+    return "flush-soap" if name == "auto" and worst > MUON_STALENESS else SYSTEMS[name].baseline
 
 
 def _gap(

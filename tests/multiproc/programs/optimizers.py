@@ -9,8 +9,9 @@ same data), what else `build` reads, and ``save`` or ``resume`` after so many st
 
 import json
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from unittest import mock
@@ -155,8 +156,10 @@ def train(case):
 
 def attempt(case):
     try:
-        with warnings_told("pipemare: ") as told:
-            return {**train(case), "told": told}
+        with warnings_told("pipemare: ") as told, redirect_stderr(StringIO()) as printed:
+            result = train(case)
+        chosen = [line for line in printed.getvalue().splitlines() if "_policy auto: " in line]
+        return {**result, "told": told, "chosen": chosen}
     except WavemareError as error:
         return {"error": type(error).__name__, "key": error.key, "message": str(error)}
 

@@ -41,7 +41,7 @@ OPTIMIZERS = {
     "nadam": (torch.optim.NAdam, {"lr": 0.003, "betas": (0.99, 0.999)}),
     # What the policy makes of AdamW.
     "soap": (SOAP, {"lr": 0.003, "weight_decay": 0.1, "stage_aware": False}),
-    "muon": (make_muon, {"lr": 0.003}),
+    "muon": (make_muon, {"lr": 0.003, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}),
 }
 
 

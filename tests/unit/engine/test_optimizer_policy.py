@@ -6,12 +6,16 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from support.refusals import refuses
 from wavemare.engine.config.resolve import WavemareConfig
-from wavemare.engine.optim.policy import advise, check_replaceable
+from wavemare.engine.optim.policy import Advice, advise, check_replaceable
 from wavemare.errors import ConfigError
+from wavemare.optim import Muon
+
+KEY = "wavemare.pipeline.pipemare.optimizer_policy"
 
 
 def config(kind="AdamW", params=None, **pipemare):
@@ -23,9 +27,9 @@ def config(kind="AdamW", params=None, **pipemare):
 
 
 def choose_optimizer(values, **sizes):
-    """Return the configuration, and what is said besides the staleness."""
-    chosen, told = advise(values, **sizes)
-    return chosen, next((line for line in told if "none is older than 1" not in line), None)
+    """Return the configuration, and the line that says what was chosen."""
+    chosen, advice = advise(values, **sizes)
+    return chosen, None if advice.choice is None else advice.lines[-1]
 
 
 def pipemare_of(values):
@@ -33,17 +37,52 @@ def pipemare_of(values):
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "adamw"])
-def test_stale_adam_becomes_soap_with_its_settings(kind):
-    settings = {"lr": 0.002, "betas": [0.9, 0.95], "weight_decay": 0.1}
+@pytest.mark.parametrize("micro_batches", [4, 8])  # up to two steps, and one
+def test_stale_adam_becomes_muon_at_its_rate_and_decay(kind, micro_batches):
+    settings = {"lr": 0.002, "betas": [0.9, 0.95], "weight_decay": 0.1, "eps": 1e-6}
     given = config(kind, {**settings, "torch_adam": True, "set_grad_none": True})
     before = copy.deepcopy(given)
-    chosen, said = choose_optimizer(given, stages=8, micro_batches=8)
-    assert chosen["optimizer"] == {"type": "SOAP", "params": settings}
+    chosen, said = choose_optimizer(given, stages=8, micro_batches=micro_batches)
+    params = {**settings, "adjust_lr_fn": "match_rms_adamw"}
+    assert chosen["optimizer"] == {"type": "Muon", "params": params}
     assert pipemare_of(chosen).error_feedback
-    assert pipemare_of(chosen).discrepancy_correction.mode == "predict"
+    assert pipemare_of(chosen).discrepancy_correction.mode == "off"
     assert given == before
-    for part in (f"SOAP replaces {kind}", "up to 1 steps old", "0.88", "8 stages"):
+    old = f"up to {8 // micro_batches} steps old"
+    assert said.startswith(f"{KEY} auto: Muon in place of {kind}: ")
+    for part in (old, "8 stages", "error_feedback is on", "discrepancy_correction is off"):
         assert part in said
+
+
+def test_what_muon_leaves_to_adamw_is_stepped_as_before():
+    """Without betas of the user's they are those of DeepSpeed's Adam, not Muon's."""
+    chosen, _ = choose_optimizer(config("AdamW", {"lr": 1}), stages=8, micro_batches=8)
+    muon = Muon([torch.zeros(2, 2)], **chosen["optimizer"]["params"])
+    adam = torch.optim.AdamW([torch.zeros(2, 2)])
+    for key in ("betas", "eps"):
+        assert muon.defaults[key] == adam.defaults[key]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_muon_at_adamws_rate_moves_weights_as_far(weight_decay):
+    """What `match_rms_adamw` is for: the root mean square of an update is about AdamW's."""
+    given = {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": weight_decay}
+    chosen, _ = choose_optimizer(config("AdamW", given), stages=8, micro_batches=8)
+    for shape in ((16, 16), (16, 64), (64, 16)):
+        moved = []
+        for make in (
+            lambda p: Muon(p, **chosen["optimizer"]["params"]),
+            lambda p: torch.optim.AdamW(p, **given),
+        ):
+            generator = torch.Generator().manual_seed(3)
+            weight = torch.nn.Parameter(torch.zeros(shape))
+            optimizer = make([weight])
+            for _ in range(20):
+                before = weight.detach().clone()
+                weight.grad = torch.randn(shape, generator=generator)
+                optimizer.step()
+            moved.append(float((weight.detach() - before).square().mean().sqrt()))
+        assert moved[0] == pytest.approx(moved[1], rel=0.4)
 
 
 @pytest.mark.parametrize(
@@ -55,32 +94,25 @@ def test_stale_adam_becomes_soap_with_its_settings(kind):
         ([0.98, 0.99], [0.98, 0.99]),
     ],
 )
-def test_gradients_older_than_a_step_are_averaged_longer(given, kept):
+def test_gradients_older_than_two_steps_are_soaps_and_averaged_longer(given, kept):
     params = {"lr": 0.002, "weight_decay": 0.0}
     params |= {} if given is None else {"betas": given}
     chosen, said = choose_optimizer(config("AdamW", params), stages=8, micro_batches=2)
-    assert chosen["optimizer"]["params"] == {**params, "betas": kept}
+    assert chosen["optimizer"] == {"type": "SOAP", "params": {**params, "betas": kept}}
     assert ("beta1 is 0.95" in said) == (given != kept)
-    chosen, said = choose_optimizer(config("AdamW", params), stages=8, micro_batches=8)
-    assert chosen["optimizer"]["params"] == params
-    assert "beta1" not in said
-
-
-def test_forward_passes_are_predicted_up_to_one_step():
-    for micro_batches, mode in ((7, "predict"), (6, "auto")):
-        chosen, said = choose_optimizer(config(), stages=8, micro_batches=micro_batches)
-        assert pipemare_of(chosen).discrepancy_correction.mode == mode
-        assert ("predicted weights" in said) == (mode == "predict")
-    given = config(discrepancy_correction={"mode": "exact"})
-    chosen, _ = choose_optimizer(given, stages=8, micro_batches=8)
-    assert pipemare_of(chosen).discrepancy_correction.mode == "exact"
+    assert pipemare_of(chosen).discrepancy_correction.mode == "auto"
+    assert pipemare_of(chosen).error_feedback
 
 
 def test_what_the_user_has_set_stays():
-    chosen, said = choose_optimizer(config(error_feedback=False), stages=8, micro_batches=1)
-    assert chosen["optimizer"]["type"] == "SOAP"
-    assert not pipemare_of(chosen).error_feedback
-    assert "error_feedback is on" not in said
+    for micro_batches, kind in ((1, "SOAP"), (8, "Muon")):
+        own = {"error_feedback": False, "discrepancy_correction": {"mode": "exact"}}
+        chosen, said = choose_optimizer(config(**own), stages=8, micro_batches=micro_batches)
+        assert chosen["optimizer"]["type"] == kind
+        assert not pipemare_of(chosen).error_feedback
+        assert pipemare_of(chosen).discrepancy_correction.mode == "exact"
+        assert "error_feedback" not in said
+        assert "discrepancy_correction" not in said
 
 
 @pytest.mark.parametrize("kind", ["Muon", "SOAP", "SGD", "NAdam"])
@@ -88,7 +120,7 @@ def test_other_optimizers_stay(kind):
     given = config(kind)
     chosen, said = choose_optimizer(given, stages=4, micro_batches=1)
     assert chosen == given
-    assert f"{kind} stays" in said
+    assert f"auto: {kind}: it is the configuration's own choice" in said
 
 
 def test_without_staleness_nothing_changes():
@@ -98,9 +130,28 @@ def test_without_staleness_nothing_changes():
     assert "no gradient is stale" in said
 
 
-def test_it_is_silent_unless_it_was_asked():
-    for values in (config(optimizer_policy="keep"), {"optimizer": {"type": "AdamW"}}):
-        assert choose_optimizer(values, stages=8, micro_batches=1) == (values, None)
+def test_keeping_stale_adam_says_what_the_policy_would_give():
+    for kind in ("AdamW", "Adam"):
+        values = config(kind, optimizer_policy="keep")
+        kept, advice = advise(values, stages=8, micro_batches=8)
+        assert (kept, advice.choice) == (values, None)
+        (line,) = advice.lines
+        assert f"{kind} stays" in line
+        assert "Muon" in line
+        assert "SOAP" in advise(values, stages=8, micro_batches=1)[1].lines[-1]
+        assert advise(values, stages=1, micro_batches=8) == (values, Advice())
+    for values in (config("SGD", optimizer_policy="keep"), {"optimizer": {"type": "AdamW"}}):
+        assert advise(values, stages=8, micro_batches=8) == (values, Advice())
+
+
+def test_the_policys_optimizers_are_not_offloaded():
+    values = config()
+    values["zero_optimization"] = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match="offload_optimizer") as caught:
+        advise(values, stages=4, micro_batches=4)
+    assert caught.value.key == KEY
+    values["wavemare"]["pipeline"]["pipemare"]["optimizer_policy"] = "keep"  # as it advises
+    assert advise(values, stages=4, micro_batches=4)[0] == values
 
 
 def test_there_must_be_an_optimizer_to_choose_for():
@@ -117,15 +168,18 @@ def test_there_must_be_an_optimizer_to_choose_for():
 @pytest.mark.parametrize(
     ("kind", "params", "words"),
     [
-        ("AdamW", {}, "betas are 0.9 and 0.95, as none are given"),
         ("AdamW", {"amsgrad": True}, "amsgrad is left out"),
+        ("AdamW", {"bias_correction": False}, "in spite of bias_correction"),
         ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, "weight decay is decoupled"),
+        ("AdamW", {"torch_adam": True}, "weight_decay is 0.01"),
     ],
 )
-def test_what_it_changes_of_the_settings_is_said(kind, params, words):
-    changed = choose_optimizer(config(kind, {"lr": 1, **params}), stages=8, micro_batches=8)[1]
+@pytest.mark.parametrize("micro_batches", [1, 8])
+def test_what_it_changes_of_the_settings_is_said(kind, params, words, micro_batches):
+    sizes = {"stages": 8, "micro_batches": micro_batches}
+    changed = choose_optimizer(config(kind, {"lr": 1, **params}), **sizes)[1]
     same = {"lr": 1, "betas": [0.9, 0.95], "weight_decay": 0.1, "adam_w_mode": True}
-    kept = choose_optimizer(config(kind, same), stages=8, micro_batches=8)[1]
+    kept = choose_optimizer(config(kind, same), **sizes)[1]
     assert words in changed
     assert words not in kept
 

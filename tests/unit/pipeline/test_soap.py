@@ -32,7 +32,8 @@ class Twin:
         if self.bases is None:
             if not grad.any():
                 return
-            self.products = [grad @ grad.T, grad.T @ grad]
+            # Averages from zero, as in the authors' code.
+            self.products = [(1 - self.beta) * grad @ grad.T, (1 - self.beta) * grad.T @ grad]
             # Singular vectors rather than eigenvectors of the products.
             left, _, right = np.linalg.svd(grad)
             self.bases = [left if self.rotated[0] else None, right.T if self.rotated[1] else None]
