@@ -285,20 +285,18 @@ class CheckpointMixin(DeepSpeedEngine):
             check_universal(load_dir, self)
             tag = _universal_tag(Path(load_dir), tag)
         else:
-            folder = Path(load_dir)
-            tag, manifest = agree(folder, lambda: _find(folder, tag, self, whole=whole))
+            place = Path(load_dir)
+            tag, manifest = agree(place, lambda: _find(place, tag, self, whole=whole))
         own: dict[str, Any] = {}
+        folder = Path(load_dir, str(tag))
+        if manifest is not None and self.settings.checkpoint.verify == "checksums":
+            agree(folder, lambda: _verify(folder, manifest, self))
+        if whole and tag is not None:  # before the weights that it held are compared
+            agree(folder, partial(check_optimizer, folder, self))
         if manifest is not None:
-            folder, strict = Path(load_dir) / str(tag), load_module_strict and whole
-            if self.settings.checkpoint.verify == "checksums":
-                agree(folder, lambda: _verify(folder, manifest, self))
-            if whole:  # before the weights that it held are compared
-                agree(folder, partial(check_optimizer, folder, self))
+            strict = load_module_strict and whole
             read = partial(_read_own, folder, manifest, self, strict=strict, whole=whole)
             own = agree(folder, read)
-        elif whole and tag is not None:
-            folder = Path(load_dir) / tag
-            agree(folder, partial(check_optimizer, folder, self))
         same = whole and manifest is not None and manifest["topology"] == topology(self)
         # A pipeline in bf16 without ZeRO saves its optimizer's states as ZeRO does; DeepSpeed would
         # look elsewhere.
@@ -324,7 +322,7 @@ class CheckpointMixin(DeepSpeedEngine):
             )
         if result[0] is None:  # no checkpoint: nothing changes
             return result
-        if universal and whole:
+        if universal:
             count_alone(self.basic_optimizer)
         # A run that takes only weights does not own the other run's checkpoints.
         self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
