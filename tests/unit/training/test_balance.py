@@ -14,7 +14,7 @@ PLAN = Layout(data_parallel=2, global_batch=8, shares=(5, 3))
 STAGES = Layout(stages=2, cuts=(0, 2, 4), num_layers=4, global_batch=8, shares=(8,))
 
 
-class LanguageModel:
+class LanguageModel(torch.nn.Module):
     """Some model that is no classifier."""
 
 
