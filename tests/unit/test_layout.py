@@ -28,7 +28,8 @@ BROUGHT_ALONG = {
     "pandas": "datasets",
     "pyarrow": "datasets",
     "pydantic_core": "pydantic",
-    "tokenizers": "transformers", "yaml"}
+    "tokenizers": "transformers",
+}
 """Libraries that come with a dependency, which requires them itself."""
 
 

@@ -143,10 +143,11 @@ def _sizes(
             reason = f"the file of {which} is missing"
             raise CheckpointError("checkpoint", str(step), reason, _COPY_ALL)
     groups = arguments.get("num_query_groups")
-    grouped = arguments.get("group_query_attention") is True and isinstance(groups, int)
+    if not arguments.get("group_query_attention") or not isinstance(groups, int):
+        groups = sizes[0]
     expert_tensor = arguments.get("expert_tensor_parallel_size")
     reason = ""
-    if grouped and groups < sizes[0]:
+    if groups < sizes[0]:
         reason = f"its {groups} groups of keys are on several of {sizes[0]} tensor-parallel ranks"
     elif sizes[2] > 1 and expert_tensor not in (None, sizes[0]):
         reason = f"it was saved with expert_tensor_parallel_size {expert_tensor}"
