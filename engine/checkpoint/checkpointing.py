@@ -44,6 +44,7 @@ from wavemare.engine.checkpoint.compatibility import (
     check_optimizer,
     check_shapes,
     check_universal,
+    count_alone,
     keeps_adam_alone,
     shapes,
     topology,
@@ -320,6 +321,8 @@ class CheckpointMixin(DeepSpeedEngine):
             )
         if result[0] is None:  # no checkpoint: nothing changes
             return result
+        if universal and whole:
+            count_alone(self.basic_optimizer)
         # A run that takes only weights does not own the other run's checkpoints.
         self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
         if own and whole and same and self.restores_random_state:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
+from torch import Tensor
 
 from wavemare.engine.checkpoint.files import read_file
 from wavemare.engine.checkpoint.manifest import MANIFEST
@@ -232,7 +233,7 @@ def check_optimizer(folder: Path, engine: EngineMixin) -> None:
         return
     pair = groups[0], basic.param_groups[0]
     theirs, ours = ([k for k in _TELLING if k in group] for group in pair)
-    if theirs == ours:
+    if theirs == ours or (not theirs and keeps_adam_alone(engine)):  # one for any Adam
         return
     remedy = "Resume with the optimizer that saved it"
     if theirs == [*ours, _COMPILED]:
@@ -244,6 +245,20 @@ def check_optimizer(folder: Path, engine: EngineMixin) -> None:
     own = f"{_name(ours)} ({type(basic).__name__})"
     reason = f"its optimizer states are those of {_name(theirs)}, but this run has {own}"
     raise CheckpointError("checkpoint", str(folder), reason, f"{remedy}, or {_WEIGHTS_ALONE}")
+
+
+def count_alone(optimizer: Any) -> None:
+    """Give each tensor of an optimizer a count of steps of its own after a universal load.
+
+    DeepSpeed's ZeRO 3 gives all of them one tensor, which each would move on. DeepSpeed's own Adam
+    counts in plain numbers.
+    """
+    if optimizer is None:
+        return
+    in_numbers = any(_COMPILED in group for group in optimizer.param_groups)
+    for state in optimizer.state.values():
+        if isinstance(step := state.get("step"), Tensor):
+            state["step"] = int(step) if in_numbers else step.clone()
 
 
 _WEIGHTS_ALONE = "load the weights alone (load_optimizer_states=False)"

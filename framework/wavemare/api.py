@@ -231,6 +231,10 @@ def _laid_out(
         if isinstance(model, deepspeed.PipelineModule):
             same_grid(mpu, model.mpu())
             mpu = None  # DeepSpeed takes the module's own
+    if "megatron.core" in sys.modules:
+        from wavemare.megatron.core import prepare_core
+
+        prepare_core(model, mpu)
     if ours.local_steps.mode != "off":
         check_config(values, world_size=dist.get_world_size())
         with noting_groups(made):

@@ -16,7 +16,7 @@ _TYPES = ("float32", "bfloat16", "float16")
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder to read; its format is recognised.")],
     target: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
-    to: Annotated[str, typer.Option(help="hf or megatron.")],
+    to: Annotated[str, typer.Option(help="hf, megatron or universal (DeepSpeed's).")],
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; as it is if omitted.")
     ] = None,

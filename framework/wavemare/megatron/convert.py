@@ -41,7 +41,7 @@ from wavemare.models.folder import HfFolder, read_config, write_folder
 from wavemare.models.source import Ahead, WeightSource
 from wavemare.models.tensor_file import size_of
 
-FORMATS = ("hf", "megatron")
+FORMATS = ("hf", "megatron", "universal")
 _RECORD, _FINISHED = "conversion.json", "finished"
 _PLACE = "Free space, or choose another place"
 _SPARE = 64 * 2**20  # bytes on the disk besides the weights
@@ -124,7 +124,8 @@ def convert(
     Args:
         source: A Hugging Face folder, or what Megatron's ``--load`` names.
         target: A folder that does not exist, or is empty.
-        to: Its format: hf or megatron.
+        to: Its format: hf, megatron or universal (DeepSpeed's, with the optimizer's state of a
+            Megatron source; it begins anew after it was stopped).
         options: See `Options`.
 
     Returns:
@@ -144,6 +145,8 @@ def convert(
     path = Path(os.path.expanduser(source))
     kind = format_of(path)
     _check_used(kind, to, options)
+    if to == "universal":
+        return _to_universal(path, target, kind, options)
     found = _open_hf(path) if kind == "hf" else _open_megatron(path, options)
     arguments_of(found.config, dtype=torch.float32)  # of both ends: what no family is
     write = _write_hf if to == "hf" else _write_megatron
@@ -189,13 +192,31 @@ def _check_used(source: str, target: str, options: Options) -> None:
     unused = []
     if source == "hf":
         unused += ["config", "vocab_size", "num_attention_heads"]
-    if target == "hf":
+    if target != "megatron":
         unused += ["iteration"]
+    if target == "universal":
+        unused += ["dtype"]
     for name in unused:
         value = getattr(options, name)
         if value is not None:
             reason = f"it has no effect from {source} to {target}"
             raise ModelError(f"--{name.replace('_', '-')}", value, reason, "Leave it out")
+
+
+def _to_universal(source: Path, target: Path, kind: str, options: Options) -> str:
+    from wavemare.megatron.optimizer import write_universal
+
+    if kind == "hf":
+        reason = "a Hugging Face folder has no state of an optimizer"
+        raise ModelError("--to", "universal", reason, "Give a Megatron checkpoint")
+    opened = open_checkpoint(source, options.config, vocab_size=options.vocab_size)
+    with _progress() as progress:
+        tag = write_universal(opened, target, progress)
+    said = (
+        f"megatron to universal: {tag}, with the optimizer's state; go on from there with "
+        '"checkpoint": {"load_universal": true}'
+    )
+    return "\n".join([said, *opened.notes])
 
 
 def _open_hf(folder: Path) -> Source:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.errors import ConfigError, ModelError
 from wavemare.lazy import Proxy
+from wavemare.megatron.core import scale_auxiliary_losses
 from wavemare.models import TransformerPipeline
 
 ForwardStep = Callable[..., tuple[Any, Callable[[Tensor], Any]]]
@@ -66,6 +67,7 @@ def megatron_train_step(engine: Any, forward_step: ForwardStep, data_iterator: A
     model = _Dressed(engine) if isinstance(engine.module, PreTrainedModel) else engine
     result = StepResult(torch.zeros((), device=engine.device))
     micro_steps = engine.gradient_accumulation_steps()
+    scale_auxiliary_losses(engine, micro_steps)
     for left in reversed(range(micro_steps)):
         output, loss_func = forward_step(data_iterator, model)
         loss, report = _loss(loss_func(output))

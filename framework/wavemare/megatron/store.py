@@ -194,7 +194,7 @@ def _open_distributed(step: Path, said: int | None) -> Store:
         common["train_state"] = _numbers(read_plain(step / _TRAIN_STATE))
     config = _run_config(step / "run_config.yaml")
     return Store(
-        weights=stored.weights(_pattern(arguments, config or {})),
+        weights=stored.weights(hybrid_pattern(arguments, config or {})),
         format=form,
         step_folder=step,
         iteration=_iteration(step, said, common),
@@ -260,7 +260,8 @@ def _iteration(step: Path, said: int | None, common: Mapping[str, Any]) -> int |
     return numbers.pop() if numbers else None
 
 
-def _pattern(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def hybrid_pattern(arguments: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return ``--hybrid-layer-pattern`` as far as a checkpoint says it; else an empty text."""
     model = config.get("model")
     for source in (arguments, model if isinstance(model, Mapping) else {}):
         for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step function in the style of Megatron's pretrain_gpt.py, data-parallel and in a pipeline."""
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 from common import (
@@ -17,10 +19,15 @@ from common import (
 )
 
 import wavemare
+from tools.megatron_core import ARGUMENTS, micro_batches
 from wavemare.engine import init_distributed
+from wavemare.megatron import load_hf, open_checkpoint
+from wavemare.megatron.optimizer import write_universal
 from wavemare.megatron.step import megatron_train_step
 
 STEPS = 4
+MEGATRON = Path(__file__).parents[2] / "data" / "megatron" / "llama-optimizer"
+UNIVERSAL = Path(sys.argv[1], "universal")
 
 
 def loss_func(loss_mask, output_tensor):
@@ -105,6 +112,45 @@ def of_second_documents(shift):
     return float(megatron_train_step(engine, step, megatron_batches(rank, 2)).loss)
 
 
+def goes_on(zero_stage, sections):
+    """Return the losses of ten steps after those that megatron-core did, with other ranks."""
+    pipeline, shards = "pipeline" in sections, 1 if sections else 2
+    model = load_hf(MEGATRON, vocab_size=64).train()  # the padding is in Megatron's softmax
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    layers = [p for p in model.parameters() if p.dim() > 1]
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    adam = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4 // shards,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "zero_optimization": {"stage": zero_stage},
+        "gradient_clipping": 1.0,
+        "steps_per_print": None,
+        "checkpoint": {"load_universal": True},
+        "wavemare": sections,
+    }
+    engine, *_ = wavemare.initialize(
+        model=model,
+        config=config,
+        model_parameters=[{"params": layers}, {"params": norms, "weight_decay": 0.0}],
+    )
+    _, client = engine.load_checkpoint(str(UNIVERSAL))
+    place = [engine.global_steps, client["consumed_train_samples"]]
+    first = ARGUMENTS | {"iteration": place[0]}
+    reader = micro_batches(first, place[1], 0 if sections else rank, shards)
+    losses = []
+    for _ in range(10):
+        loss = megatron_train_step(engine, forward_step, reader).loss.detach().clone()
+        if not pipeline:
+            torch.distributed.all_reduce(loss)
+            loss /= 2
+        losses.append(float(loss))
+    engine.destroy()
+    return place, losses
+
+
 init_distributed()
 rank = torch.distributed.get_rank()
 result = {"twin_1": twin(1), "twin_2": twin(2)}
@@ -147,4 +193,16 @@ result["spoilt"] = refusal(lambda: megatron_train_step(engine, forward_step, rea
 asynchronous = {"wavemare": {"pipeline": {"stages": 2, "schedule": "pipemare"}}}
 engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=configuration(0, **asynchronous))
 result["asynchronous"] = refusal(lambda: megatron_train_step(engine, forward_step, reader))
+if rank == 0:
+    result["tag"] = write_universal(open_checkpoint(MEGATRON, vocab_size=64), UNIVERSAL)
+torch.distributed.barrier()
+result["next"] = {
+    f"{name} ZeRO {zero_stage}": goes_on(zero_stage, sections)
+    for name, sections, stages in (
+        ("data", {}, (1, 2, 3)),
+        ("tensor", {"tensor_parallel": {"size": 2}}, (1,)),
+        ("pipeline", {"pipeline": {"stages": 2}}, (1,)),
+    )
+    for zero_stage in stages
+}
 leave(result)
