@@ -5,6 +5,7 @@
 # make test-ci all tests but the nightly ones: what CI runs
 # make test-nightly   the others, in parts (test-nightly-PART) that can be run one by one
 # make test-openmpi, test-hosts, test-gpu   those of another MPI, of several hosts, of a GPU
+# make test-megatron   proofs against megatron-core itself, which it installs
 # make test-oldest, test-newest   unit tests with the oldest versions that are allowed, the newest
 # make conformance DEEPSPEED_TESTS=FOLDER   DeepSpeed's own unit tests with our engines
 # make docs    builds the site of the documentation into build/docs; make reference writes the tables
@@ -29,7 +30,7 @@ ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train demo test test-ci test-nightly test-mpi test-openmpi test-hosts test-gpu test-oldest test-newest conformance docs reference lint clean
+.PHONY: setup train demo test test-ci test-nightly test-mpi test-openmpi test-hosts test-megatron test-gpu test-oldest test-newest conformance docs reference lint clean
 .DELETE_ON_ERROR:
 
 setup: $(DEV)
@@ -95,7 +96,7 @@ test-ci: lint
 # A part that has passed at this commit is not run again; `make clean` forgets it.
 NIGHTLY := unit ranks commands pages alone
 PASSED := build/tests/passed-$(shell git rev-parse --short HEAD 2>/dev/null)
-test-nightly: $(NIGHTLY:%=test-nightly-%) test-hosts test-openmpi
+test-nightly: $(NIGHTLY:%=test-nightly-%) test-hosts test-openmpi test-megatron
 
 $(NIGHTLY:%=test-nightly-%): test-nightly-%: $(PASSED)-%
 
@@ -108,7 +109,7 @@ NIGHTLY_unit := $(TWO) tests/unit
 NIGHTLY_ranks := $(TWO) tests/multiproc
 NIGHTLY_pages := $(TWO) tests/e2e/test_documentation.py
 NIGHTLY_commands := $(TWO) $(ALONE:%=--ignore=%) --ignore=tests/e2e/test_documentation.py \
-    --ignore=tests/e2e/test_hosts.py tests/e2e
+    --ignore=tests/e2e/test_hosts.py --ignore=tests/e2e/test_megatron_core.py tests/e2e
 NIGHTLY_alone := $(ALONE)
 
 test-mpi: $(DEV)
@@ -121,6 +122,11 @@ test-openmpi:
 # On two hosts with sshd, as namespaces: root, openssh-server, openssh-client, pdsh, iproute2.
 test-hosts: $(DEV)
 	$(call pytest) tests/e2e/test_hosts.py $(ARGS)
+
+# Python 3.11 has megatron-core 0.16.1. For 0.19: make test-megatron PYTHON=python3.12 VENV=.venv-3.12
+test-megatron: $(DEV)
+	$(PIP) install --quiet --editable '.[megatron]'
+	$(call pytest) -m nightly tests/e2e/test_megatron_core.py $(ARGS)
 
 # The unit tests with the oldest versions that pyproject.toml allows, and with the newest ones.
 test-oldest: RESOLUTION := lowest-direct

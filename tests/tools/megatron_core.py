@@ -88,7 +88,6 @@ ARGUMENTS = {
     "rope_scaling_factor": 8.0,
     "normalization": "RMSNorm",
     "norm_epsilon": 1e-5,
-    "layernorm_epsilon": 1e-5,
     "apply_layernorm_1p": False,
     "apply_residual_connection_post_layernorm": False,
     "swiglu": True,
@@ -116,7 +115,6 @@ ARGUMENTS = {
     "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
     "moe_grouped_gemm": False,
-    "moe_token_dispatcher_type": "allgather",
     "attention_softmax_in_fp32": True,
     "bias_gelu_fusion": False,
     "masked_softmax_fusion": False,
@@ -189,9 +187,7 @@ _BASE = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 
 def arguments_of(family, **changes):
     """Return the arguments of a training of this family."""
-    found = {**ARGUMENTS, **FAMILIES[family], **changes}
-    found["layernorm_epsilon"] = found["norm_epsilon"]
-    return found
+    return {**ARGUMENTS, **FAMILIES[family], **changes}
 
 
 def transformer_config(arguments, **layout):
@@ -205,6 +201,8 @@ def transformer_config(arguments, **layout):
         "activation_func": _BASE["silu" if arguments["swiglu"] else "gelu"],
         "num_moe_experts": arguments["num_experts"],
         "layernorm_zero_centered_gamma": arguments["apply_layernorm_1p"],
+        "layernorm_epsilon": arguments["norm_epsilon"],
+        "moe_token_dispatcher_type": "allgather",  # the one that needs no streams of CUDA
         "use_cpu_initialization": True,
         "bias_activation_fusion": False,
         "pipeline_dtype": torch.float32,

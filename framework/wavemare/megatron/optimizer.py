@@ -199,11 +199,11 @@ def _values(state: Any, names: tuple[str, ...]) -> Iterator[Any]:
             yield from _values(value, names)
 
 
-def _names_of_stages(config: Any) -> dict[str, str]:
+def _names_of_stages(config: Any) -> dict[str, list[str]]:
     """Return what stages call the weights, by the names of the whole model; {} if it has none."""
     from wavemare.models.disk_names import empty_model
     from wavemare.models.families import family_of
-    from wavemare.models.layers import name_weights
+    from wavemare.models.layers import TiedSpec, name_weights, spec_of
 
     model = empty_model(config)
     try:
@@ -212,17 +212,21 @@ def _names_of_stages(config: Any) -> dict[str, str]:
     except WavemareError:  # a family that is not cut into stages
         return {}
     name_weights(model, chain, family.spares(model))
-    return {
-        name: f"{number}.{own}"
-        for number, layer in enumerate(chain)
-        for own, name in layer.weight_names.items()
-    }
+    found: dict[str, list[str]] = {}
+    for number, layer in enumerate(chain):
+        spec = spec_of(layer, chain)
+        prefixes = [str(number)]
+        if isinstance(spec, TiedSpec):
+            prefixes.append(f"tied_modules.{spec.key}")
+        for own, name in layer.weight_names.items():
+            found.setdefault(name, []).extend(f"{prefix}.{own}" for prefix in prefixes)
+    return found
 
 
 def _write_weights(
     state: OptimizerState,
     folder: Path,
-    stages: Mapping[str, str],
+    stages: Mapping[str, list[str]],
     progress: Callable[[str, int, int], None],
 ) -> None:
     step = torch.tensor(float(state.step))
@@ -234,7 +238,7 @@ def _write_weights(
             torch.save({CAT_DIM: 0, PARAM: value}, own / f"{kind}.pt")
             progress("write", value.nbytes, state.size)
         torch.save(step, own / "step.pt")
-        if (other := stages.get(name)) is not None:
+        for other in stages.get(name, ()):
             _link(own, folder / other)
 
 
