@@ -57,7 +57,8 @@ class PipeMareConfig(Section):
 
     optimizer_policy: Literal["keep", "auto"] = "keep"
     """If gradients are stale, ``auto`` replaces Adam and AdamW by an optimizer that bears it: Muon
-    for matrices up to a staleness of two steps, SOAP beyond. It logs its choice and the reason."""
+    for matrices up to a staleness of two steps, SOAP beyond. It logs its choice and the reason.
+    ``keep`` keeps them, and says in one line what ``auto`` would give."""
 
     error_feedback: bool = False
     """Whether each update corrects the error of the previous, stale one: it adds the mean

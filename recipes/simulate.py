@@ -2,19 +2,24 @@
 """Train a recipe's model as a pipeline of any length in one process: ``wavemare simulate``.
 
 Weight versions, delays and corrections are exactly those of the real pipeline, so that one machine
-shows what 8 or 32 stages learn. Nothing is exported: the results are curves.
+shows what 8 or 32 stages learn. Nothing is exported: the results are curves. ``--resume`` goes on
+from the run's checkpoint, to the same bits.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
+from pathlib import Path
 from typing import Any, cast
 
 from wavemare.engine.config.resolve import SECTION
-from wavemare.errors import ConfigError, did_you_mean
+from wavemare.errors import CheckpointError, ConfigError, did_you_mean
 from wavemare.failure import run_main
+from wavemare.files import atomic_write_bytes
 from wavemare.observe.quiet import quiet_libraries
 from wavemare.observe.recording import Recording
 from wavemare.recipes.bert import pretrain as bert
@@ -25,6 +30,8 @@ from wavemare.training.models import new_causal_model, new_masked_model, read_mo
 from wavemare.training.text import TrainingText, find_text, read_text
 
 _EVALUATED_AT_ONCE = 32  # samples
+_FREE = ("resume", "output", "log_interval", "save_interval", "eval_interval", "eval_samples")
+"""Options that a resumed run may change."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,13 @@ def main(make: Any = None) -> None:
     config = configure(arguments)
     model_config = read_model_config(arguments.model_config, arguments.sequence_length, arguments)
     source = find_text(arguments)
+    saved = read_checkpoint(arguments, config) if arguments.resume else None
     recording = Recording(
-        arguments.output, steps=arguments.max_steps, arguments=arguments.given(), show=True
+        arguments.output,
+        steps=arguments.max_steps,
+        done=saved["replay"]["steps"] if saved else 0,
+        arguments=arguments.given(),
+        show=True,
     )
     quiet_libraries()
 
@@ -88,16 +100,7 @@ def main(make: Any = None) -> None:
         reason = "a simulation reads no data in Megatron's order"
         raise ConfigError("--data", arguments.data, reason, "Give one text")
     transformers.set_seed(arguments.seed)
-    if name == "gpt":
-        model = new_causal_model(arguments, model_config, text.tokenizer)
-        text.check_fits(arguments.sequence_length, model.config)
-        train, validation = text.causal_samples(arguments.sequence_length, 0, arguments.seed)
-    else:
-        model = new_masked_model(arguments, model_config, text.tokenizer)
-        text.check_fits(arguments.sequence_length, model.config)
-        train, validation = text.masked_samples(
-            arguments.sequence_length, probability=arguments.mask_probability, seed=arguments.seed
-        )
+    model, train, validation = prepare(name, arguments, model_config, text)
     make = make or partial(SimulatedPipeline, delays=arguments.delays)
     pipeline = make(model, config)
     torch.manual_seed(arguments.seed + 1)
@@ -113,8 +116,10 @@ def main(make: Any = None) -> None:
     recording.tokens *= arguments.sequence_length
     recording.config = config
     losses: list[float] = []
+    if saved:
+        losses += go_on(saved, pipeline, batches, recording)
     with recording:
-        for step in range(1, arguments.max_steps + 1):
+        for step in range(pipeline.global_steps + 1, arguments.max_steps + 1):
             rate = pipeline.learning_rate
             with recording.step(step):
                 losses.append(pipeline.train_batch(batches))
@@ -126,7 +131,82 @@ def main(make: Any = None) -> None:
                     evaluation_batches(validation, _EVALUATED_AT_ONCE, limit=arguments.eval_samples)
                 )
                 recording.run.log(step, eval_loss=loss)
+            if step % arguments.save_interval == 0 and step < arguments.max_steps:
+                state = {
+                    "replay": pipeline.replay.state_dict(),
+                    "loader": batches.state_dict(),
+                    "random": torch.get_rng_state(),
+                    "losses": losses,
+                    "seconds": recording.training_seconds,
+                }
+                write_checkpoint(arguments, config, state)
     finish(recording, pipeline, text, arguments.sequence_length, loss)
+
+
+def write_checkpoint(arguments: Any, config: Any, state: dict[str, Any]) -> None:
+    """Replace the run's checkpoint."""
+    import torch
+
+    contents = BytesIO()
+    torch.save({**state, "run": _describe(arguments, config)}, contents)
+    _checkpoint(arguments).parent.mkdir(exist_ok=True)
+    atomic_write_bytes(_checkpoint(arguments), contents.getvalue())
+
+
+def read_checkpoint(arguments: Any, config: Any) -> dict[str, Any]:
+    """Return the state that `write_checkpoint` was given.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or it is of other settings.
+    """
+    from wavemare.engine.checkpoint.files import read_file
+
+    file, run = _checkpoint(arguments), _describe(arguments, config)
+    if not file.is_file():
+        remedy = "Start without --resume, or name the run's folder as --output"
+        raise CheckpointError("--resume", str(file), "there is no checkpoint", remedy)
+    state: dict[str, Any] = read_file(file)
+    for key, own in run.items():
+        if state["run"][key] != own:
+            reason = f"the checkpoint was made with another {key}"
+            raise CheckpointError("--resume", str(file), reason, "Give the options of that run")
+    return state
+
+
+def go_on(saved: dict[str, Any], pipeline: Any, batches: Any, recording: Recording) -> list[float]:
+    """Put all of a run as it was at its checkpoint; return the losses that are not logged yet."""
+    import torch
+
+    pipeline.replay.load_state_dict(saved["replay"])
+    batches.load_state_dict(saved["loader"])
+    torch.set_rng_state(saved["random"])
+    recording.seconds = saved["seconds"]
+    losses: list[float] = saved["losses"]
+    return losses
+
+
+def _checkpoint(arguments: Any) -> Path:
+    return Path(arguments.output) / "checkpoints" / "simulation.pt"
+
+
+def _describe(arguments: Any, config: Any) -> dict[str, str]:
+    """Return what a resumed run must have in common, as text."""
+    section = {key: value for key, value in config[SECTION].items() if key != "watchdog"}
+    options = {key: value for key, value in arguments.given().items() if key not in _FREE}
+    texts = {"configuration": {**config, SECTION: section}, "option": options}
+    return {key: json.dumps(value, sort_keys=True) for key, value in texts.items()}
+
+
+def prepare(name: str, arguments: Any, model_config: Any, text: TrainingText) -> tuple[Any, Any, Any]:
+    """Return a new model, and samples to train and to evaluate it."""
+    new = new_causal_model if name == "gpt" else new_masked_model
+    model = new(arguments, model_config, text.tokenizer)
+    length, seed = arguments.sequence_length, arguments.seed
+    text.check_fits(length, model.config)
+    if name == "gpt":
+        return (model, *text.causal_samples(length, 0, seed))
+    probability = arguments.mask_probability
+    return (model, *text.masked_samples(length, probability=probability, seed=seed))
 
 
 def refuse_idle(arguments: Any) -> None:
@@ -136,7 +216,6 @@ def refuse_idle(arguments: Any) -> None:
         ConfigError: One of them is given.
     """
     for name, idle, reason in (
-        ("resume", False, "a simulation saves nothing to resume from"),
         ("balance", "none", "a simulation is one process"),
         ("split", None, "a simulation reads no data in Megatron's order"),
         ("eval_iters", None, "a simulation counts samples: --eval_samples"),

@@ -80,7 +80,7 @@ class Replay:
         clip: Bound of the gradient norm over all stages in this step, or None.
 
     Attributes:
-        records: One for each step.
+        records: One for each step since the last load.
 
     Raises:
         PlanError: There is no such correction.
@@ -110,7 +110,7 @@ class Replay:
         self._warmup_steps = warmup_steps
         self._drain_interval = drain_interval
         self._clip = clip
-        self._drained = 0
+        self._drained = self._before = 0
         if delays is None:
             delays = [ahead(index, len(stages), slack) for index in range(len(stages))]
         self.records: list[StepRecord] = []
@@ -131,7 +131,19 @@ class Replay:
     @property
     def steps(self) -> int:
         """Optimizer steps done: the version of all stages' weights."""
-        return len(self.records)
+        return self._before + len(self.records)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next steps depend on, but for random states."""
+        stages = [stage.state_dict() for stage in self._stages]
+        return {"steps": self.steps, "drained": self._drained, "stages": stages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of the same stages; `records` then begins with the next step."""
+        self._before, self._drained = state["steps"], state["drained"]
+        self.records.clear()
+        for stage, own in zip(self._stages, state["stages"], strict=True):
+            stage.load_state_dict(own)
 
     def correction_bytes(self) -> list[int]:
         """Return what each stage of a real pipeline holds for its correction."""
@@ -246,6 +258,29 @@ class _Stage:
         self._update: Weights | None = None
         self._updates = 0
         self._deltas = [torch.zeros_like(w) for w in map(_wide, self._history[-1])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights of all versions, optimizer, scheduler, and what corrections keep."""
+        return {
+            "module": self.module.state_dict(),
+            "optimizer": self._optimizer.state_dict() if self._optimizer else None,
+            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+            "history": list(self._history),
+            "deltas": self._deltas,
+            "update": self._update,
+            "updates": self._updates,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of `state_dict`."""
+        self.module.load_state_dict(state["module"])
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        self._history = deque(state["history"], maxlen=self._history.maxlen)
+        self._deltas, self._update = state["deltas"], state["update"]
+        self._updates = state["updates"]
 
     def correction_bytes(self) -> int:
         """Return what the correction of a real stage holds."""

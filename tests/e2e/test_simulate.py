@@ -67,7 +67,7 @@ def test_a_simulation_learns_what_the_ranks_learn(
 
 
 def test_options_change_the_configuration(command, small_options, json_file, tmp_path):
-    options = {"max_steps": 2, "eval_interval": 2, "save_interval": None, "micro_batches": 2}
+    options = {"max_steps": 2, "eval_interval": 2, "save_interval": 1, "micro_batches": 2}
     words = small_options("bert", tmp_path / "out", stages=4, **options)
     changes = ["--set", "optimizer.type=SGD", "optimizer.params.lr=0.25"]
     changes += ["wavemare.pipeline.pipemare.optimizer_policy=auto"]
@@ -85,10 +85,21 @@ def test_options_change_the_configuration(command, small_options, json_file, tmp
     assert config["wavemare"]["pipeline"]["stages"] == 4
     assert config["gradient_accumulation_steps"] == 2
 
+    # The checkpoint of the first step: the second one is trained again, to the same bits.
+    def measured():
+        lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+        return [(n["step"], n["eval_loss"]) for n in lines if "eval_loss" in n]
+
+    before = measured()
+    assert len(before) == 1
+    resume = ["--resume", *changes]
+    command("wavemare", "simulate", "bert", "--config", json_file, *words, *resume).check()
+    assert measured() == before
+
 
 MISTAKES = {
     "bort": (["bort"], "one of the two models"),
-    "resume": (["gpt", "--resume"], "--resume"),
+    "resume": (["gpt", "--resume", "--output", "nowhere"], "there is no checkpoint"),
     "split": (["gpt", "--split", "8,1,1"], "--split"),
     "no value": (["gpt", "--set", "lr"], "KEY.KEY=VALUE"),
     "schedule": (["gpt", "--set", "wavemare.pipeline.schedule=pipemore"], "pipemare"),
@@ -125,7 +136,8 @@ def test_systems_are_compared_and_no_run_is_repeated(command, small_options, tmp
         rows["auto"]["eval_loss"] / rows["flush"]["eval_loss"] - 1
     )
     assert rows["auto"]["own_gap"] is None  # its own baseline was not asked for
-    assert rows["auto"]["memory"]["optimizer"] > rows["flush"]["memory"]["optimizer"] >= 2
+    # A state of a matrix less than AdamW; on the stale stage one more for error feedback.
+    assert 1 < rows["auto"]["memory"]["optimizer"] < rows["flush"]["memory"]["optimizer"] <= 2.1
     assert len(answer["runs"]) == 2
     assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
     assert "gap to its own" in first.output

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulated pipeline against plain training, and how it reads the configuration."""
 
+from io import BytesIO
+
 import pytest
 import torch
 import transformers
@@ -159,6 +161,34 @@ def test_each_setting_changes_what_is_learnt():
     ):
         assert trained(config(pipemare=settings))[1] != base, settings
     assert trained(config())[1] == base
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "pipemare"),
+    [
+        ({"type": "AdamW", "params": {"lr": 0.01}}, {"optimizer_policy": "auto"}),
+        ({"type": "SOAP", "params": {"lr": 0.01, "refresh": 2}}, {"error_feedback": True}),
+        (SGD, {"discrepancy_correction": {"mode": "predict"}, "warmup_steps": 2}),
+        (SGD, {"discrepancy_correction": {"mode": "ema"}, "drain_interval": 3}),
+    ],
+)
+def test_a_simulation_goes_on_from_its_state_to_the_same_bits(optimizer, pipemare):
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 0.05}}
+    values = config(pipemare=pipemare, optimizer=optimizer, scheduler=scheduler)
+    data = batches()
+    first = SimulatedPipeline(gpt(), values)
+    for _ in range(4):
+        first.train_batch(data)
+    file = BytesIO()
+    torch.save(first.replay.state_dict(), file)
+    second = SimulatedPipeline(gpt(), values)
+    second.replay.load_state_dict(torch.load(BytesIO(file.getvalue()), weights_only=True))
+    assert second.global_steps == 4
+    for given in [[next(data), next(data)] for _ in range(4)]:
+        losses = [each.train_batch(iter(given)) for each in (first, second)]
+        assert losses[0] == losses[1]
+    ages = [each.replay.records[-1].staleness for each in (first, second)]
+    assert ages[0] == ages[1]
 
 
 STALE = "2 micro-batches per optimizer step on 4 stages"

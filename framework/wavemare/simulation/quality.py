@@ -113,6 +113,8 @@ def simulate_all(
 ) -> list[dict[str, Any]]:
     """Simulate each system with each seed, unless its run is there already.
 
+    A run that was stopped goes on from its checkpoint.
+
     Args:
         systems: Names of `SYSTEMS`.
         seeds: Of weights and data order.
@@ -137,7 +139,9 @@ def simulate_all(
             place = "synchronous" if own.flushes else f"{shape.stages}x{shape.micro_batches}"
             run = folder / f"{shape.recipe}-{shape.steps}-{place}-{name}-{seed}-{mark:08x}"
             if not (run / "summary.json").is_file():
-                _run([*_command(own, shape, size, seed, run), *options], run)
+                stopped = (run / "checkpoints" / "simulation.pt").is_file()
+                resume = ["--resume"] if stopped else []
+                _run([*_command(own, shape, size, seed, run), *options, *resume], run)
             found.append({"system": name, "seed": seed, **_read(run)})
             note(f"{run.name}: {found[-1]['eval_loss']:.4f}")
     return found
