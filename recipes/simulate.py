@@ -197,7 +197,9 @@ def _describe(arguments: Any, config: Any) -> dict[str, str]:
     return {key: json.dumps(value, sort_keys=True) for key, value in texts.items()}
 
 
-def prepare(name: str, arguments: Any, model_config: Any, text: TrainingText) -> tuple[Any, Any, Any]:
+def prepare(
+    name: str, arguments: Any, model_config: Any, text: TrainingText
+) -> tuple[Any, Any, Any]:
     """Return a new model, and samples to train and to evaluate it."""
     new = new_causal_model if name == "gpt" else new_masked_model
     model = new(arguments, model_config, text.tokenizer)
