@@ -142,9 +142,16 @@ def _sizes(
             which = ", ".join(f"{n} rank {r}" for n, r in zip(names, place, strict=True))
             reason = f"the file of {which} is missing"
             raise CheckpointError("checkpoint", str(step), reason, _COPY_ALL)
+    groups = arguments.get("num_query_groups")
+    if not arguments.get("group_query_attention") or not isinstance(groups, int):
+        groups = sizes[0]
     expert_tensor = arguments.get("expert_tensor_parallel_size")
-    if sizes[2] > 1 and expert_tensor not in (None, sizes[0]):
+    reason = ""
+    if groups < sizes[0]:
+        reason = f"its {groups} groups of keys are on several of {sizes[0]} tensor-parallel ranks"
+    elif sizes[2] > 1 and expert_tensor not in (None, sizes[0]):
         reason = f"it was saved with expert_tensor_parallel_size {expert_tensor}"
+    if reason:
         remedy = "Save it with --ckpt-format torch_dist"
         raise CheckpointError("checkpoint", str(step), reason, remedy)
     return sizes[0], sizes[1], sizes[2]

@@ -100,7 +100,7 @@ def evils(marker):
         Evil(os.system, command),
         Evil(eval, f"__import__('os').system({command!r})"),
         Evil(functools.partial(os.system, command)),
-        argparse.Namespace(any=Evil(os.system, command)),
+        Evil(argparse.Namespace, Evil(os.system, command)),
         Evil(getattr, Evil(__import__, "os"), "system"),
         Evil(torch.hub.load, str(marker), "any"),
         Evil(torch.load, str(marker)),
@@ -130,7 +130,9 @@ def test_nothing_is_run(valid, tmp_path, number):
             contents = [pickle.dumps(evil), saved(evil), saved({"args": evil, "model": model})]
             for content in contents:
                 folder = written(tmp_path / "given", {**valid[kind], f"{STEP}/{name}": content})
-                refusal(read_all, CheckpointError, folder)
+                error = refusal(read_all, CheckpointError, folder)
+                # A function of torch's may be the value of an argument, which is not called.
+                assert error is not None or evil.reduced[0].__module__.startswith("torch")
                 assert not marker.exists()
     content = made.keys(made.model("llama", layers=1))
     for key in ("decoder.layers.mlp.linear_fc2._extra_state/shard_0_1", "common_state/shard_0_1"):
@@ -229,6 +231,9 @@ HOSTILE = {
 }
 
 
+KNOWN_WHEN_READ = {"another place", "another data type", "half of a moment"}
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_description_that_lies(valid, tmp_path, name):
     step = written(tmp_path / "given", valid["file"]) / STEP
@@ -236,7 +241,8 @@ def test_a_description_that_lies(valid, tmp_path, name):
     HOSTILE[name](metadata, step)
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     before = sorted(tmp_path.rglob("*"))
-    error = refusal(read_all, CheckpointError, tmp_path / "given")
+    act = read_all if name in KNOWN_WHEN_READ else open_store
+    error = refusal(act, CheckpointError, tmp_path / "given")
     assert error is not None
     assert str(error).isprintable()
     assert sorted(tmp_path.rglob("*")) == before

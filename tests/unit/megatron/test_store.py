@@ -304,6 +304,20 @@ def test_ranks_that_are_missing(tmp_path):
         open_store(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("args", "sizes", "match"),
+    [
+        ({"group_query_attention": True, "num_query_groups": 1}, {"tp": 2}, "1 groups"),
+        ({"expert_tensor_parallel_size": 1}, {"tp": 2, "ep": 2}, "expert_tensor_parallel_size"),
+    ],
+)
+def test_ranks_that_share_in_another_way(tmp_path, args, sizes, match):
+    state = made.model("qwen2-moe", layers=2)
+    made.rank_files(tmp_path, state, made.arguments("qwen2-moe", **args), **sizes)
+    with pytest.raises(CheckpointError, match=match):
+        open_store(tmp_path)
+
+
 def test_ranks_that_differ_in_what_they_share(tmp_path):
     step = made.rank_files(tmp_path, made.model("llama"), made.arguments("llama"), tp=2)
     file = step / "mp_rank_01" / "model_optim_rng.pt"
@@ -332,10 +346,9 @@ def test_what_megatron_core_itself_wrote(folder):
             value = expected[f"decoder.layers.{key}"][number]
         elif number is not None:
             at = 2 * number + ("self_attention" not in key)
-            names = (key, key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
-            value = next(
-                expected[name] for n in names if (name := f"decoder.layers.{at}.{n}") in expected
-            )
+            place = f"decoder.layers.{at}."
+            norm = key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+            value = expected[place + (key if place + key in expected else norm)]
         else:
             value = expected.get(key, expected.get(key.replace("final_layernorm", "final_norm")))
         assert torch.equal(store.weights.read(name), value), name
