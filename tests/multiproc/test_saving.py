@@ -46,6 +46,8 @@ def expected(layout, kind, way):
     """Return what a way gives with a layout: ``equal``, or the beginning of a refusal."""
     if way == "zero_to_fp32" and layout == "zero1" and kind != "whole":
         return "refused SystemExit"  # DeepSpeed keeps no frozen weights for it
+    if way == "save_megatron" and kind != "whole":
+        return "refused ModelError"  # it has no place for adapters
     if layout in WHOLE or way == "push_to_hub_of_trainer":
         return "equal"
     if "zero_to_fp32" in way:

@@ -72,13 +72,11 @@ def empty_model(config: Any, kind: Any = None, *, buffers: bool = False) -> Any:
         ModelError: Transformers cannot make it.
     """
     named = (config.architectures or [""])[0]
-    kind = kind or getattr(transformers, named, None)
     try:
+        kind = kind or getattr(transformers, named, None)
+        kind = kind or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
-            if kind is None:
-                model = transformers.AutoModelForCausalLM.from_config(config)
-            else:
-                model = kind(config)
+            model = kind(config)
     except Exception as error:  # of wrong values, too, for which transformers has its own
         reason = f"transformers makes no model of it ({' '.join(str(error).split())[:200]})"
         remedy = "Mend the folder's config.json"

@@ -42,6 +42,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import wavemare
 import wavemare.hf
 from wavemare.errors import ConfigError, WavemareError
+from wavemare.megatron import load_hf, save_megatron
 from wavemare.models import whole_state_dict
 
 huggingface_hub.constants.HF_HUB_OFFLINE = True
@@ -253,6 +254,11 @@ class Ways:
         wavemare.save_pretrained(self.engine, self.folder, merge=True)
         return self.folder
 
+    def save_megatron(self):
+        save_megatron(self.engine, self.folder, iteration=3)
+        dist.barrier()
+        return load_hf(self.folder).state_dict()
+
     def save_model_of_trainer(self):
         self.trainer.save_model(str(self.folder))
         return self.folder
@@ -335,7 +341,7 @@ class Ways:
 
 WAYS = [name for name in vars(Ways) if not name.startswith("_")]
 _FP32 = ("zero_to_fp32", "zero_to_fp32_of_deepspeed")
-_FILES = ("save_16bit_model", "save_model_of_accelerator", *_FP32)
+_FILES = ("save_16bit_model", "save_model_of_accelerator", "save_megatron", *_FP32)
 _OF_ADAPTERS = ("merged", "base_save_pretrained")
 
 
