@@ -127,7 +127,7 @@ def policy_offer(worst: int, mean: float) -> str | None:
         offer = (
             "steps matrices by Muon with error feedback, at the same lr and weight_decay: the loss "
             "is about that of a synchronous pipeline with Muon. It costs no memory, and in each "
-            "step as much time as the passes of 4 tokens for each unit of width"
+            "step as many operations as the passes of 4 tokens for each unit of width"
         )
     else:
         offer = (
