@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather, group_for
 from wavemare.errors import ModelError
 from wavemare.models.deferred import deferred, part_of
@@ -79,12 +80,14 @@ class Partition:
 def check_equal_weights(model: nn.Module, group: Any = None) -> None:
     """Raise on all ranks unless the sums of each weight that they all hold are equal on them.
 
-    Weights that have not been read yet are left out.
+    Weights that have not been read yet are left out, and experts that are divided over ranks.
     """
     named = [
         (name, parameter.detach())
         for name, parameter in model.named_parameters()
-        if partition_of(parameter) is None and deferred(parameter) is None
+        if partition_of(parameter) is None
+        and deferred(parameter) is None
+        and not is_divided(parameter)
     ]
     own = {name: str(weight.sum(dtype=torch.float64).item()) for name, weight in named}
     first, *others = gather(own, group)
