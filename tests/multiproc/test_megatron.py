@@ -44,9 +44,9 @@ def test_a_run_of_megatron_goes_on_here(launch_once):
             "data ZeRO 1",
             "data ZeRO 2",
             "data ZeRO 3",
-            "tensor ZeRO 1",
             "pipeline ZeRO 1",
         }
+        assert result["refused"].startswith("CheckpointError: checkpoint = ")
         for layout, (place, losses) in result["next"].items():
             assert place == [8, 64]  # steps and samples of Megatron
             assert losses == pytest.approx(reference, rel=1e-5), layout
