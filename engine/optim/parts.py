@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from wavemare.engine.checkpoint.random_state import seeded
 from wavemare.engine.experts import is_divided
+from wavemare.engine.optim.policy import POLICY
 from wavemare.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def check_parts(engine: EngineMixin) -> None:
             name = type(optimizer).__name__
             reason = "it reads whole tensors for a step, and each rank holds a part of them"
             remedy = f"Use AdamW, or another optimizer of single elements, or no wavemare.{key}"
+            if engine.settings.pipeline.pipemare.optimizer_policy == "auto":
+                remedy = f'Set {POLICY} to "keep", and use AdamW, or no wavemare.{key}'
             raise ConfigError("optimizer", name, reason, remedy)
 
 

@@ -26,7 +26,7 @@ from wavemare.pipeline.staleness.staleness import (
 _BETAS = (0.9, 0.95)  # SOAP's own defaults
 _ADAM_BETAS = (0.9, 0.999)  # Adam's, in DeepSpeed and torch
 _LONG = 0.95
-_KEY = f"{SECTION}.pipeline.pipemare.optimizer_policy"
+POLICY = f"{SECTION}.pipeline.pipemare.optimizer_policy"
 # Settings of Adam that SOAP and Muon do not have.
 _IMPLEMENTATION = (
     *("torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "amsgrad"),
@@ -49,7 +49,7 @@ class Advice:
     @property
     def lines(self) -> tuple[str, ...]:
         """All of it, one message each."""
-        chosen = () if self.choice is None else (choice_line(_KEY, *self.choice),)
+        chosen = () if self.choice is None else (choice_line(POLICY, *self.choice),)
         return (*self.warnings, *chosen)
 
     def tell(self) -> None:
@@ -57,7 +57,7 @@ class Advice:
         for line in self.warnings:
             tell_warning(line)
         if self.choice is not None:
-            tell_choice(_KEY, *self.choice)
+            tell_choice(POLICY, *self.choice)
 
 
 def advise(
@@ -112,7 +112,7 @@ def _choose_optimizer(
     chosen = config.get("optimizer")
     if not isinstance(chosen, Mapping) or "type" not in chosen:
         raise ConfigError(
-            _KEY,
+            POLICY,
             "auto",
             "there is no optimizer in the configuration to begin from",
             'Name one, such as "optimizer": {"type": "AdamW", ...}, or set the policy to "keep"',
@@ -126,7 +126,7 @@ def _choose_optimizer(
         return config, name, f"it is the configuration's own choice; {lag}"
     if offloads(zero_section(config)):
         raise ConfigError(
-            _KEY,
+            POLICY,
             "auto",
             "the policy's optimizers step on the device of the weights, and offload_optimizer "
             "needs DeepSpeed's CPUAdam",
@@ -208,7 +208,7 @@ def check_replaceable(ours: WavemareConfig, optimizer: Any) -> None:
     """
     if optimizer is not None and ours.pipeline.pipemare.optimizer_policy == "auto":
         raise ConfigError(
-            _KEY,
+            POLICY,
             "auto",
             f"{type(optimizer).__name__} was given to initialize; the policy replaces only an "
             "optimizer of the configuration",
