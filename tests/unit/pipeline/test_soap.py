@@ -32,7 +32,7 @@ class Twin:
         if self.bases is None:
             if not grad.any():
                 return
-            # Averages from zero, as in the authors' code.
+            # Averages from zero.
             self.products = [(1 - self.beta) * grad @ grad.T, (1 - self.beta) * grad.T @ grad]
             # Singular vectors rather than eigenvectors of the products.
             left, _, right = np.linalg.svd(grad)
