@@ -590,13 +590,11 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
     def destroy(self) -> None:
         """Release the engine's resources; all ranks should call it."""
         link, self.link = self.link, None  # DeepSpeed's destructor comes here again
-        if link is not None:
-            # Graphs of forward passes that are ahead would keep the engine alive.
-            self._micro_batches.clear()
-            try:
+        try:
+            if link is not None:
+                # Graphs of forward passes that are ahead would keep the engine alive.
+                self._micro_batches.clear()
                 if not self.is_collected:  # by the garbage collector, in any thread
                     link.close()
-            finally:
-                super().destroy()
-            return
-        super().destroy()
+        finally:
+            super().destroy()

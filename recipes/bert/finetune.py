@@ -32,12 +32,12 @@ from wavemare.training.arguments import (
 from wavemare.training.models import (
     Evaluation,
     check_model_folder,
-    classify,
     count_parameters,
     load_classifier,
     read_model_config,
     start_up_panel,
 )
+from wavemare.training.samples import classify
 from wavemare.training.setup import (
     connect,
     leave,

@@ -31,12 +31,12 @@ from wavemare.training.arguments import (
 from wavemare.training.models import (
     Evaluation,
     count_parameters,
-    fill_gap,
     max_positions,
     new_masked_model,
     read_model_config,
     start_up_panel,
 )
+from wavemare.training.samples import fill_gap
 from wavemare.training.setup import (
     connect,
     leave,

@@ -27,7 +27,6 @@ from wavemare.training.arguments import (
 from wavemare.training.models import (
     Evaluation,
     check_start,
-    continue_text,
     count_parameters,
     export,
     load_causal_model,
@@ -35,6 +34,7 @@ from wavemare.training.models import (
     start_up_panel,
     tokenizer_of,
 )
+from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
     connect,
     leave,

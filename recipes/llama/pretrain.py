@@ -33,7 +33,6 @@ from wavemare.training.arguments import (
 )
 from wavemare.training.models import (
     Evaluation,
-    continue_text,
     count_parameters,
     describe_model,
     export,
@@ -42,6 +41,7 @@ from wavemare.training.models import (
     start_up_panel,
     tokenizer_of,
 )
+from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
     connect,
     leave,

@@ -35,12 +35,12 @@ from wavemare.training.models import (
     Evaluation,
     check_packing,
     check_start,
-    continue_text,
     count_parameters,
     export,
     load_chat_model,
     start_up_panel,
 )
+from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
     connect,
     leave,
