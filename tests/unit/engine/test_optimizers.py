@@ -178,7 +178,11 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("kind", [*ELEMENTS, *WHOLE], ids=str)
+def named(kind):
+    return kind if isinstance(kind, str) else f"{kind[0].__name__} {kind[1]}"
+
+
+@pytest.mark.parametrize("kind", [*ELEMENTS, *WHOLE], ids=named)
 def test_whether_an_optimizer_steps_parts_of_a_matrix_is_tried(kind):
     make, settings = kind if isinstance(kind, tuple) else (getattr(torch.optim, kind), {"lr": 0.0})
     weight = torch.nn.Parameter(torch.ones(4, 4))
