@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
+from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
 from wavemare.megatron.arguments import arguments_of, language_model_of
 from wavemare.megatron.config import config_of, facts_of, tokens_of
@@ -167,18 +168,18 @@ def save_megatron(
         ModelError: There is no transformers model in the engine, Megatron's GPT does not compute
             what it does, or rank 0 cannot write.
     """
-    from wavemare.models.adapters import is_adapted
     from wavemare.models.export import agree_on_failure
     from wavemare.models.module import TransformerPipeline
     from wavemare.models.whole import complete, gathered
 
     model = complete(model_or_engine)
+    # Of a pipeline, rank 0 alone has the model without its weights.
     whole = model.skeleton if isinstance(model, TransformerPipeline) else model
-    if is_adapted(whole):
-        reason = "Megatron's checkpoints have no adapters"
-        remedy = "Call save_pretrained(engine, folder, merge=True), and convert the folder"
-        raise ModelError("model", type(whole).__name__, reason, remedy)
-    arguments_of(whole.config, dtype=torch.float32)  # before anything is gathered
+    own = None if whole is None else _refusal(whole)
+    refusals = gather(own) if distributed.is_initialized() else [own]
+    for refused in refusals:
+        if refused is not None:
+            raise ModelError(*refused)
     state = gathered(model)
     failure: Exception | None = None
     if state is not None:
@@ -194,6 +195,21 @@ def save_megatron(
         except Exception as error:  # the others wait for this rank
             failure = error
     agree_on_failure(failure, folder)
+
+
+def _refusal(model: Any) -> tuple[Any, ...] | None:
+    """Return the error's arguments if Megatron's GPT does not compute what a model does."""
+    from wavemare.models.adapters import is_adapted
+
+    if is_adapted(model):
+        reason = "Megatron's checkpoints have no adapters"
+        remedy = "Call save_pretrained(engine, folder, merge=True), and convert the folder"
+        return "model", type(model).__name__, reason, remedy
+    try:
+        arguments_of(model.config, dtype=torch.float32)
+    except ModelError as error:
+        return error.args
+    return None
 
 
 def _write(
