@@ -44,6 +44,7 @@ from wavemare.engine.checkpoint.compatibility import (
     check_optimizer,
     check_shapes,
     check_universal,
+    check_whole,
     count_alone,
     keeps_adam_alone,
     shapes,
@@ -283,6 +284,7 @@ class CheckpointMixin(DeepSpeedEngine):
         if universal:
             check_universal(load_dir, self)
             tag = _universal_tag(Path(load_dir), tag)
+            check_whole(Path(load_dir, tag or ""), self)
         else:
             folder = Path(load_dir)
             tag, manifest = agree(folder, lambda: _find(folder, tag, self, whole=whole))
@@ -321,14 +323,13 @@ class CheckpointMixin(DeepSpeedEngine):
             )
         if result[0] is None:  # no checkpoint: nothing changes
             return result
-        if universal and whole:
-            count_alone(self.basic_optimizer)
         # A run that takes only weights does not own the other run's checkpoints.
         self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
         if own and whole and same and self.restores_random_state:
             restore_random_state(own)
         self.reset_state()
         if whole:
+            count_alone(self.basic_optimizer)
             self.load_extra_state(own.get("engine", {}))
         for key, ours in _universal_information(self).items():  # not the client's
             if result[1] and result[1].get(key) == ours:

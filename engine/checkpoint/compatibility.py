@@ -27,6 +27,8 @@ _EXPORTED = "a model that save_pretrained exported (of an engine that has loaded
 _OF_REPLICAS = {"world_size", "replicas"}
 _WRAPPERS = ("optimizer", "optimizer_state_dict", "base_optimizer_state")
 _COMPILED = "bias_correction"
+WHOLE = "whole-tensors"
+"""File in a universal checkpoint that was made from no split layers' files."""
 _TELLING = ("betas", "eps", "momentum", _COMPILED)
 """Settings by whose presence optimizers differ that would read each other's states wrongly."""
 
@@ -299,6 +301,21 @@ def check_universal(load_dir: str, engine: EngineMixin) -> None:
         reason = f"a universal checkpoint keeps only Adam's averages, and {name} has other states"
         remedy = f"Resume at the save's topology without load_universal, or go on from {_EXPORTED}"
         raise CheckpointError("checkpoint", str(load_dir), reason, remedy)
+
+
+def check_whole(folder: Path, engine: EngineMixin) -> None:
+    """Refuse a universal checkpoint of whole tensors for layers that are split over ranks.
+
+    DeepSpeed would cut each in its first dimension.
+
+    Raises:
+        CheckpointError: The engine's layers are split.
+    """
+    split = any(getattr(p, "tensor_model_parallel", False) for p in engine.module.parameters())
+    if split and (folder / WHOLE).is_file():
+        reason = "its tensors are whole, and this engine's layers are split over ranks"
+        remedy = "Go on without wavemare.tensor_parallel, with ZeRO or in a pipeline"
+        raise CheckpointError("checkpoint", str(folder), reason, remedy)
 
 
 def _universal_remedy(folder: Path) -> str:

@@ -129,7 +129,7 @@ CASES = {
     "llama": ({}, [(1, [0, 1, 2]), (2, [0, 1, 2])]),
     "gpt2": ({}, [(2, [1])]),
     "qwen3": ({}, [(2, [0, 2])]),
-    "mixtral": ({"moe_aux_loss_coeff": 0.5}, [(1, [1]), (2, [0])]),
+    "mixtral": ({"moe_aux_loss_coeff": 0.5}, [(1, [1])]),
 }
 """Changes of the arguments; tensor-parallel ranks, and ZeRO stages with them."""
 REFUSED = [

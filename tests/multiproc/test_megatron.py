@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's steps and process grids on real ranks."""
 
+from pathlib import Path
+
 import pytest
+import torch
+
+MEGATRON = Path(__file__).parents[1] / "data" / "megatron" / "llama-optimizer"
 
 
 @pytest.mark.world_size(2)
@@ -27,6 +32,24 @@ def test_megatrons_forward_step(launch_once):
         assert "first on rank 1 (stage 1), micro-batch 1" in result["spoilt"]
         told = "ConfigError: wavemare.pipeline.schedule = 'pipemare': "
         assert result["asynchronous"].startswith(told)
+
+
+@pytest.mark.world_size(2)
+def test_a_run_of_megatron_goes_on_here(launch_once):
+    """From its optimizer's state, with the next ten losses of megatron-core itself."""
+    reference = torch.load(MEGATRON / "reference.pt")["next_losses"]
+    assert max(reference) - min(reference) > 0.1
+    for result in launch_once("megatron_step.py"):
+        assert set(result["next"]) == {
+            "data ZeRO 1",
+            "data ZeRO 2",
+            "data ZeRO 3",
+            "pipeline ZeRO 1",
+        }
+        assert result["refused"].startswith("CheckpointError: checkpoint = ")
+        for layout, (place, losses) in result["next"].items():
+            assert place == [8, 64]  # steps and samples of Megatron
+            assert losses == pytest.approx(reference, rel=1e-5), layout
 
 
 @pytest.mark.world_size(4)

@@ -25,6 +25,7 @@ from deepspeed.checkpoint.constants import (
     PARAM_GROUPS,
 )
 
+from wavemare.engine.checkpoint.compatibility import WHOLE
 from wavemare.errors import CheckpointError, WavemareError, os_errors
 from wavemare.files import atomic_write_text, replace_folder, temporary_sibling
 from wavemare.megatron.distributed import Distributed, read_folder
@@ -59,8 +60,8 @@ def write_universal(
     """Write weights, Adam's averages, step and data position as a universal checkpoint.
 
     An engine with ZeRO goes on from it: ``load_checkpoint(folder)`` with the configuration's
-    ``"checkpoint": {"load_universal": true}``. It may be a plain engine, one of a split model, or a
-    pipeline, with any number of ranks.
+    ``"checkpoint": {"load_universal": true}``. It may be a plain engine or a pipeline, with any
+    number of ranks; layers that are split over ranks are refused.
 
     Args:
         opened: From `open_checkpoint`.
@@ -273,5 +274,6 @@ def _write_rest(state: OptimizerState, folder: Path) -> None:
         "iteration": done,
         "consumed_train_samples": state.consumed_samples,
     }
+    (folder / WHOLE).touch()
     for prefix in ("", "zero_pp_rank_0_"):  # the second is ZeRO 3's
         torch.save(model, folder / f"{prefix}mp_rank_00_model_states.pt")

@@ -58,6 +58,7 @@ def train_twin():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))  # as it is in a new process
     return {"losses": losses, "norms": norms}
 
 

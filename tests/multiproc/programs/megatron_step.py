@@ -21,6 +21,7 @@ from common import (
 import wavemare
 from tools.megatron_core import ARGUMENTS, micro_batches
 from wavemare.engine import init_distributed
+from wavemare.errors import CheckpointError
 from wavemare.megatron import load_hf, open_checkpoint
 from wavemare.megatron.optimizer import write_universal
 from wavemare.megatron.step import megatron_train_step
@@ -136,7 +137,11 @@ def goes_on(zero_stage, sections):
         config=config,
         model_parameters=[{"params": layers}, {"params": norms, "weight_decay": 0.0}],
     )
-    _, client = engine.load_checkpoint(str(UNIVERSAL))
+    try:
+        _, client = engine.load_checkpoint(str(UNIVERSAL))
+    except CheckpointError:
+        engine.destroy()
+        raise
     place = [engine.global_steps, client["consumed_train_samples"]]
     first = ARGUMENTS | {"iteration": place[0]}
     reader = micro_batches(first, place[1], 0 if sections else rank, shards)
@@ -153,7 +158,20 @@ def goes_on(zero_stage, sections):
 
 init_distributed()
 rank = torch.distributed.get_rank()
-result = {"twin_1": twin(1), "twin_2": twin(2)}
+if rank == 0:
+    write_universal(open_checkpoint(MEGATRON, vocab_size=64), UNIVERSAL)
+torch.distributed.barrier()
+going_on = {
+    f"{name} ZeRO {zero_stage}": goes_on(zero_stage, sections)
+    for name, sections, stages in (
+        ("data", {}, (1, 2, 3)),
+        ("pipeline", {"pipeline": {"stages": 2}}, (1,)),
+    )
+    for zero_stage in stages
+}
+split = {"tensor_parallel": {"size": 2}}
+refused = refusal(lambda: goes_on(1, split))
+result = {"twin_1": twin(1), "twin_2": twin(2), "next": going_on, "refused": refused}
 _, result["data"], result["data_reports"] = trained((rank, 2))
 result["documents"] = [of_second_documents(shift) for shift in (0, 7)]
 stages = {"wavemare": {"pipeline": {"stages": 2, "inputs": ["input_ids"]}}}
@@ -193,16 +211,4 @@ result["spoilt"] = refusal(lambda: megatron_train_step(engine, forward_step, rea
 asynchronous = {"wavemare": {"pipeline": {"stages": 2, "schedule": "pipemare"}}}
 engine, *_ = wavemare.initialize(model=build_gpt2(**QUIET), config=configuration(0, **asynchronous))
 result["asynchronous"] = refusal(lambda: megatron_train_step(engine, forward_step, reader))
-if rank == 0:
-    result["tag"] = write_universal(open_checkpoint(MEGATRON, vocab_size=64), UNIVERSAL)
-torch.distributed.barrier()
-result["next"] = {
-    f"{name} ZeRO {zero_stage}": goes_on(zero_stage, sections)
-    for name, sections, stages in (
-        ("data", {}, (1, 2, 3)),
-        ("tensor", {"tensor_parallel": {"size": 2}}, (1,)),
-        ("pipeline", {"pipeline": {"stages": 2}}, (1,)),
-    )
-    for zero_stage in stages
-}
 leave(result)
