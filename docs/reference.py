@@ -6,7 +6,8 @@
 ``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``ratios of`` a table
 of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``duels of``,
 ``schedules of``, ``steps of``, ``gpu of`` result files that match NAME; ``families of``,
-``cells of`` a file of tests. A test compares the pages with what this file would write.
+``cells of`` a file of tests; ``options of`` one use of Megatron's options. A test compares the
+pages with what this file would write.
 """
 
 import inspect
@@ -22,6 +23,7 @@ from pydantic import BaseModel
 
 from benchmarks.local_steps.request import BASELINE, WARMED
 from wavemare.engine.config.resolve import WavemareConfig
+from wavemare.training import megatron
 
 TESTS = Path(__file__).parents[1] / "tests"
 RESULTS = Path(__file__).with_name("results")
@@ -30,6 +32,7 @@ PAGES = (
     Path(__file__).with_name("models.md"),
     Path(__file__).with_name("schedules.md"),
     Path(__file__).with_name("huggingface.md"),
+    Path(__file__).with_name("megatron.md"),
     Path(__file__).with_name("performance.md"),
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
@@ -53,7 +56,7 @@ def page(text: str) -> str:
     """Return the page with its tables written anew."""
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
     kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
-    kinds |= {"times": times, "cells": cells, "gpu": gpu}
+    kinds |= {"times": times, "cells": cells, "gpu": gpu, "options": options}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -83,6 +86,31 @@ def cells(name: str) -> str:
         rows.append(row)
     heads = ["", *(f"`{schedule}`" for schedule in values["ROWS"])]
     return _markdown([heads, ["---"] * len(heads), *rows])
+
+
+def options(use: str) -> str:
+    """Return Megatron's options of one use: those with a reason in common stand in one row."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for row in megatron.of_use(use):
+        usual = f" (other than {', '.join(row.usual)})" if row.usual else ""
+        reasons = row.use in (megatron.IDLE, megatron.REFUSED)
+        text = [row.text, row.remedy] if row.remedy else [row.text]
+        key = text if reasons else [_code(row.sets), row.text]
+        found.setdefault(tuple(key), []).append(f"`--{row.name}`{usual}")
+    heads = {
+        megatron.MODEL: ["Megatron", "of the model's configuration", "meaning"],
+        megatron.IDLE: ["Megatron", "why it has no meaning here"],
+        megatron.REFUSED: ["Megatron", "why it is refused", "instead"],
+        megatron.JSON: ["Megatron", "key of the JSON", "meaning"],
+        megatron.RECIPE: ["Megatron", "option of the recipe", "meaning"],
+    }[use]
+    rows = [[", ".join(names), *key] for key, names in found.items()]
+    return _markdown([heads, ["---"] * len(heads), *rows])
+
+
+def _code(text: str) -> str:
+    """Return a name of the JSON or an option as code; other words as they are."""
+    return f"`{text}`" if text and " " not in text else text
 
 
 def families(name: str) -> str:

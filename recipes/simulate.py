@@ -64,7 +64,7 @@ def main(make: Any = None) -> None:
     arguments: Any = parse_arguments(cast(Any, GptArguments if name == "gpt" else BertArguments))
     refuse_idle(arguments)
     config = configure(arguments)
-    shape = read_model_config(arguments.model_config, arguments.sequence_length, arguments.sizes())
+    shape = read_model_config(arguments.model_config, arguments.sequence_length, arguments)
     source = find_text(arguments)
     recording = Recording(
         arguments.output, steps=arguments.max_steps, arguments=arguments.given(), show=True

@@ -22,9 +22,13 @@ def tell_choice(key: str, chosen: object, reason: str) -> None:
         chosen: What is used in its place.
         reason: Why, as the end of a sentence.
     """
+    tell(f"{key} auto: {chosen}: {reason}")
+
+
+def tell(line: str) -> None:
+    """Show a line on rank 0, as `tell_choice` does."""
     if not _is_first():
         return
-    line = f"{key} auto: {chosen}: {reason}"
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(line)
     else:

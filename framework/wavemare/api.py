@@ -30,6 +30,7 @@ from wavemare.engine.seams import destroy_groups, hold_grid, noting_groups
 from wavemare.errors import ConfigError, PlanError
 from wavemare.extras import naming_compiler
 from wavemare.failure import watch_failures
+from wavemare.models.deferred import is_deferred, read_weights
 from wavemare.parallel import ProcessGrid
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
 from wavemare.parallel.layout.grid import (
@@ -239,6 +240,7 @@ def _laid_out(
         check_config(values, world_size=dist.get_world_size())
         with noting_groups(made):
             mpu = _replicas(ours.local_steps, model, mpu or arguments["mesh_param"])
+    _read_late(model)
     result = build_engine(
         values,
         plan=plan,
@@ -255,6 +257,17 @@ def _laid_out(
     if engine.config == given:
         engine.config = given  # as with DeepSpeed the caller's own, where nothing was filled in
     return result
+
+
+def _read_late(model: Any) -> None:
+    """Read the weights that a rank has not read yet; ranks must find equal ones in their files."""
+    if not isinstance(model, nn.Module) or not is_deferred(model):
+        return
+    read_weights(model)
+    from wavemare.parallel.tensor.partition import check_equal_weights, is_split, split_embedding
+
+    if is_split(model):
+        check_equal_weights(model, split_embedding(model).group)
 
 
 def _by_layout(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

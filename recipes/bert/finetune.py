@@ -74,7 +74,7 @@ def main() -> None:
     if args.model is not None:
         check_model_folder(args.model, args.sequence_length)
     else:
-        shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
+        shape = read_model_config(args.model_config, args.sequence_length, args)
     source = resolve(args.data)
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 

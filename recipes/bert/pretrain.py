@@ -67,7 +67,7 @@ def main() -> None:
     args = parse_arguments(PretrainArguments)
     setup = prepare(args)
     source = find_text(args)
-    shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
+    shape = read_model_config(args.model_config, args.sequence_length, args)
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # The text. One process of each host reads and tokenizes it; the others take it from the cache.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -26,12 +26,14 @@ from wavemare.training.arguments import (
 )
 from wavemare.training.models import (
     Evaluation,
-    check_model_folder,
+    check_start,
     continue_text,
     count_parameters,
+    export,
+    load_causal_model,
     max_positions,
-    reraise_model_errors,
     start_up_panel,
+    tokenizer_of,
 )
 from wavemare.training.setup import (
     connect,
@@ -49,6 +51,8 @@ from wavemare.training.text import find_text, read_text
 class FinetuneArguments(TokenizerArguments, TrainArguments):
     """Options of GPT fine-tuning."""
 
+    causal: ClassVar[bool] = True
+
     output: str = option("runs/gpt-finetune", "run folder")
     model: str = option(
         "runs/gpt-pretrain/model", "Hugging Face folder of the model and its tokenizer"
@@ -62,21 +66,18 @@ def main() -> None:
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
     setup = prepare(args)
-    check_model_folder(args.model, args.sequence_length, causal=True)
+    check_start(args)
     source = find_text(args)
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # The text. One process of each host reads and tokenizes it; the others take it from the cache.
     connect(setup)
-    text = read_text(source, args, "gpt", tokenizer=args.tokenizer or args.model)
+    text = read_text(source, args, "gpt", tokenizer=tokenizer_of(args) or args.model)
     samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
     wait_for_data(setup)
 
-    # The model, whole on every process.
-    from transformers import AutoModelForCausalLM
-
-    with reraise_model_errors("--model", args.model):
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
+    # The model. Each process reads its own part of the weights.
+    model = load_causal_model(args)
     text.check_fits(args.sequence_length, model.config)
     prompt = text.check_prompt(args.prompt, max_positions(model.config))
     panel = start_up_panel(setup, model, text.describe())
@@ -125,7 +126,7 @@ def main() -> None:
         loss = evaluation.loss(setup.final_samples)
         recording.run.log(args.max_steps, eval_loss=loss)
         folder = setup.folder / "model"
-        wavemare.save_pretrained(engine, folder, tokenizer=text.tokenizer)
+        export(args, engine, folder, text.tokenizer)
         if setup.rank == 0:
             recording.screen.note(f"\n{continue_text(folder, prompt, args.seed)}\n")
         figures = {"eval_loss": loss, **evaluation.counts(setup.final_samples)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -32,10 +32,12 @@ from wavemare.training.models import (
     Evaluation,
     continue_text,
     count_parameters,
+    describe_model,
+    export,
     max_positions,
     new_causal_model,
-    read_model_config,
     start_up_panel,
+    tokenizer_of,
 )
 from wavemare.training.setup import (
     connect,
@@ -53,6 +55,8 @@ from wavemare.training.text import find_text, read_text
 class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     """Options of GPT pretraining."""
 
+    causal: ClassVar[bool] = True
+
     output: str = option("runs/gpt-pretrain", "run folder")
     max_steps: int = option(500, "optimizer steps")
     save_interval: int = option(250, "steps between checkpoints")
@@ -68,17 +72,17 @@ def main() -> None:
     args = parse_arguments(PretrainArguments)
     setup = prepare(args)
     source = find_text(args)
-    shape = read_model_config(args.model_config, args.sequence_length, args.sizes())
+    shape = describe_model(args)
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # The text. One process of each host reads and tokenizes it; the others take it from the cache.
     connect(setup)
     size = args.trained_vocabulary
-    text = read_text(source, args, "gpt", tokenizer=args.tokenizer, vocab_size=size)
+    text = read_text(source, args, "gpt", tokenizer=tokenizer_of(args), vocab_size=size)
     samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
     wait_for_data(setup)
 
-    # The model, whole on every process.
+    # The model: new on every process, or a checkpoint's, of which each process reads its own part.
     model = new_causal_model(args, shape, text.tokenizer, setup.section.tensor_parallel.size)
     text.check_fits(args.sequence_length, model.config)
     prompt = text.check_prompt(args.prompt, max_positions(model.config))
@@ -128,7 +132,7 @@ def main() -> None:
         loss = evaluation.loss(setup.final_samples)
         recording.run.log(args.max_steps, eval_loss=loss)
         folder = setup.folder / "model"
-        wavemare.save_pretrained(engine, folder, tokenizer=text.tokenizer)
+        export(args, engine, folder, text.tokenizer)
         if setup.rank == 0:
             recording.screen.note(f"\n{continue_text(folder, prompt, args.seed)}\n")
         figures = {"eval_loss": loss, **evaluation.counts(setup.final_samples)}

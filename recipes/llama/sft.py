@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -25,13 +25,19 @@ from wavemare.extras import require
 from wavemare.failure import run_main
 from wavemare.files import atomic_write_text
 from wavemare.observe.recording import Recording
-from wavemare.training.arguments import TrainArguments, option, parse_arguments
+from wavemare.training.arguments import (
+    TokenizerArguments,
+    TrainArguments,
+    option,
+    parse_arguments,
+)
 from wavemare.training.models import (
     Evaluation,
-    check_model_folder,
     check_packing,
+    check_start,
     continue_text,
     count_parameters,
+    export,
     load_chat_model,
     start_up_panel,
 )
@@ -48,8 +54,10 @@ from wavemare.training.setup import (
 
 
 @dataclass(frozen=True)
-class SftArguments(TrainArguments):
+class SftArguments(TokenizerArguments, TrainArguments):
     """Options of supervised fine-tuning."""
+
+    causal: ClassVar[bool] = True
 
     output: str = option("runs/llama-sft", "run folder")
     model: str = option("runs/llama-pretrain/model", "Hugging Face folder of model and tokenizer")
@@ -73,11 +81,12 @@ def main() -> None:
     args = parse_arguments(SftArguments)
     check_options(args)
     setup = prepare(args)
-    check_model_folder(args.model, args.sequence_length, causal=True)
+    check_start(args)
     source = resolve(args.data)
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
-    # The model, whole on every process, and the rows. One process of each host formats them.
+    # The model, of which each process reads its own part, and the rows, which one process of each
+    # host formats.
     connect(setup)
     prefer_bf16(setup)
 
@@ -154,9 +163,7 @@ def main() -> None:
                     recording.run.log(step, eval_loss=loss)
                     if not best or loss < best["eval_loss"]:
                         best = {"eval_loss": loss, "step": step}
-                        wavemare.save_pretrained(
-                            engine, folder, tokenizer=tokenizer, merge=args.merge
-                        )
+                        export(args, engine, folder, tokenizer, merge=args.merge)
                         if setup.rank == 0:
                             atomic_write_text(best_file, json.dumps(best))
             if last or step % args.save_interval == 0:
@@ -181,7 +188,8 @@ def check_options(args: SftArguments) -> None:
     """Refuse options that cannot work here.
 
     Raises:
-        ConfigError: ``--balance`` or ``--split`` is given, or ``--long_rows`` is another word.
+        ConfigError: ``--balance`` or ``--split`` is given, ``--long_rows`` is another word, or
+            LoRA is to be written for Megatron.
         LaunchError: peft is not installed.
     """
     for name, default in (("balance", "none"), ("split", None)):
@@ -191,6 +199,10 @@ def check_options(args: SftArguments) -> None:
     if args.long_rows not in ("cut", "skip"):
         reason = "there is no such way to treat them"
         raise ConfigError("--long_rows", args.long_rows, reason, "Give cut or skip")
+    if args.save_megatron is not None and args.lora_r is not None:
+        reason = "Megatron's checkpoints have no adapters"
+        remedy = f"Leave it out, give --merge, and convert {args.output}/model"
+        raise ConfigError("--save-megatron", args.save_megatron, reason, remedy)
     if args.lora_r is not None:
         require("peft", "--lora-r")
 

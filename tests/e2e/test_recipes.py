@@ -22,6 +22,12 @@ from wavemare.report.runs import category
 
 RECIPES = Path(str(files("wavemare.recipes")))
 SLOW = pytest.mark.nightly
+TINY_LLAMA_OF_MEGATRON = (
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --swiglu "
+    "--group-query-attention --num-query-groups 2 --max-position-embeddings 128 "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--use-mcore-models"
+)
 GPT_ENGINES = ["pipeline", pytest.param("zero", marks=SLOW), pytest.param("wave", marks=SLOW)]
 BERT_ENGINES = ["zero", pytest.param("pipeline", marks=SLOW), pytest.param("wave", marks=SLOW)]
 SMALL_BERT = {
@@ -172,6 +178,11 @@ def test_llama_pretraining_and_fine_tuning(
 ):
     pretrained, tuned = tmp_path / "pretrained", tmp_path / "tuned"
     config, options = recipe_config("llama/pretrain", engine), small_options("llama", pretrained)
+    if engine == "pipeline":  # by Megatron's options, and on by way of its checkpoint
+        at = options.index("--model_config")
+        del options[at : at + 2]
+        options += [*TINY_LLAMA_OF_MEGATRON.split(), "--save-megatron", tmp_path / "megatron"]
+        sft = {"load": tmp_path / "megatron", "use_checkpoint_args": True}
     check_screen(recipe("llama/pretrain", "--deepspeed_config", config, *options).check().output)
     losses, results = check_run_folder(pretrained, batch=16)
     assert results["eval_loss"] < losses[0] - 0.3
@@ -180,7 +191,7 @@ def test_llama_pretraining_and_fine_tuning(
         pytest.importorskip("peft")
     config = recipe_config("llama/sft", "zero" if engine == "zero" else "pipeline")
     values = {
-        "model": pretrained / "model",
+        "model": None if "load" in sft else pretrained / "model",
         **write_chats(tmp_path),
         "sequence_length": 128,
         "lr": 5e-3,

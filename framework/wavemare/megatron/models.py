@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor
 
-from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
 from wavemare.megatron.arguments import arguments_of, language_model_of
 from wavemare.megatron.config import config_of, facts_of, tokens_of
 from wavemare.megatron.keys import EMBEDDING, HfWeights, MegatronWeights
+from wavemare.models.deferred import read_weights, unread_model
 from wavemare.models.disk_names import empty_model
 from wavemare.models.folder import LOCAL, read_config
 from wavemare.models.source import MemorySource, WeightSource
@@ -127,21 +127,27 @@ def load_hf(
     *,
     dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
+    lazy: bool = False,
 ) -> Any:
-    """Load a Megatron checkpoint as a model of transformers.
+    """Load a Megatron checkpoint as a model of transformers, in evaluation mode.
 
     Args:
         folder: See `open_checkpoint`.
         config: See `open_checkpoint`.
         dtype: Of the weights; the checkpoint's if omitted.
         vocab_size: See `open_checkpoint`.
+        lazy: Whether `wavemare.initialize` reads the weights: each rank those of its stage, and its
+            own parts of layers and experts that are divided.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
         ModelError: There is no faithful conversion, or something else has to be known.
     """
     opened = open_checkpoint(folder, config, vocab_size=vocab_size)
-    return filled(opened.config, opened.weights, dtype=dtype)
+    model = unread_model(opened.config, opened.weights, dtype, language_model_of(opened.config))
+    if not lazy:
+        read_weights(model)
+    return model.eval()
 
 
 def save_megatron(
@@ -168,18 +174,20 @@ def save_megatron(
         ModelError: There is no transformers model in the engine, Megatron's GPT does not compute
             what it does, or rank 0 cannot write.
     """
+    from wavemare.models.adapted import AdaptedPipeline
+    from wavemare.models.adapters import is_adapted
     from wavemare.models.export import agree_on_failure
     from wavemare.models.module import TransformerPipeline
     from wavemare.models.whole import complete, gathered
 
     model = complete(model_or_engine)
-    # Of a pipeline, rank 0 alone has the model without its weights.
+    if is_adapted(model) or isinstance(model, AdaptedPipeline):
+        reason = "Megatron's checkpoints have no adapters"
+        remedy = "Call save_pretrained(engine, folder, merge=True), and convert the folder"
+        raise ModelError("model", type(model).__name__, reason, remedy)
+    arguments_of(model.config, dtype=torch.float32)  # before anything is gathered
+    # A pipeline has a whole model, without weights, on the first rank alone.
     whole = model.skeleton if isinstance(model, TransformerPipeline) else model
-    own = None if whole is None else _refusal(whole)
-    refusals = gather(own) if distributed.is_initialized() else [own]
-    for refused in refusals:
-        if refused is not None:
-            raise ModelError(*refused)
     state = gathered(model)
     failure: Exception | None = None
     if state is not None:
@@ -195,21 +203,6 @@ def save_megatron(
         except Exception as error:  # the others wait for this rank
             failure = error
     agree_on_failure(failure, folder)
-
-
-def _refusal(model: Any) -> tuple[Any, ...] | None:
-    """Return the error's arguments if Megatron's GPT does not compute what a model does."""
-    from wavemare.models.adapters import is_adapted
-
-    if is_adapted(model):
-        reason = "Megatron's checkpoints have no adapters"
-        remedy = "Call save_pretrained(engine, folder, merge=True), and convert the folder"
-        return "model", type(model).__name__, reason, remedy
-    try:
-        arguments_of(model.config, dtype=torch.float32)
-    except ModelError as error:
-        return error.args
-    return None
 
 
 def _write(
@@ -246,21 +239,6 @@ def tokenizer_arguments(folder: Path) -> dict[str, str]:
     """Return the arguments that name the tokenizer beside a checkpoint's weights."""
     model = str(folder.absolute() / CARRIED)
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": model}
-
-
-def filled(config: Any, weights: WeightSource, *, dtype: torch.dtype | None = None) -> Any:
-    """Return a configuration's model with the weights of a source, in evaluation mode."""
-    model = empty_model(config, language_model_of(config), buffers=True)
-    read: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in read:
-            weight = weights.read(name).to(dtype or weights.stored[name].dtype)
-            # What was mapped from a file, or is a part of another weight, is copied.
-            copied = weight.clone(memory_format=torch.contiguous_format)
-            read[id(parameter)] = nn.Parameter(copied, parameter.requires_grad)
-        module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, read[id(parameter)])
-    return model.eval()
 
 
 def _check_complete(config: Any, weights: WeightSource) -> None:

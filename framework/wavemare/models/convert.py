@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 from wavemare.errors import ConfigError, LaunchError, ModelError
 from wavemare.models.adapted import AdaptedPipeline
 from wavemare.models.adapters import PREFIX, base_of, is_adapted, whole_without_weights
+from wavemare.models.deferred import is_deferred, lacks_weights, read_weights
 from wavemare.models.families import SUPPORTED, family_of, split_chain, split_loss
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights, with_auxiliary_loss
 from wavemare.models.module import Conversion, TransformerPipeline
 from wavemare.models.proof import prove
 from wavemare.models.timing import layer_times
-from wavemare.parallel.tensor.partition import is_split, split_embedding
+from wavemare.parallel.tensor.partition import check_equal_weights, is_split, split_embedding
 from wavemare.pipeline.plan.partition import (
     STAGES_KEY,
     balanced_cuts,
@@ -69,7 +70,8 @@ def to_pipeline(
             default if omitted.
         loss_fn: Loss of (logits, labels); the head's own if omitted.
         activation_checkpoint_interval: Layers per activation checkpoint; 0 keeps all activations.
-        verify: Whether to compare the layers' results with the model's on a small batch.
+        verify: Whether to compare the layers' results with the model's on a small batch; not done
+            where its weights are still to be read (`wavemare.models.deferred`).
         dynamic_shape: Whether batches differ in shape.
         untie: Whether a head that is tied to the embedding gets a copy of the weight, trained by
             itself; rank 0 then warns of it. ``model`` stays tied.
@@ -88,14 +90,15 @@ def to_pipeline(
     model_ranks = _model_ranks(model)
     _check_stages(num_stages, model_ranks)
     conversion = take_apart(model, inputs, untie=untie)
-    if verify:
+    if verify and not is_deferred(base_of(model)):
         prove(base_of(model), conversion.chain, conversion.inputs, conversion.loss)
     if conversion.untied and dist.get_rank() == 0:
         warn_of_untying(tied_weights(model))
     places = homes or range(num_stages)
     cuts = cut_chain(model, conversion.chain, conversion.inputs, partition, places)
     kind = partial(AdaptedPipeline, adapters=model.peft_config) if is_adapted(model) else None
-    return (kind or TransformerPipeline)(
+    late = is_deferred(model)
+    module = (kind or TransformerPipeline)(
         conversion,
         cuts,
         homes=homes,
@@ -104,6 +107,9 @@ def to_pipeline(
         activation_checkpoint_interval=activation_checkpoint_interval,
         dynamic_shape=dynamic_shape,
     )
+    if late and len(model_ranks) > 1:
+        check_equal_weights(module, split_embedding(model).group)
+    return module
 
 
 def _check_launch() -> None:
@@ -159,12 +165,12 @@ def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False)
         remedy = f"Use {SUPPORTED}; docs/own-model.md cuts other models"
         raise ModelError("model", type(model).__name__, reason, remedy)
     family = family_of(base)
-    if any(weight.is_meta for weight in model.parameters()):
+    if lacks_weights(model):
         raise ModelError(
             "model",
             type(model).__name__,
             "its weights are on the meta device, so there is nothing to train",
-            "Load it with from_pretrained, or build it on a real device",
+            "Load it with from_pretrained or wavemare.models.from_folder, or build it on a device",
         )
     declared = family.declared(inputs)
     chain, config, loss = tuple(family.chain(base, declared)), base.config, family.loss(base)
@@ -237,6 +243,7 @@ def cut_chain(
     elif partition == "compute":
         weights = [0.0 if layer.takes_integers else parameter_cost(layer) for layer in chain]
     else:
+        read_weights(model)
         weights = layer_times(model, chain, inputs)
     return balanced_cuts(weights, stages, homes)
 

@@ -24,6 +24,7 @@ from wavemare.models.chains import (
     masked_lm_chain,
     masked_lm_spares,
 )
+from wavemare.models.deferred import copy_of
 from wavemare.models.layers import Head, PipelineLayer, TiedHead, TokenEmbedding
 from wavemare.parallel.tensor.layers import (
     VocabParallelHead,
@@ -218,7 +219,7 @@ class SplitTiedHead(TiedHead):
     def untied(self) -> Head:
         """Return a head with a copy of this rank's rows; the bias is the same parameter."""
         weight: Any = self.tied.embedding.weight
-        own = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+        own = copy_of(weight)
         marked(own, weight.tensor_partition, weight.whole_numel)
         return Head(self.inputs, VocabParallelHead(own, self.bias, self._share, self._group))
 

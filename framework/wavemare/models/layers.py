@@ -7,7 +7,6 @@ in the model's own state dict.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from wavemare.models.activations import (
     side,
     unpack,
 )
+from wavemare.models.deferred import copy_of, read_weights
 
 
 class PipelineLayer(nn.Module):
@@ -149,7 +149,7 @@ class TiedHead(PipelineLayer):
 
     def untied(self) -> Head:
         """Return a head with a copy of the weight; the bias is the same parameter."""
-        weight: Any = copy.deepcopy(self.tied.embedding.weight)
+        weight: Any = copy_of(self.tied.embedding.weight)
         vocabulary, hidden = weight.shape
         projection = nn.Linear(hidden, vocabulary, bias=False, device="meta")
         projection.weight = weight
@@ -175,7 +175,7 @@ class Block(PipelineLayer):
 
 
 class ModuleSpec(LayerSpec):
-    """A specification that builds nothing: it hands out an existing layer."""
+    """A specification that hands out an existing layer, once its weights have been read."""
 
     def __init__(self, layer: PipelineLayer) -> None:
         super().__init__(type(layer))
@@ -184,6 +184,7 @@ class ModuleSpec(LayerSpec):
     def build(self, log: bool = False) -> PipelineLayer:
         """Return the layer."""
         assert self.layer is not None, "a layer of another stage was released"
+        read_weights(self.layer)
         return self.layer
 
 
@@ -197,7 +198,9 @@ class TiedSpec(TiedLayerSpec):
     def build(self, log: bool = False) -> TokenEmbedding:
         """Return the layer that owns the weights."""
         assert self.layer is not None, "a layer of another stage was released"
-        return self.layer.tied if isinstance(self.layer, TiedHead) else self.layer
+        owner = self.layer.tied if isinstance(self.layer, TiedHead) else self.layer
+        read_weights(owner)
+        return owner
 
 
 def spec_of(layer: PipelineLayer, chain: Iterable[PipelineLayer]) -> ModuleSpec | TiedSpec:

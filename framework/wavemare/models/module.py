@@ -19,6 +19,7 @@ from wavemare.engine.experts import expert_group, is_divided
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 from wavemare.engine.seams import replaced
 from wavemare.models.activations import split_batch
+from wavemare.models.deferred import read_weights
 from wavemare.models.families import ACCEPTED, Loss
 from wavemare.models.layers import AuxiliaryLoss, PipelineLayer, TiedHead, spec_of
 
@@ -175,6 +176,7 @@ class TransformerPipeline(ChunkedPipelineModule):
         for index in range(self._local_start, self._local_stop):
             layer = self._layer_specs[index].layer
             if isinstance(layer, TiedHead):
+                read_weights(layer)  # its bias
                 self.forward_funcs[index - self._local_start] = layer
                 self.add_module(str(index), layer)
                 for parameter in layer.parameters():

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from wavemare.engine.launch.group import group_for
 from wavemare.engine.waves.passes import wait
 from wavemare.errors import ModelError
+from wavemare.models.deferred import deferred, keep_rows, lacks_weights
 from wavemare.parallel.tensor.layers import GroupMap
 from wavemare.parallel.tensor.partition import check_equal_weights
 
@@ -60,7 +61,11 @@ def split_experts(model: Any, group: Any, tensor_group: Any = None) -> Any:
         count = layer.num_experts = layer.num_experts // size
         for parameter in layer.parameters():
             whole_numel = parameter.numel()
-            parameter.data = parameter.data[rank * count : (rank + 1) * count].clone()
+            first, last = rank * count, (rank + 1) * count
+            if deferred(parameter) is None:
+                parameter.data = parameter.data[first:last].clone()
+            else:
+                keep_rows(parameter, first, last)
             marks = {"whole_numel": whole_numel, "model_parallel": True, "expert_group": group}
             vars(parameter).update(marks, allreduce=False, group_name=f"ep_size_{size}")
         exchange = partial(_forward, layer, layer.forward, group)
@@ -183,7 +188,7 @@ def _check(model: Any, layers: list[Any], size: int) -> None:
         raise ModelError("model", name, "some of its experts are frozen, not all", others)
     if any(getattr(m, "base_layer", None) in layers for m in model.modules()):
         raise ModelError("model", name, "adapters change its experts", "Adapt other weights")
-    if any(p.is_meta or hasattr(p, "ds_id") for p in model.parameters()):
+    if lacks_weights(model):
         reason = "its weights are not all here: they are on the meta device, or ZeRO-3 has cut them"
         raise ModelError("model", name, reason, "Load the weights, outside deepspeed.zero.Init")
     for layer in layers:

@@ -12,28 +12,30 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
-from wavemare.engine.config.shape import SECTION
 from wavemare.engine.launch.group import environment_rank
-from wavemare.errors import ConfigError, did_you_mean
+from wavemare.engine.observe.choices import tell
+from wavemare.errors import CheckpointError, ConfigError, did_you_mean
+from wavemare.files import read_json
+from wavemare.training import megatron
+from wavemare.training.megatron import TABLE, MegatronArguments
 
 _LARGEST_SEED = 2**32 - 2  # models are seeded by it, and their dropout by the next one
 _SPELLINGS = {"--train_iters": "--max_steps"} | dict.fromkeys(
     ("--seq_length", "--max_length"), "--sequence_length"
 )
 """Megatron's and TRL's names of options that have another name here; dashes may be underscores."""
-_AT_LEAST_0 = {"trace_steps", "lr_warmup_iters", "eval_iters"}  # of whole numbers
-_TOKENIZERS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase")
-_MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+_AT_LEAST_0 = {"trace_steps", "lr_warmup_iters", "lr_warmup_samples", "eval_iters"}
+"""Whole numbers that may be 0."""
 ALL = "all"
 """The word for all samples."""
-SIZES = {"num_layers": "num_hidden_layers"} | {
-    name: name for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")
-}
-"""transformers' names of a model's sizes, by Megatron's."""
 _VOCABULARY = 4096
-_OF_A_NEW_MODEL = *SIZES, "make_vocab_size_divisible_by", "model_config"
+_OF_A_NEW_MODEL = (
+    *(row.attribute for row in megatron.of_use(megatron.MODEL)),
+    "make_vocab_size_divisible_by",
+    "model_config",
+)
 
 
 def option(default: Any, text: str) -> Any:
@@ -42,60 +44,11 @@ def option(default: Any, text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class MegatronArguments:
-    """Megatron's options that change the JSON configuration or other options."""
-
-    micro_batch_size: int | None = option(
-        None, "train_micro_batch_size_per_gpu of the JSON; alone, without accumulation"
-    )
-    global_batch_size: int | None = option(None, "train_batch_size of the JSON")
-    lr: float | None = option(None, "learning rate of the JSON")
-    min_lr: float | None = option(None, "lowest learning rate of the cosine schedule")
-    lr_decay_style: str | None = option(None, "cosine, linear or constant")
-    lr_warmup_fraction: float | None = option(None, "share of the steps for warm-up, such as 0.1")
-    lr_warmup_iters: int | None = option(None, "the same as a number of steps")
-    weight_decay: float | None = option(None, "weight decay of the JSON")
-    clip_grad: float | None = option(None, "gradient_clipping of the JSON")
-    fp16: bool = option(False, "turn on fp16 in the JSON")
-    bf16: bool = option(False, "turn on bf16 in the JSON")
-    tensor_model_parallel_size: int | None = option(None, "wavemare.tensor_parallel.size")
-    pipeline_model_parallel_size: int | None = option(None, "wavemare.pipeline.stages")
-    num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "wavemare.pipeline.chunks, with the schedule interleaved"
-    )
-    num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "the same, given as layers per stage; needs --num-layers"
-    )
-    tensorboard_dir: str | None = option(None, "turn on DeepSpeed's tensorboard monitor")
-    wandb_project: str | None = option(None, "turn on DeepSpeed's wandb monitor")
-    eval_iters: int | None = option(
-        None, "batches of an evaluation, in place of --eval_samples; also of the last one"
-    )
-    data_path: list[str] | None = field(
-        default=None, metadata={"help": "--data, split 969,30,1; several words are a blend"}
-    )
-    save: str | None = option(None, "--output")
-    load: str | None = option(None, "--output, and --resume if it has a checkpoint")
-    deepspeed: bool = option(False, "ignored: all recipes use DeepSpeed")
-
-
-JSON_KEYS: dict[str, tuple[str, ...]] = {
-    "micro_batch_size": ("train_micro_batch_size_per_gpu",),
-    "global_batch_size": ("train_batch_size",),
-    "lr": ("optimizer", "params", "lr"),
-    "weight_decay": ("optimizer", "params", "weight_decay"),
-    "clip_grad": ("gradient_clipping",),
-    "tensor_model_parallel_size": (SECTION, "tensor_parallel", "size"),
-    "pipeline_model_parallel_size": (SECTION, "pipeline", "stages"),
-    "tensorboard_dir": ("tensorboard", "output_path"),
-    "wandb_project": ("wandb", "project"),
-}
-"""Keys of the JSON that Megatron's options replace."""
-
-
-@dataclass(frozen=True)
 class TrainArguments(MegatronArguments):
     """Options of every recipe."""
+
+    causal: ClassVar[bool] = False
+    """Whether the recipe trains a model that continues text, which Megatron's checkpoints hold."""
 
     deepspeed_config: str = option("", "JSON configuration (DeepSpeed's and ours)")
     set: list[str] = field(
@@ -138,8 +91,12 @@ class TrainArguments(MegatronArguments):
     local_rank: int = option(-1, "set by the deepspeed launcher")
 
     def given(self) -> dict[str, Any]:
-        """Return the options that have a value."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Return the options that have a value; of Megatron's flags those that are given."""
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value is not None and not (value is False and name in TABLE)
+        }
 
 
 @dataclass(frozen=True)
@@ -148,10 +105,6 @@ class ModelArguments:
 
     model_config: str = option("", "transformers configuration of a new model")
     vocab_size: int | None = option(None, f"tokens of the trained BPE; {_VOCABULARY} if omitted")
-    num_layers: int | None = option(None, "layers, in place of the configuration's")
-    hidden_size: int | None = option(None, "width, in place of the configuration's")
-    num_attention_heads: int | None = option(None, "heads, in place of the configuration's")
-    max_position_embeddings: int | None = option(None, "positions, in place of the configuration's")
     make_vocab_size_divisible_by: int | None = option(
         None, "pad the vocabulary to a multiple of this times the tensor-parallel size"
     )
@@ -160,11 +113,6 @@ class ModelArguments:
     def trained_vocabulary(self) -> int:
         """Number of tokens of a tokenizer that is trained."""
         return self.vocab_size or _VOCABULARY
-
-    def sizes(self) -> dict[str, int]:
-        """Return the given sizes of the model by transformers' names."""
-        sizes = {name: getattr(self, own) for own, name in SIZES.items()}
-        return {name: size for name, size in sizes.items() if size is not None}
 
     def padded(self, vocabulary: int, tensor_parallel: int) -> int:
         """Return the rows of an embedding for so many tokens."""
@@ -179,7 +127,12 @@ class TokenizerArguments:
     """Options of a tokenizer that is not trained."""
 
     tokenizer: str | None = option(None, "Hugging Face folder of a tokenizer to use instead")
-    tokenizer_type: str | None = option(None, f"Megatron's: one of {', '.join(_TOKENIZERS)}")
+    tokenizer_model: str | None = option(
+        None, "Megatron's: the folder of --tokenizer, or a file in it"
+    )
+    tokenizer_type: str | None = option(
+        None, f"Megatron's: one of {', '.join(megatron.TOKENIZERS)}"
+    )
     vocab_file: str | None = option(None, "Megatron's: a file in the folder of --tokenizer")
     merge_file: str | None = option(None, "Megatron's: a file in the folder of --tokenizer")
 
@@ -214,7 +167,8 @@ def parse_arguments(kind: type[Arguments], words: Sequence[str] | None = None) -
     arguments: Arguments = parsed
     if rest:
         name = rest[0].split("=")[0].lstrip("-")
-        remedy = did_you_mean(name, [f.name for f in fields(kind)])
+        dash = "-" if "-" in name else "_"
+        remedy = did_you_mean(name, [f.name.replace("_", dash) for f in fields(kind)])
         value = rest[1] if rest[1:] and not rest[1].startswith("--") else None
         others = [word for word in rest[1:] if word.startswith("--")]
         reason = ", nor ".join(["there is no such option", *others])
@@ -238,12 +192,21 @@ def _refuse_idle(given: ModelArguments) -> None:
     model, tokenizer = (getattr(given, name, None) for name in ("model", "tokenizer"))
     for folder, names, reason in (
         (model, _OF_A_NEW_MODEL, "the model comes from a folder, with its own configuration"),
-        (model or tokenizer, ("vocab_size",), "the tokenizer comes from a folder, with its tokens"),
+        (
+            None if given_start(given) else model or tokenizer,
+            ("vocab_size",),
+            "the tokenizer comes from a folder, with its tokens",
+        ),
     ):
         for each in fields(given):
             value = getattr(given, each.name)
             if folder is not None and each.name in names and value != each.default:
                 raise ConfigError(f"--{each.name}", value, reason, "Leave it out")
+
+
+def given_start(given: Any) -> str | None:
+    """Return Megatron's checkpoint that a run starts from, if any."""
+    return getattr(given, "pretrained_checkpoint", None)
 
 
 def _spelled(word: str) -> str:
@@ -292,36 +255,133 @@ def _check_value(name: str, value: Any, default: Any) -> None:
 def _resolve_megatron(arguments: Arguments) -> Arguments:
     """Return the options with Megatron's in place of the recipe's own."""
     given: Any = arguments
-    changes: dict[str, Any] = {}
+    if idle := megatron.check(given):
+        tell(f"No meaning here (docs/megatron.md): {', '.join(idle)}")
+    changes: dict[str, Any] = _steps_of_samples(given)
     if given.data_path is not None:
         changes["data"] = " ".join(given.data_path)
-    if given.load is not None and given.save not in (None, given.load):
-        reason = f"a run continues in its own folder, and --save is {given.save!r}"
-        raise ConfigError("--load", given.load, reason, "Give both the same folder")
-    if given.load is not None and (Path(given.load) / _MEGATRON_LATEST).is_file():
-        reason = "it holds a checkpoint of Megatron"
-        remedy = f"Use wavemare convert {given.load} FOLDER --to hf, and train gpt/finetune"
-        raise ConfigError("--load", given.load, reason, remedy)
-    if given.save or given.load:
-        changes["output"] = given.save or given.load
-    # As in Megatron, the run starts from the beginning where there is no checkpoint.
-    if given.load is not None and (Path(given.load) / "checkpoints" / "latest").is_file():
-        changes["resume"] = True
+    changes |= _start_of(given)
     if given.eval_iters == 0:
         changes["eval_interval"] = sys.maxsize
     if isinstance(given, TokenizerArguments):
         changes |= _tokenizer_folder(given)
-    return replace(arguments, **changes)
+    resolved = replace(arguments, **changes)
+    for name in ("pretrained_checkpoint", "save_megatron"):
+        if (folder := getattr(resolved, name)) is not None and not resolved.causal:
+            reason = "this recipe trains another kind of model than Megatron's checkpoints hold"
+            key = "--load" if folder == given.load else f"--{TABLE[name].name}"
+            raise ConfigError(key, folder, reason, "Leave it out, or train gpt or llama")
+    return resolved
+
+
+def _steps_of_samples(given: Any) -> dict[str, int]:
+    """Return the numbers of steps that are given as numbers of samples.
+
+    Raises:
+        ConfigError: The samples of a step are not given, or a number is given twice.
+    """
+    found: dict[str, int] = {}
+    default = {each.name: each.default for each in fields(given)}["max_steps"]
+    for name, steps, unset in (
+        ("train_samples", "max_steps", default),
+        ("lr_warmup_samples", "lr_warmup_iters", None),
+        ("lr_decay_samples", "lr_decay_iters", None),
+    ):
+        samples = getattr(given, name)
+        if samples is None:
+            continue
+        key, same = f"--{TABLE[name].name}", f"--{steps.replace('_', '-')}"
+        if getattr(given, steps) != unset:
+            raise ConfigError(key, samples, f"{same} says the same", "Give one of the two")
+        if given.global_batch_size is None:
+            reason = "the samples of a step are not given"
+            raise ConfigError(key, samples, reason, "Give --global-batch-size")
+        found[steps] = samples // given.global_batch_size
+    if found.get("max_steps") == 0:
+        reason = f"one step takes {given.global_batch_size}"
+        raise ConfigError("--train-samples", given.train_samples, reason, "Give more")
+    return found
+
+
+def is_megatron(folder: str | Path) -> bool:
+    """Whether a folder is what Megatron's ``--load`` names, or one iteration in it."""
+    path = Path(folder).expanduser()
+    names = ("latest_checkpointed_iteration.txt", "metadata.json", ".metadata")
+    return any((path / name).is_file() for name in names) or any(path.glob("mp_rank_*"))
+
+
+def _start_of(given: Any) -> dict[str, Any]:
+    """Return the run folder, whether the run goes on, and the checkpoint that it starts from.
+
+    Raises:
+        ConfigError: Options contradict each other.
+        CheckpointError: There is no checkpoint where one has to be.
+    """
+    load, save, before = given.load, given.save, given.pretrained_checkpoint
+    own = load is not None and (Path(load) / "checkpoints" / "latest").is_file()
+    theirs = load is not None and is_megatron(load)
+    if load is not None and not theirs and save not in (None, load):
+        reason = f"a run continues in its own folder, and --save is {save!r}"
+        raise ConfigError("--load", load, reason, "Give both the same folder")
+    if own and save in (None, load):
+        for name in ("finetune", "no_load_optim"):
+            if getattr(given, name):
+                reason = f"{load} is a run of wavemare, which goes on with all that it was"
+                remedy = f"Leave it out, or train gpt/finetune --model {load}/model"
+                raise ConfigError(f"--{TABLE[name].name}", True, reason, remedy)
+        changes = _described_in(load, given) if given.use_checkpoint_args and not theirs else {}
+        start = load if theirs else before
+        return changes | {"output": load, "resume": True, "pretrained_checkpoint": start}
+    if theirs:
+        return {"pretrained_checkpoint": load} | ({} if save is None else {"output": save})
+    # As in Megatron, the run starts from the beginning where there is no checkpoint.
+    if given.exit_on_missing_checkpoint and (load or before):
+        _check_checkpoint("--load" if load else "--pretrained-checkpoint", load or before)
+    if before is not None:
+        _check_checkpoint("--pretrained-checkpoint", before)
+    return {"output": save or load} if save or load else {}
+
+
+def _described_in(run: str, given: Any) -> dict[str, Any]:
+    """Return the options that described the model of a run of wavemare."""
+    key, file = "--use-checkpoint-args", Path(run) / "config.json"
+    noted = read_json(file, CheckpointError, key, "Describe the model by its options")
+    try:
+        options = dict(noted["configuration"]["arguments"])
+    except (KeyError, TypeError, ValueError):
+        reason = "it does not say how the model was described"
+        raise CheckpointError(key, str(file), reason, "Describe the model by its options") from None
+    names = {each.name for each in fields(given)}.intersection((*_OF_A_NEW_MODEL, "vocab_size"))
+    defaults = {each.name: each.default for each in fields(given)}
+    return {name: options.get(name, defaults[name]) for name in names}
+
+
+def _check_checkpoint(key: str, folder: str) -> None:
+    if not is_megatron(folder):
+        reason = "there is no checkpoint of Megatron"
+        raise CheckpointError(key, folder, reason, "Name the folder that Megatron's --save named")
 
 
 def _tokenizer_folder(given: TokenizerArguments) -> dict[str, str]:
     kind = given.tokenizer_type
-    if kind is not None and kind not in _TOKENIZERS:
+    if kind is not None and kind not in megatron.TOKENIZERS:
         reason = "tokenizers are read from Hugging Face folders"
-        raise ConfigError("--tokenizer-type", kind, reason, f"Use one of {', '.join(_TOKENIZERS)}")
-    files = [file for file in (given.vocab_file, given.merge_file) if file is not None]
-    folders = {str(Path(file).parent) for file in files}
-    if len(folders) > 1:
-        reason = "vocabulary and merges are in different folders"
-        raise ConfigError("--merge-file", given.merge_file, reason, "Put them into one")
-    return {"tokenizer": folders.pop()} if folders else {}
+        remedy = f"Use one of {', '.join(megatron.TOKENIZERS)}"
+        raise ConfigError("--tokenizer-type", kind, reason, remedy)
+    named = {
+        "--vocab-file": given.vocab_file and Path(given.vocab_file).parent,
+        "--merge-file": given.merge_file and Path(given.merge_file).parent,
+        "--tokenizer-model": given.tokenizer_model and _folder_of(given.tokenizer_model),
+    }
+    folders = {key: str(folder) for key, folder in named.items() if folder}
+    if len(set(folders.values())) > 1:
+        key = [*folders][-1]
+        value = getattr(given, key.strip("-").replace("-", "_"))
+        reason = "the files of the tokenizer are in different folders"
+        raise ConfigError(key, value, reason, "Put them into one")
+    return {"tokenizer": next(iter(folders.values()))} if folders else {}
+
+
+def _folder_of(path: str) -> Path:
+    """Return the folder of a file, or the folder itself."""
+    return Path(path).parent if Path(path).is_file() else Path(path)

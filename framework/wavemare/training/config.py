@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,30 @@ from wavemare.engine.config.shape import fill_auto, is_enabled
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.choices import tell_choice
 from wavemare.errors import ConfigError, PlanError
-from wavemare.files import atomic_write_text
+from wavemare.files import atomic_write_text, read_json
 from wavemare.parallel.layout.layout import Layout
-from wavemare.training.arguments import JSON_KEYS, TrainArguments
+from wavemare.training import megatron
+from wavemare.training.arguments import TrainArguments
+from wavemare.training.megatron import TABLE
 
 if TYPE_CHECKING:
     import torch
 
 
 _AUTO_WARMUP = {"warmup_steps": "auto"}
+_OPTIMIZERS = {"adam": ("Adam", "AdamW"), "sgd": ("SGD",)}
+"""DeepSpeed's names of Megatron's optimizers; the last one is taken where the JSON has another."""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_CONVERTED: Mapping[str, Callable[[Any], Any]] = {
+    "distributed_timeout_minutes": lambda minutes: 60.0 * minutes,
+    "initial_loss_scale": lambda scale: round(math.log2(max(scale, 1.0))),
+}
+"""What the JSON has in place of an option's own value."""
 _SCHEDULES = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR"}
 
 
@@ -35,10 +51,9 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
     config: dict[str, Any] = load_config(arguments.deepspeed_config)
     if arguments.set:
         config = load_config(change_config(config, arguments.set))
-    for name, path in JSON_KEYS.items():
-        value = getattr(arguments, name)
-        if value is not None:
-            _put(config, path, value)
+    for name, value in megatron.given(arguments, megatron.JSON).items():
+        if path := TABLE[name].path:
+            _put(config, path, _CONVERTED.get(name, _same)(value))
     for monitor, folder in (
         ("tensorboard", arguments.tensorboard_dir),
         ("wandb", arguments.wandb_project),
@@ -52,9 +67,9 @@ def resolve_config(arguments: TrainArguments) -> dict[str, Any]:
     if arguments.pipeline_model_parallel_size == 1:
         del config[SECTION]["pipeline"]
     _interleave(arguments, config)
-    for name in ("fp16", "bf16"):
-        if getattr(arguments, name):
-            config[name] = {**config.get(name, {}), "enabled": True}
+    _place_ends(arguments, config)
+    _divide(arguments, config)
+    _choose_optimizer(arguments, config)
     _make_schedule(arguments, config)
     fill_schedules(arguments, config)
     watchdog = config.setdefault(SECTION, {}).setdefault("watchdog", {})
@@ -123,6 +138,76 @@ def _interleave(arguments: TrainArguments, config: dict[str, Any]) -> None:
         pipeline |= {"schedule": "interleaved", "chunks": chunks}
 
 
+def _place_ends(arguments: TrainArguments, config: dict[str, Any]) -> None:
+    """Cut the stages, in place, where the first or the last one is to have a number of layers."""
+    keys = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+    ends = [getattr(arguments, key) for key in keys]
+    if ends == [None, None]:
+        return
+    place = 0 if ends[0] is not None else 1
+    key, given = f"--{TABLE[keys[place]].name}", ends[place]
+    total = arguments.num_layers or 0
+    stages = config.get(SECTION, {}).get("pipeline", {}).get("stages", 1)
+    others = stages - sum(end is not None for end in ends)
+    each, rest = divmod(total - sum(end or 0 for end in ends), max(others, 1))
+    if stages == 1 or rest or each < bool(others) or (others == 0 and each):
+        reason = f"{stages} stages cannot share {total} layers so"
+        remedy = "Give --num-layers and --pipeline-model-parallel-size that fit, or leave it out"
+        raise ConfigError(key, given, reason, remedy)
+    counts = [ends[0] or each, *[each] * (stages - 2), ends[1] or each]
+    # The embeddings come first: one layer, or two where positions are learned.
+    before = 1 if _rotates(arguments) else 2
+    cuts = [0, *(before + sum(counts[:stage]) for stage in range(1, stages))]
+    config[SECTION]["pipeline"]["partition"] = cuts
+
+
+def _rotates(arguments: Any) -> bool:
+    """Whether the model has rotary positions, and so no layer of positions."""
+    kind = arguments.position_embedding_type
+    if kind is not None or arguments.use_rotary_position_embeddings:
+        return bool(kind != "learned_absolute")
+    folder = getattr(arguments, "model", None)
+    file = Path(folder) / "config.json" if folder else Path(arguments.model_config)
+    values = read_json(file, ConfigError, "--model_config", "Name the JSON file of a configuration")
+    return isinstance(values, dict) and values.get("model_type") not in ("gpt2", "bert")
+
+
+def _divide(arguments: TrainArguments, config: dict[str, Any]) -> None:
+    """Divide experts over ranks, and the optimizer's state by ZeRO, in place."""
+    experts = arguments.expert_model_parallel_size
+    if experts is not None:
+        # Here the ranks that split the other layers are some of those that divide the experts.
+        tensor = arguments.tensor_model_parallel_size or 1
+        size = math.lcm(experts, tensor) if experts > 1 else 1
+        _put(config, (SECTION, "expert_parallel", "size"), size)
+    stage, zero = megatron.zero_stage(arguments), zero_section(config)
+    if stage is not None:
+        if arguments.use_distributed_optimizer:
+            stage = max(stage, int(zero.get("stage", 0)))
+        config["zero_optimization"] = {**zero, "stage": stage}
+
+
+def _choose_optimizer(arguments: TrainArguments, config: dict[str, Any]) -> None:
+    """Put DeepSpeed's name of an optimizer into the configuration, in place."""
+    name = arguments.optimizer
+    if name is None:
+        return
+    if name not in _OPTIMIZERS:
+        reason = "there is no such optimizer here"
+        remedy = f"Choose one of {', '.join(_OPTIMIZERS)}, or another one in the JSON"
+        raise ConfigError("--optimizer", name, reason, remedy)
+    section = config.setdefault("optimizer", {})
+    if section.get("type") in _OPTIMIZERS[name]:
+        return
+    section["type"] = _OPTIMIZERS[name][-1]
+    own = {"lr", "weight_decay", "momentum"} if name == "sgd" else {"lr", "weight_decay"}
+    own |= {"betas", "eps"} if name == "adam" else set()
+    params = section.get("params", {})
+    section["params"] = {key: value for key, value in params.items() if key in own}
+    if name == "sgd":
+        config["zero_allow_untested_optimizer"] = True
+
+
 def _make_schedule(arguments: TrainArguments, config: dict[str, Any]) -> None:
     style, lowest = arguments.lr_decay_style, arguments.min_lr
     warmup = arguments.lr_warmup_fraction, arguments.lr_warmup_iters
@@ -162,11 +247,17 @@ def fill_schedules(arguments: TrainArguments, config: dict[str, Any]) -> None:
     why = "a tenth of the steps" if share is None else "--lr-warmup-fraction of the steps"
     if arguments.lr_warmup_iters is not None:
         warmup, why = max(arguments.lr_warmup_iters, 1), "--lr-warmup-iters"
+    total, decay = "all steps", arguments.lr_decay_iters
+    if decay is not None:
+        if decay < steps:
+            reason = f"DeepSpeed's schedules end with the training, after {steps} steps"
+            raise ConfigError("--lr-decay-iters", decay, reason, f"Give {steps} or more")
+        total = "--lr-decay-iters"
     pipeline = config.get(SECTION, {}).get("pipeline", {})
     if pipeline.get("schedule") != "pipemare" and pipeline.get("pipemare") == _AUTO_WARMUP:
         del pipeline["pipemare"]  # a recipe's own: --set has chosen another schedule
     values = {
-        "scheduler.params.total_num_steps": (steps, "all steps"),
+        "scheduler.params.total_num_steps": (decay or steps, total),
         "scheduler.params.warmup_num_steps": (warmup, why),
         f"{SECTION}.pipeline.pipemare.warmup_steps": (
             steps // 5,
@@ -180,7 +271,13 @@ def fill_schedules(arguments: TrainArguments, config: dict[str, Any]) -> None:
 def _put(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     *parents, key = path
     for parent in parents:
-        config = config.setdefault(parent, {})
+        place = config.setdefault(parent, {})
+        if parent == "betas":  # the last parent; the values are those of a list
+            place = [*place] if place else [0.9, 0.999]
+            place[int(key)] = value
+            config[parent] = place
+            return
+        config = place
     config[key] = value
 
 
@@ -261,6 +358,7 @@ class BalanceController:
                 raise PlanError("--balance", self._choice, reason, remedy)
 
     def _measure(self, model: Any, batch: dict[str, int], sequence_length: int) -> None:
+        from wavemare.models.deferred import read_weights
         from wavemare.models.timing import rank_times
         from wavemare.parallel.balance import balance_replicas, balance_stages, example_samples
 
@@ -278,6 +376,7 @@ class BalanceController:
             "zero_stage": int(zero_section(self.config).get("stage", 0)),
             "sequence_length": sequence_length,
         }
+        read_weights(model)
         dtype, pipeline = _half_type(self.config), section.pipeline
         if pipeline.stages > 1:
             table = rank_times(

@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wavemare.data.loader import evaluation_batches
 from wavemare.data.tokens import check_length
 from wavemare.engine.config.resolve import zero_section
-from wavemare.errors import ConfigError, ModelError, did_you_mean
+from wavemare.engine.observe.choices import tell
+from wavemare.errors import ConfigError, ModelError, WavemareError, did_you_mean
 from wavemare.files import read_json
-from wavemare.training.arguments import ModelArguments
+from wavemare.training.arguments import ModelArguments, TrainArguments
+from wavemare.training.described import check_agreement, described
+from wavemare.training.megatron import MODEL, given
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -59,7 +63,7 @@ def check_model_folder(folder: str, sequence_length: int, *, causal: bool = Fals
 def read_model_config(
     file: str,
     sequence_length: int,
-    sizes: Mapping[str, int] | None = None,
+    options: TrainArguments | None = None,
     key: str = "--model_config",
 ) -> dict[str, Any]:
     """Read a transformers configuration with its ``model_type``.
@@ -67,12 +71,12 @@ def read_model_config(
     Args:
         file: The JSON file.
         sequence_length: Tokens per sample.
-        sizes: Replaces values, by transformers' common names.
+        options: Those of the recipe that describe a model change values.
         key: The option that names the file, for messages.
 
     Raises:
         ConfigError: The file is missing, no JSON object, names no model type that transformers
-            knows, or the sequences are longer than the model.
+            knows, the sequences are longer than the model, or options describe no model.
         ModelError: transformers cannot make such a configuration.
     """
     values = read_json(Path(file), ConfigError, key, "Name the JSON file of a configuration")
@@ -86,21 +90,148 @@ def read_model_config(
         remedy = did_you_mean(values["model_type"], CONFIG_MAPPING.keys())
         reason = f"transformers knows no model type {values['model_type']!r}"
         raise ConfigError(key, file, reason, remedy)
-    kind, sizes = CONFIG_MAPPING[values["model_type"]], sizes or {}
-    for name, size in sizes.items():
-        values[kind.attribute_map.get(name, name)] = size
-    if "hidden_size" in sizes and hasattr(kind(), "intermediate_size"):
-        values["intermediate_size"] = 4 * sizes["hidden_size"]
+    if options is not None:
+        values = described(values, options)
     with reraise_model_errors(key, file):
         config = AutoConfig.for_model(**values)
     check_length(sequence_length, max_positions(config))
     return values
 
 
+def describe_model(args: Any) -> dict[str, Any]:
+    """Return the configuration of a new model, or of Megatron's checkpoint to start from.
+
+    Args:
+        args: Options of a recipe that makes a model.
+
+    Raises:
+        ConfigError: See `read_model_config`, or options and checkpoint do not agree.
+        CheckpointError: The checkpoint is damaged.
+        ModelError: It is of a model that transformers does not have.
+    """
+    if args.pretrained_checkpoint is None:
+        return read_model_config(args.model_config, args.sequence_length, args)
+    return dict(open_start(args).config.to_dict())
+
+
+def open_start(args: Any) -> Any:
+    """Open Megatron's checkpoint that a run starts from; its configuration as the options have it.
+
+    Raises:
+        ConfigError: Options that describe a model do not agree with it, or the sequences are longer
+            than the model.
+        CheckpointError: The checkpoint is damaged.
+        ModelError: It is of a model that transformers does not have.
+    """
+    from wavemare.megatron import open_checkpoint
+
+    folder = args.pretrained_checkpoint
+    opened = open_checkpoint(folder, vocab_size=getattr(args, "vocab_size", None))
+    key = "--load" if folder == args.load else "--pretrained-checkpoint"
+    opened.config.update(check_agreement(opened.config, args, key, folder))
+    check_length(args.sequence_length, max_positions(opened.config))
+    return opened
+
+
+def tokenizer_of(args: Any) -> str | None:
+    """Return the folder of the tokenizer that options name, or that of the checkpoint.
+
+    Raises:
+        ConfigError: A checkpoint has no tokenizer, and none is named.
+    """
+    if args.tokenizer is not None or args.pretrained_checkpoint is None:
+        return str(args.tokenizer) if args.tokenizer is not None else None
+    from wavemare.megatron.models import beside
+
+    folder = beside(open_start(args).store)
+    if folder is None or not any(folder.glob("tokenizer*.json")):
+        reason = f"the checkpoint in {args.pretrained_checkpoint} has no tokenizer beside it"
+        remedy = "Name the Hugging Face folder of the tokenizer that made its tokens"
+        raise ConfigError("--tokenizer", None, reason, remedy)
+    return str(folder)
+
+
+def load_causal_model(args: Any) -> Any:
+    """Return the model to go on with, in fp32: of ``--model``, or of Megatron's checkpoint.
+
+    Where its family is known, weights are read later, by each rank its own; see
+    `wavemare.models.from_folder`.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from wavemare.megatron.arguments import FAMILIES, language_model_of
+    from wavemare.models.deferred import from_folder, unread_model
+
+    if args.pretrained_checkpoint is not None:
+        opened = open_start(args)
+        if not args.resume:
+            said = f"iteration {opened.iteration}" if opened.iteration else "the checkpoint"
+            tell(
+                f"Weights of {said} in {args.pretrained_checkpoint}: steps, learning rate and the "
+                "order of the data begin anew"
+            )
+        for note in opened.notes:
+            tell(note)
+        kind = language_model_of(opened.config)
+        return _exportable(args, unread_model(opened.config, opened.weights, torch.float32, kind))
+    folder = Path(args.model).resolve()  # adapters name it
+    with reraise_model_errors("--model", args.model):
+        config = AutoConfig.from_pretrained(folder)
+        if config.model_type in FAMILIES:
+            with suppress(ModelError):  # files of another form are loaded whole
+                kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+                return _exportable(args, from_folder(folder, dtype=torch.float32, kind=kind))
+        return _exportable(args, AutoModelForCausalLM.from_pretrained(folder, dtype="float32"))
+
+
+def _exportable(args: Any, model: Any) -> Any:
+    """Return a model that ``--save-megatron`` can write, if it is given.
+
+    Raises:
+        ConfigError: Megatron has no such model.
+    """
+    if args.save_megatron is not None:
+        import torch
+
+        from wavemare.megatron.arguments import arguments_of
+
+        try:
+            arguments_of(model.config, dtype=torch.float32)
+        except ModelError as error:
+            reason = f"Megatron has no such model ({error.key}: {error.reason})"
+            raise ConfigError(
+                "--save-megatron", args.save_megatron, reason, "Leave it out"
+            ) from error
+    return model
+
+
+def check_start(args: Any) -> None:
+    """Check the model that a recipe goes on with: ``--model``, or Megatron's checkpoint.
+
+    Raises:
+        ModelError: See `check_model_folder` and `open_start`.
+        ConfigError: Options that describe a model do not agree with it.
+    """
+    if args.pretrained_checkpoint is not None:
+        open_start(args)
+        return
+    check_model_folder(args.model, args.sequence_length, causal=True)
+    if given(args, MODEL):
+        from transformers import AutoConfig
+
+        with reraise_model_errors("--model", args.model):
+            config = AutoConfig.from_pretrained(args.model)
+        check_agreement(config, args, "--model", args.model)
+
+
 def new_causal_model(
-    args: ModelArguments, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
+    args: Any, shape: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
 ) -> Any:
-    """Return a new model that continues text; without a vocabulary size, the tokenizer's.
+    """Return a model that continues text: new, or of Megatron's checkpoint to start from.
+
+    Without a vocabulary size, a new one has the tokenizer's.
 
     Args:
         args: Options of the model.
@@ -110,10 +241,12 @@ def new_causal_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if args.pretrained_checkpoint is not None:
+        return load_causal_model(args)
     end, rows = tokenizer.eos_token_id, args.padded(len(tokenizer), tensor_parallel)
     config = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end, **shape}
     with reraise_model_errors("--model_config", args.model_config):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        return _exportable(args, AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
 
 
 def new_masked_model(
@@ -167,11 +300,11 @@ def load_chat_model(args: Any) -> tuple[Any, Any]:
     Raises:
         ConfigError: The file of the chat template cannot be read.
     """
-    from transformers import AutoModelForCausalLM
-
     from wavemare.data.tokenizer import load_tokenizer
+    from wavemare.models.deferred import read_weights
 
-    tokenizer: Any = load_tokenizer(args.model, "--model")
+    own = tokenizer_of(args)
+    tokenizer: Any = load_tokenizer(own or args.model, "--tokenizer" if own else "--model")
     if args.chat_template is not None:
         try:
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8-sig")
@@ -179,12 +312,12 @@ def load_chat_model(args: Any) -> tuple[Any, Any]:
             raise ConfigError(
                 "--chat-template", args.chat_template, f"it cannot be read ({error})", "Name a file"
             ) from None
-    with reraise_model_errors("--model", args.model):
-        folder = Path(args.model).resolve()  # adapters name it
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    model = load_causal_model(args)
     if args.lora_r is None:
         return tokenizer, model
     from peft import LoraConfig, get_peft_model
+
+    read_weights(model)  # adapters are made on the device of the weights
 
     targets: Any = (
         args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
@@ -199,11 +332,18 @@ def load_chat_model(args: Any) -> tuple[Any, Any]:
 def check_packing(model: Any) -> None:
     """Check on a few tokens that rows of a packed sample do not see each other.
 
+    A model whose weights are still to be read has a small one of its class in its place.
+
     Raises:
         ModelError: The second of two rows differs from the same row alone.
     """
     import torch
 
+    from wavemare.models.deferred import is_deferred
+
+    if is_deferred(model):
+        with torch.random.fork_rng(devices=[]):
+            model = _of_one_layer(model)
     training = model.training
     ids, length = torch.arange(16)[None] % model.config.vocab_size, 8
     positions = torch.arange(length).repeat(2)[None]
@@ -219,6 +359,15 @@ def check_packing(model: Any) -> None:
     if not apart:
         reason = "it does not keep the rows of a packed sample apart"
         raise ModelError("--model", type(model).__name__, reason, "Give --no-packing")
+
+
+def _of_one_layer(model: Any) -> Any:
+    """Return a new model of the same class and width, of one layer and few tokens."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 32, None
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    return type(model)(config)
 
 
 def max_positions(config: Any) -> int:
@@ -239,6 +388,8 @@ def reraise_model_errors(key: str, value: str) -> Iterator[None]:
     kinds = (OSError, RuntimeError, ValueError, TypeError, KeyError, ArithmeticError)
     try:
         yield
+    except WavemareError:  # which names its own key
+        raise
     except (*kinds, SafetensorError, StrictDataclassError) as error:
         said = " ".join(str(error).split())[:200]
         reason = f"transformers cannot make a model of it ({said})"
@@ -315,6 +466,31 @@ def _gradients(setup: Setup, model: Any, samples_tokens: int) -> dict[str, str]:
         "gradients": f"sparse collective ({mode}): at most {rows} of {words.shape[0]} words in a "
         f"step of a replica, {100 * sent / whole:.0f} % of the gradients"
     }
+
+
+def export(args: Any, engine: Any, folder: Path, tokenizer: Any, **options: Any) -> None:
+    """Write the trained model: a Hugging Face folder, and Megatron's if the options name one.
+
+    Args:
+        args: The recipe's options.
+        engine: Holds the model.
+        folder: The Hugging Face folder.
+        tokenizer: Is written with it.
+        options: Of `wavemare.save_pretrained`.
+    """
+    import wavemare
+
+    wavemare.save_pretrained(engine, folder, tokenizer=tokenizer, **options)
+    if args.save_megatron is not None:
+        from wavemare.megatron import save_megatron
+
+        save_megatron(
+            engine,
+            args.save_megatron,
+            iteration=engine.global_steps,
+            consumed_samples=engine.global_samples,
+            tokenizer=tokenizer,
+        )
 
 
 class Evaluation:

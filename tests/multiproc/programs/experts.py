@@ -27,7 +27,7 @@ from common import (
 from torch import distributed as dist
 
 import wavemare
-from wavemare.models import save_pretrained, whole_state_dict
+from wavemare.models import from_folder, save_pretrained, whole_state_dict
 from wavemare.models.adapters import PREFIX
 from wavemare.models.families import whole_logits
 from wavemare.parallel.experts import split_experts
@@ -195,11 +195,19 @@ def resume(*, zero=0, size=2, stages=1, tensor=1, config=None, **keys):
         names = [name for name, _ in loaded.named_parameters() if name in saved]
         assert sum("experts" in name for name in names) == 4
         exported = furthest([saved[n] for n in names], [loaded.get_parameter(n) for n in names])
+    read = None
+    if zero == 0:  # each rank reads its own part of the folder
+        engine = engine_of(from_folder(f"{folder}-exported"), zero=zero, size=size, **config)
+        held = collected(engine.module)
+        if dist.get_rank() == 0:
+            read = furthest([held[n] for n in names], [loaded.get_parameter(n) for n in names])
+        engine.destroy()
     return {
         "expected": expected,
         "got": got,
         "refused": refused,
         "exported": exported,
+        "read": read,
         "files": sorted(path.name for path in Path(folder).glob("*/mp_rank*")),
     }
 

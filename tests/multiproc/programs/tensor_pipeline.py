@@ -16,7 +16,7 @@ from tensor_models import batch, build
 
 import wavemare
 from wavemare.engine import init_distributed
-from wavemare.models import save_pretrained, whole_state_dict
+from wavemare.models import from_folder, save_pretrained, whole_state_dict
 
 STEPS, ACCUMULATION, MICRO, CLIP = 5, 4, 3, 0.05
 ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
@@ -38,7 +38,7 @@ def train_whole(name):
     return losses, model.state_dict()
 
 
-def start(name, pipeline, split=2, dropout=0.0, **changes):
+def start(name, pipeline, split=2, dropout=0.0, model=None, **changes):
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -52,7 +52,7 @@ def start(name, pipeline, split=2, dropout=0.0, **changes):
         **changes,
     }
     groups.mpu = None
-    model = build(name, residual=dropout, attention=dropout)
+    model = model or build(name, residual=dropout, attention=dropout)
     engine, *_ = wavemare.initialize(model=model, config=config)
     return engine
 
@@ -156,8 +156,12 @@ def saved(names):
             "difference": None,
         }
         if merged is not None:
-            loaded = type(build(name)).from_pretrained(folder / "model")
-            result[name]["difference"] = difference(merged, loaded.state_dict())
+            loaded = type(build(name)).from_pretrained(folder / "model").state_dict()
+            result[name]["difference"] = difference(merged, loaded)
+        late = start(name, {}, model=from_folder(folder / "model"))  # each rank reads its own part
+        merged = whole_state_dict(late)
+        if merged is not None:
+            result[name]["read"] = difference(merged, loaded)
     return result
 
 

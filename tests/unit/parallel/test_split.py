@@ -330,14 +330,13 @@ def test_a_folders_buffers_and_generation_settings_are_read(alone, tmp_path):
     for value in biases.values():
         value.normal_()
     whole.generation_config.max_new_tokens = 7
-    whole.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="save_original_format=False"):
-        load_split(tmp_path, alone)
-    whole.save_pretrained(tmp_path, save_original_format=False)
-    model = load_split(tmp_path, alone)
-    assert biases
-    assert all(torch.equal(model.get_buffer(name), value) for name, value in biases.items())
-    assert model.generation_config.max_new_tokens == 7
+    for original in (True, False):  # experts one by one, or fused as in memory
+        folder = tmp_path / str(original)
+        whole.save_pretrained(folder, save_original_format=original)
+        model = load_split(folder, alone)
+        assert biases
+        assert all(torch.equal(model.get_buffer(name), value) for name, value in biases.items())
+        assert model.generation_config.max_new_tokens == 7
 
 
 def test_a_folder_without_weights_is_refused(alone, tmp_path):

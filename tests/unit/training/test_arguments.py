@@ -8,17 +8,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import transformers
 
 from wavemare.engine.config.resolve import check_batch_sizes, check_config
-from wavemare.errors import ConfigError, DataError
+from wavemare.errors import CheckpointError, ConfigError, DataError
 from wavemare.recipes.bert.finetune import FinetuneArguments as Classification
 from wavemare.recipes.bert.finetune import check_options
 from wavemare.recipes.gpt.finetune import FinetuneArguments
 from wavemare.recipes.gpt.pretrain import PretrainArguments
+from wavemare.recipes.llama.pretrain import PretrainArguments as LlamaArguments
 from wavemare.recipes.llama.sft import SftArguments
 from wavemare.training.arguments import parse_arguments
 from wavemare.training.config import resolve_config
-from wavemare.training.models import load_chat_model, load_classifier, read_model_config
+from wavemare.training.models import (
+    check_start,
+    describe_model,
+    load_chat_model,
+    load_classifier,
+    read_model_config,
+)
 
 CONFIG = str(files("wavemare.recipes") / "gpt" / "finetune.json")
 
@@ -88,7 +96,7 @@ def test_a_megatron_command_line(tmp_path):
         ),
     ):
         (tmp_path / "model.json").write_text(json.dumps({"model_type": kind}))
-        found = read_model_config(str(tmp_path / "model.json"), 256, arguments.sizes())
+        found = read_model_config(str(tmp_path / "model.json"), 256, arguments)
         assert found == {"model_type": kind, **sizes}
 
 
@@ -149,7 +157,6 @@ def test_without_them_only_schedules_are_filled_in_and_told(capfd):
         ["scheduler.params.total_num_steps auto", "300"],
         ["scheduler.params.warmup_num_steps auto", "30"],
     ]
-    assert arguments.sizes() == {}
     assert arguments.padded(4001, 2) == 4001
 
 
@@ -192,9 +199,23 @@ def test_warmup_is_linear_as_in_megatron(words, steps, first):
         resolve_config(parsed("--lr-warmup-iters 1 --lr-warmup-fraction 0.1"))
 
 
-def test_a_model_from_a_folder_has_its_own_size():
-    with pytest.raises(ConfigError, match=r"--hidden-size.*no such option"):
-        parsed("--hidden-size 8", FinetuneArguments)
+def test_a_model_from_a_folder_has_its_own_size(tmp_path):
+    tiny = {**SIZES_OF_LLAMA, "num_key_value_heads": 2, "intermediate_size": 128}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **tiny))
+    model.save_pretrained(tmp_path)
+    own = f"--model {tmp_path} --seq-length 64 --attention-dropout 0.5"
+    check_start(parsed(f"{own} {LLAMA}", FinetuneArguments))
+    for words, name in (
+        ("--num-layers 3", "--num-layers"),
+        ("--hidden-size 32 --ffn-hidden-size 128", "--hidden-size"),
+        ("--qk-layernorm", "--qk-layernorm"),
+        ("--rotary-base 20000", "--rotary-base"),
+        ("--num-attention-heads 8", "--num-attention-heads"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_start(parsed(f"{own} {words}", FinetuneArguments))
+        assert caught.value.key == name
+        check_start(parsed(f"{own} {words} --use-checkpoint-args", FinetuneArguments))
     arguments = parsed("--train-iters 3 --vocab-file bpe/vocab.json", FinetuneArguments)
     assert (arguments.max_steps, arguments.tokenizer) == (3, "bpe")
     with pytest.raises(ConfigError, match=r"--split.*no Megatron data"):
@@ -252,6 +273,273 @@ def test_load_resumes_where_there_is_a_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / "latest").touch()
     assert parsed(both).resume
     assert not parsed(f"--save {tmp_path}").resume
-    (tmp_path / "latest_checkpointed_iteration.txt").touch()
-    with pytest.raises(ConfigError, match=r"--load.*of Megatron.*wavemare convert"):
-        parsed(both)
+    described = {"arguments": {"num_layers": 7, "swiglu": True, "lr": 0.5}}
+    (tmp_path / "config.json").write_text(json.dumps({"configuration": described}))
+    again = parsed(f"{both} --use-checkpoint-args --num-layers 8 --hidden-size 64")
+    assert (again.num_layers, again.swiglu, again.hidden_size) == (7, True, None)
+    assert again.lr is None
+    for option in ("--finetune", "--no-load-optim"):
+        with pytest.raises(ConfigError) as caught:
+            parsed(f"{both} {option}")
+        assert caught.value.key == option
+
+
+def test_a_checkpoint_of_megatron_is_started_from(tmp_path):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    (theirs / "iter_0000010").mkdir(parents=True)
+    (theirs / "latest_checkpointed_iteration.txt").write_text("10")
+    (theirs / "iter_0000010" / "metadata.json").touch()
+    for folder in (theirs, theirs / "iter_0000010"):
+        for words in (f"--load {folder}", f"--pretrained-checkpoint {folder} --load {ours}"):
+            arguments = parsed(f"{words} --save {ours} --finetune --no-load-optim")
+            found = (arguments.pretrained_checkpoint, arguments.output, arguments.resume)
+            assert found == (str(folder), str(ours), False)
+    assert parsed(f"--load {theirs}").output == PretrainArguments.output
+    same = f"--load {theirs} --save {theirs}"
+    assert parsed(same).output == str(theirs)
+    (theirs / "checkpoints").mkdir()
+    (theirs / "checkpoints" / "latest").touch()  # a run of wavemare has begun there
+    assert parsed(same).resume
+    assert parsed(same).pretrained_checkpoint == str(theirs)
+    empty = f"--load {ours} --exit-on-missing-checkpoint"
+    for words, key in (
+        (empty, "--load"),
+        (f"--pretrained-checkpoint {ours}", "--pretrained-checkpoint"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            parsed(words)
+        assert caught.value.key == key
+    for words in (f"--load {theirs} --save {ours}", f"--save-megatron {ours}"):
+        with pytest.raises(ConfigError) as caught:
+            parsed(words, Classification)
+        assert caught.value.key == words.split()[0]
+
+
+# As users of Megatron-LM have them, with small sizes.
+OF_ALL = (
+    "--use-mcore-models --transformer-impl transformer_engine --num-layers 2 --hidden-size 64 "
+    "--num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 "
+    "--global-batch-size 16 --train-samples 64 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine "
+    "--lr-warmup-samples 16 --lr-decay-samples 64 --weight-decay 0.1 --adam-beta1 0.9 "
+    "--adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 1.0 --bf16 --use-distributed-optimizer "
+    "--overlap-grad-reduce --overlap-param-gather --sequence-parallel --attention-backend auto "
+    "--distributed-timeout-minutes 60 --log-interval 1 --log-throughput --ckpt-format torch_dist "
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1 "
+    "--recompute-granularity selective --recompute-modules core_attn mlp --no-load-rng "
+)
+LLAMA = (
+    "--ffn-hidden-size 128 --group-query-attention --num-query-groups 2 --swiglu "
+    "--normalization RMSNorm --position-embedding-type rope --rotary-base 10000 "
+    "--rotary-percent 1.0 --disable-bias-linear --attention-dropout 0.0 --hidden-dropout 0.0 "
+    "--untie-embeddings-and-output-weights --init-method-std 0.01 --norm-epsilon 1e-6 "
+)
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+    "--expert-model-parallel-size 2 "
+)
+SIZES_OF_LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+OF_LLAMA = {
+    **SIZES_OF_LLAMA,
+    "intermediate_size": 128,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.01,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+OF_MIXTRAL = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.01,
+    "output_router_logits": True,
+}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LISTS = {
+    "gpt-3": (
+        "--attention-dropout 0.1 --hidden-dropout 0.2 --init-method-std 0.006 --openai-gelu",
+        "gpt2",
+        {
+            **SIZES_OF_LLAMA,
+            "n_inner": None,
+            "attn_pdrop": 0.1,
+            "resid_pdrop": 0.2,
+            "embd_pdrop": 0.2,
+            "initializer_range": 0.006,
+            "activation_function": "gelu_new",
+        },
+    ),
+    "llama-2": (LLAMA, "llama", {**OF_LLAMA, "mlp_bias": False, "attention_bias": False}),
+    "llama-3": (
+        LLAMA.replace("10000", "500000")
+        + "--use-rope-scaling --rope-scaling-factor 32 --kv-channels 8",
+        "llama",
+        {**OF_LLAMA, "head_dim": 8, "rope_parameters": SCALED},
+    ),
+    "qwen2": (f"{LLAMA} --add-qkv-bias --no-rope-fusion", "qwen2", OF_LLAMA | {"head_dim": None}),
+    "mistral": (
+        f"{LLAMA} --window-size (31,0)",
+        "mistral",
+        OF_LLAMA | {"sliding_window": 32},
+    ),
+    "qwen3": (f"{LLAMA} --qk-layernorm --kv-channels 32", "qwen3", OF_LLAMA | {"head_dim": 32}),
+    "mixtral": (LLAMA + EXPERTS, "mixtral", OF_LLAMA | OF_MIXTRAL),
+    "qwen3-moe": (
+        f"{LLAMA} {EXPERTS} --qk-layernorm --moe-ffn-hidden-size 32 "
+        "--moe-router-score-function softmax --moe-layer-freq 1",
+        "qwen3_moe",
+        {
+            **OF_LLAMA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "router_aux_loss_coef": 0.01,
+            "output_router_logits": True,
+        },
+    ),
+    "qwen2-moe": (
+        f"{LLAMA} {EXPERTS} --add-qkv-bias --moe-ffn-hidden-size 32 --moe-router-pre-softmax "
+        "--moe-shared-expert-intermediate-size 96",
+        "qwen2_moe",
+        {"shared_expert_intermediate_size": 96, "norm_topk_prob": False, "qkv_bias": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("recipe", ["gpt", "llama"])
+def test_lists_of_megatron_describe_models(name, recipe):
+    words, family, expected = LISTS[name]
+    if (name, recipe) == ("gpt-3", "llama"):  # whose own model has a gate, for which is no option
+        return
+    arguments = parsed(OF_ALL + words, PretrainArguments if recipe == "gpt" else LlamaArguments)
+    values = describe_model(arguments)
+    assert values["model_type"] == family
+    config = transformers.AutoConfig.for_model(**values)
+    for key, value in expected.items():
+        found = getattr(config, key, None)
+        assert found == value or (isinstance(value, dict) and value.items() <= found.items()), key
+    made = resolve_config(arguments)
+    assert (arguments.max_steps, made["scheduler"]["params"]["warmup_num_steps"]) == (4, 1)
+    assert made["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    assert made["optimizer"]["params"]["eps"] == 1e-8
+    assert made["zero_optimization"]["stage"] == 1
+    assert made["wavemare"]["watchdog"]["timeout_s"] == 3600
+    size = made["wavemare"].get("expert_parallel")
+    assert size == ({"size": 2} if "num-experts" in words else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("--swiglu", "--position-embedding-type"),
+        (LLAMA.replace("--swiglu", ""), "--swiglu"),
+        (LLAMA.replace("RMSNorm", "LayerNorm"), "--normalization"),
+        (LLAMA.replace("--disable-bias-linear", "--qk-layernorm"), "--add-qkv-bias"),
+        (LLAMA.replace("dropout 0.0", "dropout 0.1"), "--hidden-dropout"),
+        (LLAMA.replace("percent 1.0", "percent 0.5"), "--rotary-percent"),
+        (LLAMA.replace("--group-query-attention", ""), "--num-query-groups"),
+        (f"{LLAMA} --moe-router-topk 2", "--moe-router-topk"),
+        (f"{LLAMA} {EXPERTS} --moe-layer-freq 2", "--moe-layer-freq"),
+        (f"{LLAMA} --multi-latent-attention", "--multi-latent-attention"),
+        (f"{LLAMA} --window-size 127,1", "--window-size"),
+        (f"{LLAMA} --window-size 127", "--window-size"),
+        ("--fp8-format hybrid", "--fp8-format"),
+        ("--context-parallel-size 2", "--context-parallel-size"),
+        ("--rampup-batch-size 32 32 1000", "--rampup-batch-size"),
+        ("--train-samples 100", "--train-samples"),
+        ("--num-layer 2", "--num-layer"),  # Megatron takes no beginnings of names either
+        ("--num-layers=0", "--num_layers"),
+        ("--optimizer muon", "--optimizer"),
+        ("--lr-decay-iters 10", "--lr-decay-iters"),
+        ("--data-parallel-sharding-strategy all", "--data-parallel-sharding-strategy"),
+        ("--tokenizer-type SentencePieceTokenizer", "--tokenizer-type"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_its_option(words, key):
+    def run():
+        arguments = parsed(words)
+        resolve_config(arguments)
+        describe_model(arguments)
+
+    with pytest.raises(ConfigError) as caught:
+        run()
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "value"),
+    [
+        ("--optimizer sgd --sgd-momentum 0.5", "optimizer.type", "SGD"),
+        ("--optimizer sgd --sgd-momentum 0.5", "optimizer.params.momentum", 0.5),
+        ("--optimizer adam", "optimizer.type", "AdamW"),
+        ("--data-parallel-sharding-strategy optim_grads", "zero_optimization.stage", 2),
+        ("--use-torch-fsdp2", "zero_optimization.stage", 3),
+        ("--fp16 --initial-loss-scale 65536", "fp16.initial_scale_power", 16),
+        ("--fp16 --loss-scale-window 500 --hysteresis 4", "fp16.hysteresis", 4),
+        ("--async-save", "wavemare.checkpoint.background", True),
+        ("--lr-decay-iters 900", "scheduler.params.total_num_steps", 900),
+        ("--weight-decay=0.0", "optimizer.params.weight_decay", 0.0),
+        (
+            "--expert-model-parallel-size 2 --tensor-model-parallel-size 4",
+            "wavemare.expert_parallel.size",
+            4,
+        ),
+    ],
+)
+def test_options_of_megatron_change_the_configuration(words, path, value):
+    found = resolve_config(parsed(words))
+    for key in path.split("."):
+        found = found[key]
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("words", "cuts"),
+    [
+        ("--decoder-first-pipeline-num-layers 1", [0, 3, 6]),
+        ("--decoder-last-pipeline-num-layers 1", [0, 5, 8]),
+        (
+            "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2",
+            [0, 3, 7],
+        ),
+    ],
+)
+def test_layers_of_the_first_and_the_last_stage(words, cuts):
+    line = f"--pipeline-model-parallel-size 3 --num-layers 7 {words}"
+    assert resolve_config(parsed(line))["wavemare"]["pipeline"]["partition"] == cuts
+    rotary = resolve_config(parsed(f"{line} --position-embedding-type rope"))
+    assert rotary["wavemare"]["pipeline"]["partition"] == [0, *(cut - 1 for cut in cuts[1:])]
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(parsed(line.replace("--num-layers 7", "--num-layers 2")))
+    assert caught.value.key == words.split()[0]
+
+
+def test_names_are_told_that_have_no_meaning(capfd):
+    parsed("--use-mcore-models --lr 1e-3 --wandb-exp-name mine")
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert "--use-mcore-models, --wandb-exp-name" in told[0]
+
+
+def test_the_folder_of_a_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.model").touch()
+    for words in (f"--tokenizer-model {tmp_path}", f"--tokenizer-model {tmp_path}/tokenizer.model"):
+        assert parsed(f"--tokenizer-type HuggingFaceTokenizer {words}").tokenizer == str(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        parsed(f"--tokenizer-model {tmp_path} --vocab-file other/vocab.json")
+    assert caught.value.key == "--tokenizer-model"

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather, group_for
 from wavemare.errors import ModelError
+from wavemare.models.deferred import deferred, part_of
 from wavemare.parallel.tensor.layers import VocabParallelEmbedding, VocabularyShare
 
 
@@ -33,25 +35,40 @@ class Partition:
     blocks: int = 1
     tokens: int | None = None
 
-    def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """Return a copy of a rank's part.
+    def pieces(self, size: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """Return the first and the last element of each piece of a rank's part.
 
         Args:
-            whole: The tensor.
+            size: Of the dimension.
             rank: Of ``range(ranks)``.
             ranks: That share it.
 
         Raises:
             ValueError: The dimension cannot be divided by the number of ranks.
         """
-        size = whole.shape[self.dim]
         if self.tokens is not None:
             share = VocabularyShare(self.tokens, rank, ranks)
-            return share.padded(share.part(whole))
+            first = min(share.first, share.tokens)
+            return [(first, first + share.held)]
         if size % (self.blocks * ranks):
             raise ValueError(f"{size} cannot be divided by {self.blocks * ranks}")
-        parts = [block.chunk(ranks, self.dim)[rank] for block in whole.chunk(self.blocks, self.dim)]
+        block, width = size // self.blocks, size // (self.blocks * ranks)
+        starts = [block * number + width * rank for number in range(self.blocks)]
+        return [(start, start + width) for start in starts]
+
+    def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """Return a copy of a rank's part; see `pieces`."""
+        pieces = self.pieces(whole.shape[self.dim], rank, ranks)
+        parts = [whole.narrow(self.dim, first, last - first) for first, last in pieces]
+        if self.tokens is not None:
+            return VocabularyShare(self.tokens, rank, ranks).padded(parts[0])
         return torch.cat(parts, self.dim)
+
+    def deferred_part(self, whole: nn.Parameter, rank: int, ranks: int) -> nn.Parameter:
+        """Return what will be a rank's part of a parameter that has not been read yet."""
+        pieces = self.pieces(whole.shape[self.dim], rank, ranks)
+        rows = None if self.tokens is None else VocabularyShare(self.tokens, rank, ranks).rows
+        return part_of(whole, self.dim, pieces, rows)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the tensor of which these are the ranks' parts."""
@@ -61,8 +78,17 @@ class Partition:
 
 
 def check_equal_weights(model: nn.Module, group: Any = None) -> None:
-    """Raise on all ranks unless the sums of each weight that they all hold are equal on them."""
-    named = [(n, p.detach()) for n, p in model.named_parameters() if partition_of(p) is None]
+    """Raise on all ranks unless the sums of each weight that they all hold are equal on them.
+
+    Weights that have not been read yet are left out, and experts that are divided over ranks.
+    """
+    named = [
+        (name, parameter.detach())
+        for name, parameter in model.named_parameters()
+        if partition_of(parameter) is None
+        and deferred(parameter) is None
+        and not is_divided(parameter)
+    ]
     own = {name: str(weight.sum(dtype=torch.float64).item()) for name, weight in named}
     first, *others = gather(own, group)
     for other in others:
@@ -82,7 +108,10 @@ def split_parameter(whole: nn.Parameter, partition: Partition, group: Any) -> nn
     Raises:
         ValueError: The dimension cannot be divided by the number of ranks.
     """
-    part = partition.part(whole.detach(), dist.get_rank(group), dist.get_world_size(group))
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if deferred(whole) is not None:
+        return marked(partition.deferred_part(whole, rank, ranks), partition, whole.numel())
+    part = partition.part(whole.detach(), rank, ranks)
     return marked(nn.Parameter(part, whole.requires_grad), partition, whole.numel())
 
 

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -23,6 +23,7 @@ from wavemare.engine.labels import counts_items, shifts_labels
 from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
 from wavemare.models.adapters import base_of, is_lora
+from wavemare.models.deferred import is_deferred, lacks_weights, when_read
 from wavemare.models.proof import example_batch, undisturbed
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -43,13 +44,9 @@ from wavemare.parallel.tensor.partition import (
     Partition,
     check_equal_weights,
     is_split,
-    marked,
     split_parameter,
 )
 from wavemare.parallel.tensor.plan import EXPERTS, TensorPlan, plan_of
-
-if TYPE_CHECKING:
-    from wavemare.parallel.tensor.load import Weights
 
 _TINY = 1e-30
 _TOLERANCE = 1e-4  # of the largest element; what another order of sums changes is 1e-6
@@ -60,7 +57,6 @@ def split_model(
     group: Any,
     *,
     verify: bool = True,
-    weights: Weights | None = None,
     experts: bool = True,
 ) -> Any:
     """Split attention, feed-forward layers, embedding and language-modelling head over a group.
@@ -80,8 +76,8 @@ def split_model(
             in a ``PeftModel`` of LoRA.
         group: The ranks, all of which call this.
         verify: Whether logits, loss and gradients of whole weights are compared with the model's
-            own, on a small batch. A 16-bit model is in fp32 meanwhile.
-        weights: Where the weights of a model on the meta device come from; see `load_split`.
+            own, on a small batch. A 16-bit model is in fp32 meanwhile. It needs the whole model,
+            and so is not done where the weights are still to be read (`wavemare.models.deferred`).
         experts: Whether experts are split, too. Else they stay whole, for `split_experts`.
 
     Returns:
@@ -92,12 +88,11 @@ def split_model(
     """
     inner = base_of(model)
     with _together(inner, group):
-        plan = _check(inner, group, loads=weights is not None)
+        plan = _check(inner, group)
         plan = plan if experts else plan.without_experts()
-        split = _Split(inner, plan, group, weights)
-        trial = _Trial(inner, plan) if verify else None
-    if weights is None:
-        check_equal_weights(inner, group)
+        split = _Split(inner, plan, group)
+        trial = _Trial(inner, plan) if verify and not is_deferred(inner) else None
+    check_equal_weights(inner, group)
     try:
         with _together(inner, group):
             split.apply()
@@ -117,13 +112,9 @@ class _Split:
         model: The model.
         plan: Its plan.
         group: The ranks.
-        weights: Where the weights of a model on the meta device come from.
     """
 
-    def __init__(
-        self, model: Any, plan: TensorPlan, group: Any, weights: Weights | None = None
-    ) -> None:
-        self._weights = weights
+    def __init__(self, model: Any, plan: TensorPlan, group: Any) -> None:
         self._model = model
         self._plan = plan
         self._group = group
@@ -171,13 +162,11 @@ class _Split:
         self._split_vocabulary()
         for name, apply in self._layers:
             apply(self, base, name)
-        for parameter in self._model.parameters():
-            if parameter.is_meta:
-                assert self._weights is not None
-                whole = nn.Parameter(self._weights.read(parameter, None), parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, whole)
+        summed = functools.partial(sum_gradients, group=self._group)
         for parameter in self._summed:
-            self.hook(sum_gradients(parameter, self._group))
+            handle = when_read(parameter, summed)
+            if handle is not None:
+                self.hook(handle)
 
     def parameter(self, whole: nn.Parameter, partition: Partition, name: str = "") -> nn.Parameter:
         """Return the rank's part of a parameter, the same one for the same parameter."""
@@ -190,11 +179,7 @@ class _Split:
                     f"this width cannot be split over {self._ranks} ranks",
                     "Use a number of ranks that divides it",
                 )
-            if self._weights is None:
-                part = split_parameter(whole, partition, self._group)
-            else:
-                part = nn.Parameter(self._weights.read(whole, partition), whole.requires_grad)
-                marked(part, partition, whole.numel())
+            part = split_parameter(whole, partition, self._group)
             self._parts[id(whole)] = part, whole
         return self._parts[id(whole)][0]
 
@@ -402,7 +387,7 @@ def _whole_head(model: Any, head: VocabParallelHead) -> Iterator[None]:
         del model.get_output_embeddings
 
 
-def _check(model: Any, group: Any, *, loads: bool) -> TensorPlan:
+def _check(model: Any, group: Any) -> TensorPlan:
     name, config = type(model).__name__, model.config
     plan = plan_of(model)
     if is_split(model):
@@ -418,12 +403,12 @@ def _check(model: Any, group: Any, *, loads: bool) -> TensorPlan:
         )
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         raise _refusal(model, "it has layers of kind 'linear_attention'")
-    if any(value.is_meta != loads or hasattr(value, "ds_id") for value in model.parameters()):
+    if lacks_weights(model):
         raise ModelError(
             "model",
             name,
             "its weights are not all here: they are on the meta device, or ZeRO-3 has cut them",
-            "Load the weights, outside deepspeed.zero.Init, or by wavemare.parallel.tensor.load",
+            "Load the weights, outside deepspeed.zero.Init, or by wavemare.models.from_folder",
         )
     _check_heads(model, plan, dist.get_world_size(group))
     return plan

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose weights are read late: each rank reads those of its own stage, and its own parts.
+
+Such a model is on the meta device, and each of its parameters knows which weight of a source it
+will be. Stages, tensor parallelism and divided experts cut it as they cut any model. In the end
+`read_weights` reads what is left of it on the rank, one weight at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wavemare.errors import ModelError
+from wavemare.models.source import WeightSource
+
+_MARK = "deferred"
+_LEFT = {_MARK, "requires_grad"}  # the second is left there by accelerate
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """What a parameter on the meta device will be.
+
+    Args:
+        source: Where it is read from.
+        name: Of the weight.
+        dim: The dimension of which the parameter is a part.
+        pieces: The first and last element of each of its pieces, one after the other; None for the
+            whole weight. Rows of the parameter beyond them are zero.
+        then: What happens to the parameter once it has been read.
+    """
+
+    source: WeightSource
+    name: str
+    dim: int = 0
+    pieces: tuple[tuple[int, int], ...] | None = None
+    then: list[Callable[[Any], Any]] = field(default_factory=list)
+
+    def read_into(self, target: Tensor) -> None:
+        """Read the weight, or its part, into a tensor of the parameter's shape and type."""
+        if self.pieces is None:
+            target.copy_(self.source.read(self.name))
+            return
+        start, before = 0, (slice(None),) * self.dim
+        for first, last in self.pieces:
+            if first < last:
+                piece = self.source.read(self.name, (*before, slice(first, last)))
+                target.narrow(self.dim, start, last - first).copy_(piece)
+            start += last - first
+        target.narrow(self.dim, start, target.shape[self.dim] - start).zero_()
+
+
+def deferred(parameter: Any) -> Deferred | None:
+    """Return what a parameter will be read as; None if it has its values."""
+    return vars(parameter).get(_MARK)
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether some of a model's weights have not been read yet."""
+    return any(_MARK in vars(parameter) for parameter in model.parameters())
+
+
+def lacks_weights(model: nn.Module) -> bool:
+    """Whether weights of a model are neither here nor to be read: on the meta device, or cut."""
+    return any(
+        (parameter.is_meta and _MARK not in vars(parameter)) or hasattr(parameter, "ds_id")
+        for parameter in model.parameters()
+    )
+
+
+def defer(model: Any, source: WeightSource, dtype: torch.dtype | None = None) -> Any:
+    """Let a model on the meta device get its weights from a source, in the end.
+
+    Buffers that the source has are read at once.
+
+    Args:
+        model: Of transformers, with its ties; its names are those of the source.
+        source: The weights.
+        dtype: Of the weights that are floating-point; the source's if omitted.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelError: The source lacks a weight, or has it in another shape.
+    """
+    stored = source.stored
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in stored:
+            names.setdefault(id(parameter), name)
+    for own, parameter in model.named_parameters():
+        weight = stored.get(names.get(id(parameter), own))
+        if weight is None or weight.shape != tuple(parameter.shape):
+            reason = "the source has no weight of this name"
+            if weight is not None:
+                shapes = list(weight.shape), list(parameter.shape)
+                reason = f"its shape is {shapes[0]} where the model has {shapes[1]}"
+            remedy = "Give the configuration that the weights were trained with"
+            raise ModelError("weight", own, reason, remedy)
+        kind = weight.dtype if dtype is None or not weight.dtype.is_floating_point else dtype
+        parameter.data = parameter.data.to(kind)
+        vars(parameter)[_MARK] = Deferred(source, names[id(parameter)])
+    kept = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in stored and name in kept:
+            buffer.copy_(source.read(name))
+    return model
+
+
+def part_of(
+    whole: Any, dim: int, pieces: Sequence[tuple[int, int]], size: int | None = None
+) -> nn.Parameter:
+    """Return a deferred parameter that will be a part of a deferred one.
+
+    Args:
+        whole: It stays as it is.
+        dim: The dimension that is cut.
+        pieces: See `Deferred`.
+        size: Of the dimension, with padding; by default that of the pieces.
+    """
+    shape = list(whole.shape)
+    shape[dim] = sum(last - first for first, last in pieces) if size is None else size
+    part = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), whole.requires_grad)
+    mark = replace(_mark_of_whole(whole), dim=dim, pieces=tuple(pieces), then=[])
+    vars(part)[_MARK] = mark
+    return part
+
+
+def keep_rows(parameter: Any, first: int, last: int) -> None:
+    """Cut a deferred parameter to some of its rows, in place."""
+    mark = _mark_of_whole(parameter)
+    parameter.data = parameter.data[first:last]
+    vars(parameter)[_MARK] = replace(mark, dim=0, pieces=((first, last),))
+
+
+def copy_of(parameter: Any) -> Any:
+    """Return a copy of a parameter; of a deferred one, a deferred one."""
+    copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    mark = deferred(parameter)
+    if mark is not None:
+        vars(copied)[_MARK] = replace(mark, then=[])
+    return copied
+
+
+def when_read(parameter: Any, action: Callable[[Any], Any]) -> Any:
+    """Do something with a parameter, at once or when it has been read.
+
+    Returns:
+        What the action has returned; None if it is still to be done.
+    """
+    mark = deferred(parameter)
+    if mark is None:
+        return action(parameter)
+    mark.then.append(action)
+    return None
+
+
+def read_weights(model: nn.Module) -> None:
+    """Read all deferred weights of a model or a layer, one at a time; parameters stay the same.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+    for parameter in model.parameters():
+        mark = deferred(parameter)
+        if mark is None:
+            continue
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        mark.read_into(values)
+        read = nn.Parameter(values, parameter.requires_grad)
+        vars(read).update({k: v for k, v in vars(parameter).items() if k not in _LEFT})
+        torch.utils.swap_tensors(parameter, read)
+        for action in mark.then:
+            action(parameter)
+
+
+def unread_model(
+    config: Any, source: WeightSource, dtype: torch.dtype | None = None, kind: Any = None
+) -> Any:
+    """Return the model of a configuration, whose weights are read from a source in the end.
+
+    Args:
+        config: Of transformers.
+        source: The weights by their names in memory.
+        dtype: See `defer`.
+        kind: The class; by default the first of the configuration's ``architectures``, or the
+            causal language model.
+
+    Raises:
+        ModelError: See `defer`.
+    """
+    from wavemare.models.disk_names import empty_model
+
+    return defer(empty_model(config, kind, buffers=True), source, dtype)
+
+
+def from_folder(
+    folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, kind: Any = None
+) -> Any:
+    """Return the model of a Hugging Face folder, whose weights are read late.
+
+    `wavemare.initialize` reads them: each rank those of its stage, and its own parts of layers and
+    experts that are divided. So no rank has to hold the whole model. That a pipeline or a split
+    model computes the same is not proved beforehand, for want of a whole model.
+
+    Args:
+        folder: With ``config.json`` and safetensors.
+        dtype: Of the weights; the folder's if omitted.
+        kind: The model's class; by default the one that ``config.json`` names.
+
+    Raises:
+        ModelError: It is no folder of a model.
+        CheckpointError: A file is missing or damaged.
+    """
+    import transformers
+
+    from wavemare.models.folder import HfFolder
+
+    source = HfFolder(folder, kind)
+    model = unread_model(source.config, source, dtype, kind)
+    if (Path(folder) / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.name_or_path = str(folder)
+    return model
+
+
+def _mark_of_whole(parameter: Any) -> Deferred:
+    mark = deferred(parameter)
+    assert mark is not None, "the parameter has its values"
+    if mark.pieces is not None:
+        reason = "it has been cut before it was read"
+        raise ModelError("weight", mark.name, reason, "Divide layers or experts, not both")
+    return mark

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the weights of a recipe come from: a Hugging Face folder, or a checkpoint of Megatron."""
+
+from importlib.resources import files
+
+import pytest
+import torch
+import transformers
+
+from wavemare.errors import ConfigError
+from wavemare.megatron import save_megatron
+from wavemare.models.deferred import is_deferred, read_weights
+from wavemare.recipes.gpt.finetune import FinetuneArguments
+from wavemare.recipes.gpt.pretrain import PretrainArguments
+from wavemare.training.arguments import parse_arguments
+from wavemare.training.models import (
+    check_packing,
+    check_start,
+    describe_model,
+    load_causal_model,
+    new_causal_model,
+    tokenizer_of,
+)
+
+CONFIG = str(files("wavemare.recipes") / "gpt" / "finetune.json")
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 96}
+
+
+def parsed(line, kind=FinetuneArguments):
+    return parse_arguments(kind, ["--deepspeed_config", CONFIG, *line.split()])
+
+
+@pytest.fixture
+def model():
+    transformers.set_seed(3)
+    config = transformers.Qwen3Config(**SIZES, head_dim=8, max_position_embeddings=128)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def check_same(found, model):
+    assert is_deferred(found)
+    read_weights(found)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(found.eval()(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("kind", [PretrainArguments, FinetuneArguments])
+def test_a_checkpoint_of_megatron_starts_a_run(model, tmp_path, kind):
+    save_megatron(model, tmp_path, iteration=7)
+    start = f"--load {tmp_path} --finetune --attention-dropout 0.25"
+    args = parsed(f"{start} --num-layers 2 --qk-layernorm", kind)
+    if kind is PretrainArguments:
+        found = new_causal_model(args, describe_model(args), None)
+    else:
+        check_start(args)
+        found = load_causal_model(args)
+    assert found.config.attention_dropout == 0.25
+    check_same(found, model)
+    check = describe_model if kind is PretrainArguments else check_start
+    for words in ("--num-layers 3", "--seq-length 256"):
+        with pytest.raises(ConfigError):
+            check(parsed(f"{start} {words}", kind))
+    check(parsed(f"{start} --num-layers 3 --use-checkpoint-args", kind))
+    with pytest.raises(ConfigError) as caught:
+        tokenizer_of(args)  # none lies beside it, and none is named
+    assert caught.value.key == "--tokenizer"
+    assert tokenizer_of(parsed(f"{start} --tokenizer other", kind)) == "other"
+
+
+def test_a_folder_is_read_late_if_its_family_is_known(model, tmp_path):
+    model.save_pretrained(tmp_path / "known")
+    check_same(load_causal_model(parsed(f"--model {tmp_path / 'known'}")), model)
+    config = transformers.OPTConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64
+    )
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "other")
+    other = f"--model {tmp_path / 'other'}"
+    assert not is_deferred(load_causal_model(parsed(other)))
+    with pytest.raises(ConfigError) as caught:  # before it is trained
+        load_causal_model(parsed(f"{other} --save-megatron {tmp_path / 'megatron'}"))
+    assert caught.value.key == "--save-megatron"
+
+
+def test_packed_rows_are_checked_without_reading_the_weights(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    late = load_causal_model(parsed(f"--model {tmp_path}"))
+    check_packing(late)
+    assert is_deferred(late)
