@@ -15,6 +15,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -273,7 +274,8 @@ class _Files:
             value = value.contiguous()
             if value.untyped_storage().nbytes() != value.nbytes:  # all of it would be saved
                 value = value.clone()
-        torch.save(value, cast(IO[bytes], sink))
+        with _without_checksums():
+            torch.save(value, cast(IO[bytes], sink))
         if sink.error is not None:
             raise sink.error
         place = _Place(file.name.rpartition(os.sep)[2], start, file.tell() - start)
@@ -298,6 +300,20 @@ class _Files:
                 os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Leave CRC-32 out of what ``torch.save`` writes.
+
+    It takes longer than the writing, and ``torch.load`` does not look at it.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class _Sink:
