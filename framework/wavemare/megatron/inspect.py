@@ -168,6 +168,9 @@ def _hugging_face(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json", ModelError, "model", remedy)
     if not isinstance(config, dict):
         raise ModelError("model", str(folder), "its config.json is no object", remedy)
+    if (folder / "model" / "config.json").is_file():  # of a recipe's run
+        remedy = f"Give {folder / 'model'}"
+        raise ModelError("model", str(folder), "it is the folder of a run", remedy)
     stored: dict[str, Stored] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= TensorFile(file).stored

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wavemare.errors import ModelError
 from wavemare.megatron.arguments import arguments_of, language_model_of
-from wavemare.megatron.config import config_of, facts_of, tokens_of
+from wavemare.megatron.config import Facts, config_of, facts_of, tokens_of
 from wavemare.megatron.keys import EMBEDDING, HfWeights, MegatronWeights
 from wavemare.models.deferred import read_weights, unread_model
 from wavemare.models.disk_names import empty_model
@@ -85,6 +85,7 @@ def open_checkpoint(
         facts = replace(facts, values=values)
     stored = store.weights.stored
     carried = beside(store)
+    _check_kept(vocab_size, facts, carried)
     notes = ["The checkpoint's history of FP8 scales is lost."] if store.lost_fp8 else []
     if given is None and carried is not None:
         given = _if_it_agrees(carried, facts, stored)
@@ -284,6 +285,25 @@ def _if_it_agrees(carried: Path, facts: Any, stored: Any) -> Any:
         return config_of(facts, stored, given=read_config(carried))
     except ModelError:
         return None
+
+
+def _check_kept(vocab_size: int | None, facts: Facts, carried: Path | None) -> None:
+    """Refuse a size that would cut tokens off, as far as it is known how many there are.
+
+    Raises:
+        ModelError: The checkpoint or the tokenizer beside it has more tokens.
+    """
+    if vocab_size is None:
+        return
+    for source, known in (
+        ("the checkpoint", facts.get("vocab_size")),
+        ("the tokenizer beside the checkpoint", _tokens_of(carried)),
+    ):
+        if isinstance(known, int) and vocab_size < known:
+            reason = f"{source} has {known} tokens"
+            raise ModelError(
+                "--vocab-size", vocab_size, reason, "Give at least that, or leave it out"
+            )
 
 
 def _tokens_of(carried: Path | None) -> int | None:

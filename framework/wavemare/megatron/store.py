@@ -97,7 +97,7 @@ def find_step(folder: str | Path) -> tuple[Path, int | None]:
     if not folder.is_dir():
         reason, remedy = "there is no such folder", _NAME_IT
         if folder.exists():
-            reason = "it is no folder"
+            reason, remedy = "it is no folder", f"Name the folder that it lies in: {folder.parent}"
             remedy = f"Unpack it with tar -xf {folder.name}" if folder.suffix == ".nemo" else remedy
         raise CheckpointError("checkpoint", str(folder), reason, remedy)
     with reading(folder):

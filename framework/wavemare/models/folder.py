@@ -152,8 +152,10 @@ def read_config(folder: Path) -> Any:
         return transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     except Exception as error:  # of wrong values, too, for which transformers has its own
         said = " ".join(str(error).split())[:200] or type(error).__name__
-        reason = f"transformers cannot read its config.json ({said})"
-        raise ModelError("folder", str(folder), reason, "Mend config.json") from error
+        reason, remedy = f"transformers cannot read its config.json ({said})", "Mend config.json"
+        if (folder / "model" / "config.json").is_file():  # of a recipe's run
+            reason, remedy = "it is the folder of a run", f"Give {folder / 'model'}"
+        raise ModelError("folder", str(folder), reason, remedy) from error
 
 
 def _open_files(folder: Path) -> dict[str, TensorFile]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
 import re
@@ -10,22 +11,27 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 from wavemare.engine.launch.group import environment_rank
 from wavemare.engine.observe.choices import tell
-from wavemare.errors import CheckpointError, ConfigError, did_you_mean
+from wavemare.errors import CheckpointError, ConfigError
 from wavemare.files import read_json
 from wavemare.training import megatron
 from wavemare.training.megatron import TABLE, MegatronArguments
 
 _LARGEST_SEED = 2**32 - 2  # models are seeded by it, and their dropout by the next one
-_SPELLINGS = {"--train_iters": "--max_steps"} | dict.fromkeys(
-    ("--seq_length", "--max_length"), "--sequence_length"
-)
-"""Megatron's and TRL's names of options that have another name here; dashes may be underscores."""
+_SPELLINGS = {
+    "--train_iters": "--max_steps",
+    "--seq_length": "--sequence_length",
+    "--max_length": "--sequence_length",
+    "--learning_rate": "--lr",
+    "--per_device_train_batch_size": "--micro_batch_size",
+}
+"""Others' names of options that have another name here; dashes may be underscores."""
 _AT_LEAST_0 = {"trace_steps", "lr_warmup_iters", "lr_warmup_samples", "eval_iters"}
 """Whole numbers that may be 0."""
 ALL = "all"
@@ -167,8 +173,7 @@ def parse_arguments(kind: type[Arguments], words: Sequence[str] | None = None) -
     arguments: Arguments = parsed
     if rest:
         name = rest[0].split("=")[0].lstrip("-")
-        dash = "-" if "-" in name else "_"
-        remedy = did_you_mean(name, [f.name.replace("_", dash) for f in fields(kind)])
+        remedy = _nearest(name, kind)
         value = rest[1] if rest[1:] and not rest[1].startswith("--") else None
         others = [word for word in rest[1:] if word.startswith("--")]
         reason = ", nor ".join(["there is no such option", *others])
@@ -181,6 +186,18 @@ def parse_arguments(kind: type[Arguments], words: Sequence[str] | None = None) -
     if isinstance(arguments, ModelArguments):
         _refuse_idle(arguments)
     return arguments
+
+
+def _nearest(name: str, kind: type[TrainArguments]) -> str:
+    """Return what an option that does not exist may have meant; first what has a meaning here."""
+    dash = "-" if "-" in name else "_"
+    shown = [f.name for f in fields(kind) if f.metadata.get("help") != argparse.SUPPRESS]
+    shown += [spelling.lstrip("-") for spelling in _SPELLINGS]
+    for names in (shown, TABLE):
+        near = get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.6)
+        if near:
+            return f"Did you mean {near[0].replace('_', dash)!r}?"
+    return "See all options with --help"
 
 
 def _refuse_idle(given: ModelArguments) -> None:

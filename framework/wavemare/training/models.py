@@ -7,6 +7,7 @@ import copy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +95,25 @@ def read_model_config(
         values = described(values, options)
     with reraise_model_errors(key, file):
         config = AutoConfig.for_model(**values)
+    _check_names(values, type(config), key)
     check_length(sequence_length, max_positions(config))
     return values
+
+
+def _check_names(values: Mapping[str, Any], kind: type, key: str) -> None:
+    """Refuse names that look like another one of a configuration, which takes any name silently.
+
+    Raises:
+        ConfigError: Naming the first.
+    """
+    usual: Any = kind()
+    known = {*usual.to_dict(), *usual.attribute_map, *vars(usual)}
+    for name in values.keys() - known:
+        near = get_close_matches(name, known, n=1, cutoff=0.7)
+        if near and not name.startswith("_"):
+            reason = f"a {usual.model_type} has no such value, and would leave it out"
+            remedy = f"Did you mean {near[0]!r}?"
+            raise ConfigError(f"{key}: {name}", values[name], reason, remedy)
 
 
 def describe_model(args: Any) -> dict[str, Any]:

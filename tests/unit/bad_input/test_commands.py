@@ -133,7 +133,7 @@ OPTIONS = [
     ("--num-layers 0", "--num_layers = 0"),
     ("--num-layers", "--num_layers = None"),
     ("--num-layer 2", "--num-layer"),
-    ("--swiglu --num-experts 8", "--swiglu = None"),
+    ("--swiglu --num-experts 8", "--position-embedding-type = 'learned_absolute'"),
     ("--lr nan", "--lr = nan"),
     ("--clip-grad inf", "--clip_grad = inf"),
     ("--min-lr 1", "--min-lr = 1.0"),

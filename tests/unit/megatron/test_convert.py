@@ -279,6 +279,7 @@ def test_a_disk_that_is_too_small(hf, megatron, tmp_path, monkeypatch, to):
         ("hf", "megatron", Options(config=Path("x")), "--config"),
         ("megatron", "hf", Options(iteration=3), "--iteration"),
         ("megatron", "hf", Options(vocab_size=900), "--vocab-size"),
+        ("megatron", "hf", Options(vocab_size=11), "--vocab-size"),  # it says that it has more
         ("megatron", "hf", Options(config=Path("absent")), "folder"),
         ("hf", "megatro", Options(), "--to"),
     ],

@@ -10,7 +10,7 @@ import typer.testing
 
 import megatron_folders as made
 from wavemare.cli import app
-from wavemare.errors import CheckpointError
+from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.inspect import inspect
 
 
@@ -86,6 +86,15 @@ def test_something_else(tmp_path):
     (tmp_path / "latest").write_text("5")
     with pytest.raises(CheckpointError):
         inspect(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        inspect(tmp_path / "any.txt")
+    assert str(tmp_path) in caught.value.remedy
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    for folder in (tmp_path / "run", tmp_path / "run" / "model"):
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(ModelError) as refused:
+        inspect(tmp_path / "run")
+    assert str(tmp_path / "run" / "model") in refused.value.remedy
 
 
 def test_in_words(tmp_path):

@@ -99,6 +99,10 @@ def test_a_megatron_command_line(tmp_path):
         (tmp_path / "model.json").write_text(json.dumps({"model_type": kind}))
         found = read_model_config(str(tmp_path / "model.json"), 256, arguments)
         assert found == {"model_type": kind, **sizes}
+    wrong = {"model_type": "gpt2", "num_layers": 4, "of_mine": 3}
+    (tmp_path / "model.json").write_text(json.dumps(wrong))
+    with refuses(ConfigError, "--model_config: num_layers", 4):
+        read_model_config(str(tmp_path / "model.json"), 256)
 
 
 @pytest.mark.parametrize(
