@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from wavemare.errors import ModelError
 from wavemare.megatron.arguments import LLAMA3, OTHER, arguments_of
+from wavemare.megatron.facts import Facts
 from wavemare.megatron.keys import EMBEDDING, FINAL_NORM, HEAD, POSITIONS, layer_of
 from wavemare.models.source import Stored
 
 _GIVE_CONFIG = "Give --config FOLDER with the model's config.json"
+_GIVE_ITS = "Give the config.json of this model"
+_ONE_MORE = ("NullTokenizer", "NullMultimodalTokenizer")
+"""Tokenizers that add a token for the end of documents to the vocabulary's size."""
 _GPT2_END = 50256  # OpenAI's <|endoftext|>; a smaller vocabulary is not theirs
 
 # With any other value Megatron computes something else of the same weights, or has other weights.
@@ -58,80 +61,6 @@ _USUAL: dict[str, tuple[Any, ...]] = {
     "window_attn_skip_freq": (None,),
 }
 _ROUTING = ("sinkhorn", "quantile_balancing")
-# Bridge's names of what Megatron-LM's arguments say.
-_BRIDGE: dict[str, str] = {
-    "bias_activation_fusion": "bias_gelu_fusion",
-    "layernorm_epsilon": "norm_epsilon",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-    "num_moe_experts": "num_experts",
-    "rope_scaling": "use_rope_scaling",
-    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-}
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a checkpoint says of its model.
-
-    Attributes:
-        values: By the names of Megatron-LM's arguments.
-        place: Where they stand, as the first words of an error's key.
-        names: Names that differ there.
-        target: The class that Megatron-Bridge would make.
-        legacy: Whether Megatron's legacy models wrote it, whose defaults are others.
-    """
-
-    values: Mapping[str, Any]
-    place: str = "args."
-    names: Mapping[str, str] | None = None
-    target: str = ""
-    legacy: bool = False
-
-    def key(self, name: str) -> str:
-        """Return how an error calls an argument."""
-        return self.place + (self.names or {}).get(name, name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a value, or the default if the checkpoint does not say it."""
-        value = self.values.get(name)
-        return default if value is None else value
-
-
-def facts_of(
-    arguments: Mapping[str, Any], run_config: Mapping[str, Any] | None, *, legacy: bool = False
-) -> Facts:
-    """Return what Megatron-LM's arguments or, without them, Bridge's ``run_config.yaml`` say.
-
-    Args:
-        arguments: Megatron-LM's.
-        run_config: Bridge's, parsed.
-        legacy: See `Facts`.
-
-    Raises:
-        ModelError: Bridge's activation is none of the families'.
-    """
-    if arguments or not run_config or not isinstance(run_config.get("model"), Mapping):
-        return Facts(dict(arguments), legacy=legacy)
-    model = dict(run_config["model"])
-    inner = model.get("transformer")
-    if isinstance(inner, Mapping):  # of Megatron-LM's own models
-        model |= inner
-    values: dict[str, Any] = {_BRIDGE.get(str(n), str(n)): value for n, value in model.items()}
-    place = "run_config.yaml: model."
-    activation = model.get("activation_func")
-    if isinstance(activation, Mapping):
-        activation = activation.get("_target_")
-    gated, short = bool(model.get("gated_linear_unit")), str(activation).rpartition(".")[2]
-    if activation is not None and short != ("silu" if gated else "gelu"):
-        reason = "the families that are converted have SiLU with a gate, or GELU without"
-        raise ModelError(f"{place}activation_func", activation, reason, OTHER)
-    values["swiglu"] = gated
-    shares = model.get("share_embeddings_and_output_weights")
-    values["untie_embeddings_and_output_weights"] = None if shares is None else not shares
-    values["group_query_attention"] = model.get("num_query_groups") is not None
-    values.setdefault("max_position_embeddings", model.get("seq_length"))
-    names = {ours: theirs for theirs, ours in _BRIDGE.items()}
-    return Facts(values, place, names, str(model.get("_target_", "")))
 
 
 # --- what the weights show ------------------------------------------------------------------------
@@ -225,7 +154,9 @@ def config_of(
     _check_usual(facts)
     seen = Seen(stored)
     _check_layers(facts, seen)
+    _check_shown(facts, _shown_of_model(facts, seen))
     if given is not None:
+        _check_shown(facts, _shown_of_layers(facts, seen))
         _check_given(given, facts, seen)
         return given
     heads = facts.get("num_attention_heads")
@@ -237,6 +168,7 @@ def config_of(
     import transformers
 
     family = _family(facts, seen)
+    _check_shown(facts, _shown_of_layers(facts, seen))
     common = {
         "vocab_size": tokens,
         "tie_word_embeddings": seen.tied,
@@ -309,6 +241,53 @@ def _check_layers(facts: Facts, seen: Seen) -> None:
         raise ModelError(facts.key("moe_layer_freq"), frequency, reason, OTHER)
 
 
+def _check_shown(facts: Facts, shown: Mapping[str, Any]) -> None:
+    """Refuse arguments that the weights contradict.
+
+    Args:
+        facts: What the checkpoint says.
+        shown: What its weights show, by arguments; None if they do not.
+    """
+    for name, value in shown.items():
+        said = facts.get(name)
+        if value is not None and said is not None and said != value:
+            reason = f"the weights of the checkpoint say {value}"
+            remedy = "Copy the whole checkpoint again: its arguments are those of another model"
+            raise ModelError(facts.key(name), said, reason, remedy)
+
+
+def _shown_of_model(facts: Facts, seen: Seen) -> dict[str, Any]:
+    # A hybrid counts attention and MLP as layers of their own.
+    hybrid = facts.get("hybrid_layer_pattern") or facts.get("hybrid_override_pattern")
+    return {
+        "num_layers": None if hybrid else seen.layers,
+        "hidden_size": seen.hidden,
+        "untie_embeddings_and_output_weights": not seen.tied,
+        "num_experts": seen.experts,
+    }
+
+
+def _shown_of_layers(facts: Facts, seen: Seen) -> dict[str, Any]:
+    shown = {
+        "moe_ffn_hidden_size" if seen.experts else "ffn_hidden_size": seen.inner,
+        "swiglu": seen.gated,
+        "normalization": "LayerNorm" if seen.norm_bias else "RMSNorm",
+        "qk_layernorm": seen.qk_norm,
+        "add_bias_linear": seen.bias,
+    }
+    if not facts.get("add_bias_linear", seen.bias):  # else query, key and value have it anyway
+        shown["add_qkv_bias"] = seen.qkv_bias
+    if seen.shared:
+        weight = "mlp.shared_experts.linear_fc2.weight"
+        shown["moe_shared_expert_intermediate_size"] = seen.shape(weight)[-1]
+    if seen.qk_norm:
+        shown["kv_channels"] = seen.shape("self_attention.q_layernorm.weight")[0]
+    if seen.positions is not None:
+        shown["position_embedding_type"] = "learned_absolute"
+        shown["use_rotary_position_embeddings"] = False
+    return shown
+
+
 def _sizes(facts: Facts, seen: Seen, heads: int) -> tuple[int, int]:
     """Return key-value heads and the size of a head, by the arguments and the weights."""
     if seen.qk_norm:
@@ -328,14 +307,22 @@ def _sizes(facts: Facts, seen: Seen, heads: int) -> tuple[int, int]:
     return groups, size
 
 
+def said_tokens(facts: Facts, rows: int) -> int:
+    """Return the tokens that a checkpoint says it has; all of its rows if it says nothing."""
+    tokens = int(facts.get("vocab_size", rows))
+    if facts.get("tokenizer_type") in _ONE_MORE:
+        return min(tokens + 1, max(rows, tokens))
+    return tokens
+
+
 def tokens_of(facts: Facts, rows: int, vocab_size: int | None) -> int:
     """Return the tokens without padding, which a user may have given.
 
     Raises:
         ModelError: They are more than the rows of the checkpoint.
     """
-    tokens = facts.get("vocab_size", rows) if vocab_size is None else vocab_size
-    if not isinstance(tokens, int) or not 0 < tokens <= rows:
+    tokens = said_tokens(facts, rows) if vocab_size is None else vocab_size
+    if not 0 < tokens <= rows:
         key = facts.key("vocab_size") if vocab_size is None else "--vocab-size"
         reason = f"the checkpoint has {rows} rows"
         raise ModelError(key, tokens, reason, "Give the tokenizer's own size by --vocab-size")
@@ -355,7 +342,7 @@ def _family(facts: Facts, seen: Seen) -> str:
         "use_rotary_position_embeddings"
     ):
         value, reason = facts.get("position_embedding_type"), "the checkpoint has no positions"
-        raise ModelError(facts.key("position_embedding_type"), value, reason, _GIVE_CONFIG)
+        raise ModelError(facts.key("position_embedding_type"), value, reason, OTHER)
     if seen.norm_bias or facts.get("normalization", "RMSNorm") != "RMSNorm":
         reason = "with rotary positions the families that are converted have RMSNorm"
         raise ModelError(facts.key("normalization"), "LayerNorm", reason, OTHER)
@@ -452,6 +439,8 @@ def _window(facts: Facts) -> int | None:
         before, after = window
     except (TypeError, ValueError):
         before, after = -1, 1
+    if not isinstance(before, int) or not isinstance(after, int):
+        before, after = -1, 1
     if before == -1 and after in (-1, 0):  # all, as far as the causal mask allows
         return None
     if before < 0 or after != 0:
@@ -518,15 +507,15 @@ def _check_given(given: Any, facts: Facts, seen: Seen) -> None:
     for name, value in shown.items():
         if wanted[name] != value:
             reason = f"the weights of the checkpoint say {value}"
-            raise ModelError(f"--config: {name}", wanted[name], reason, _GIVE_CONFIG)
+            raise ModelError(f"--config: {name}", wanted[name], reason, _GIVE_ITS)
     if given.vocab_size > seen.rows:
         reason = f"the checkpoint has {seen.rows} rows"
-        raise ModelError("--config: vocab_size", given.vocab_size, reason, _GIVE_CONFIG)
+        raise ModelError("--config: vocab_size", given.vocab_size, reason, _GIVE_ITS)
     ours, theirs = _computed(Facts(wanted)), _computed(facts)
     for name, value in theirs.items():
         if value is not None and not _same(value, ours.get(name)):
             reason = f"the checkpoint has {facts.key(name)} = {value!r}"
-            raise ModelError(f"--config: {name}", ours.get(name), reason, _GIVE_CONFIG)
+            raise ModelError(f"--config: {name}", ours.get(name), reason, _GIVE_ITS)
 
 
 def _computed(facts: Facts) -> dict[str, Any]:

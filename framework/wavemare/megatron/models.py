@@ -15,8 +15,9 @@ from torch import Tensor
 
 from wavemare.errors import ModelError
 from wavemare.megatron.arguments import arguments_of, language_model_of
-from wavemare.megatron.config import Facts, config_of, facts_of, tokens_of
-from wavemare.megatron.keys import EMBEDDING, HfWeights, MegatronWeights
+from wavemare.megatron.config import config_of, said_tokens, tokens_of
+from wavemare.megatron.facts import Facts, facts_of
+from wavemare.megatron.keys import EMBEDDING, POSITIONS, HfWeights, MegatronWeights
 from wavemare.models.deferred import read_weights, unread_model
 from wavemare.models.disk_names import empty_model
 from wavemare.models.folder import LOCAL, read_config
@@ -24,6 +25,8 @@ from wavemare.models.source import MemorySource, WeightSource
 
 CARRIED = "tokenizer"
 """Folder in a Megatron checkpoint with what a Hugging Face folder has beside the weights."""
+
+_DESCRIBING = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def open_checkpoint(
         num_attention_heads = getattr(given, "num_attention_heads", None)
     store = open_store(Path(folder), num_attention_heads=num_attention_heads)
     facts = facts_of(store.arguments, store.run_config, legacy=_is_legacy(store))
+    described = any(facts.get(name) is not None for name in _DESCRIBING)
     if num_attention_heads is not None and facts.get("num_attention_heads") is None:
         values = {**facts.values, "num_attention_heads": num_attention_heads}
         facts = replace(facts, values=values)
@@ -94,6 +98,8 @@ def open_checkpoint(
         if vocab_size is not None:
             found.vocab_size = tokens_of(facts, stored[EMBEDDING].shape[0], vocab_size)
     else:
+        if not described:
+            _check_guessed(store)
         tokens = vocab_size
         if tokens is None and facts.get("vocab_size") is None:
             tokens = _tokens_of(carried)
@@ -107,8 +113,8 @@ def open_checkpoint(
     found.architectures = [language_model_of(found).__name__]
     centered = bool(facts.get("apply_layernorm_1p", False))
     weights = HfWeights(store.weights, found, centered=centered)
-    _check_complete(found, weights)
-    trained = store.common.get("train_state") or {}
+    _check_complete(found, weights, given=config is not None)
+    trained = Facts(store.common.get("train_state") or {}, "train_state.pt: ")
     samples = facts.get("consumed_train_samples") or trained.get("consumed_train_samples")
     return Opened(
         config=found,
@@ -242,7 +248,7 @@ def tokenizer_arguments(folder: Path) -> dict[str, str]:
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": model}
 
 
-def _check_complete(config: Any, weights: WeightSource) -> None:
+def _check_complete(config: Any, weights: WeightSource, *, given: bool) -> None:
     """Refuse weights that are not those of the configuration's model.
 
     Raises:
@@ -259,7 +265,27 @@ def _check_complete(config: Any, weights: WeightSource) -> None:
                 shapes = list(held.shape), list(wanted.shape)
                 reason = f"its shape is {shapes[0]}, and the configuration has {shapes[1]}"
             remedy = "Give --config FOLDER with the model's config.json"
+            if given:
+                remedy = "Give the config.json of this model"
             raise ModelError("weight", name, reason, remedy)
+
+
+def _check_guessed(store: Any) -> None:
+    """Refuse a checkpoint that does not describe its model.
+
+    Legacy files of before there were arguments are GPT-2's, whose defaults were all there was.
+
+    Raises:
+        ModelError: It is no such file.
+    """
+    if store.format == "torch" and POSITIONS in store.weights.stored:
+        return
+    reason = (
+        "the checkpoint has none that describe the model, and no weight shows the heads, the "
+        "activation, the epsilon of norms, or how positions are rotated"
+    )
+    remedy = "Give --config FOLDER with the model's config.json"
+    raise ModelError("args", None, reason, remedy)
 
 
 def _is_legacy(store: Any) -> bool:
@@ -282,9 +308,13 @@ def _if_it_agrees(carried: Path, facts: Any, stored: Any) -> Any:
     if not (carried / "config.json").is_file():
         return None
     try:
-        return config_of(facts, stored, given=read_config(carried))
+        found = config_of(facts, stored, given=read_config(carried))
     except ModelError:
         return None
+    # The folder is that of the newest iteration, whose vocabulary may have grown.
+    said = facts.get("vocab_size") is not None
+    other = said and said_tokens(facts, stored[EMBEDDING].shape[0]) != found.vocab_size
+    return None if other else found
 
 
 def _check_kept(vocab_size: int | None, facts: Facts, carried: Path | None) -> None:

@@ -337,10 +337,11 @@ def _start_of(given: Any) -> dict[str, Any]:
     load, save, before = given.load, given.save, given.pretrained_checkpoint
     own = load is not None and (Path(load) / "checkpoints" / "latest").is_file()
     theirs = load is not None and is_megatron(load)
-    if load is not None and not theirs and save not in (None, load):
+    same = load is not None and (save is None or Path(save) == Path(load))
+    if own and not theirs and not same:
         reason = f"a run continues in its own folder, and --save is {save!r}"
         raise ConfigError("--load", load, reason, "Give both the same folder")
-    if own and save in (None, load):
+    if own and same:
         for name in ("finetune", "no_load_optim"):
             if getattr(given, name):
                 reason = f"{load} is a run of wavemare, which goes on with all that it was"
@@ -352,11 +353,31 @@ def _start_of(given: Any) -> dict[str, Any]:
     if theirs:
         return {"pretrained_checkpoint": load} | ({} if save is None else {"output": save})
     # As in Megatron, the run starts from the beginning where there is no checkpoint.
-    if given.exit_on_missing_checkpoint and (load or before):
-        _check_checkpoint("--load" if load else "--pretrained-checkpoint", load or before)
+    if load is not None and (given.exit_on_missing_checkpoint or not same):
+        _check_checkpoint("--load", load)
     if before is not None:
         _check_checkpoint("--pretrained-checkpoint", before)
+    elif given.use_checkpoint_args:
+        _check_named(given)
+    if load is not None and before is None:
+        tell(f"There is no checkpoint in {load}: the run starts from the beginning")
     return {"output": save or load} if save or load else {}
+
+
+def _check_named(given: Any) -> None:
+    """Refuse ``--use-checkpoint-args`` without a checkpoint, unless ``--model`` names a folder.
+
+    Raises:
+        ConfigError: No model is named, or by default alone.
+    """
+    default = next((each.default for each in fields(given) if each.name == "model"), None)
+    model, load = getattr(given, "model", None), given.load
+    if model is None or (load is not None and model == default):
+        reason = "no checkpoint is named" if load is None else f"there is no checkpoint in {load}"
+        remedy = (
+            "Leave it out and describe the model by its options, or name a checkpoint by --load"
+        )
+        raise ConfigError("--use-checkpoint-args", True, reason, remedy)
 
 
 def _described_in(run: str, given: Any) -> dict[str, Any]:
@@ -375,7 +396,7 @@ def _described_in(run: str, given: Any) -> dict[str, Any]:
 
 def _check_checkpoint(key: str, folder: str) -> None:
     if not is_megatron(folder):
-        reason = "there is no checkpoint of Megatron"
+        reason = "there is no checkpoint in it"
         raise CheckpointError(key, folder, reason, "Name the folder that Megatron's --save named")
 
 

@@ -209,7 +209,8 @@ def _config(arguments: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: No family computes what they say.
     """
-    from wavemare.megatron.config import Facts, config_of
+    from wavemare.megatron.config import config_of
+    from wavemare.megatron.facts import Facts
 
     try:
         return config_of(Facts(arguments), shapes_of(arguments), vocab_size=_ROWS)

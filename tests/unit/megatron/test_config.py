@@ -8,7 +8,8 @@ import transformers
 from megatron_models import CONFIGS, TOKENS, build
 from wavemare.errors import ModelError
 from wavemare.megatron.arguments import arguments_of
-from wavemare.megatron.config import config_of, facts_of
+from wavemare.megatron.config import config_of
+from wavemare.megatron.facts import facts_of
 from wavemare.megatron.keys import MegatronWeights
 from wavemare.models.source import MemorySource, Stored
 
@@ -130,6 +131,102 @@ def test_what_computes_something_else_is_refused(name, argument, value):
     assert caught.value.key == f"args.{key}"
 
 
+CONTRADICTED = [
+    ("llama", "num_layers", 3),
+    ("llama", "num_layers", 1),
+    ("llama", "hidden_size", 32),
+    ("llama", "ffn_hidden_size", 25),
+    ("llama", "untie_embeddings_and_output_weights", False),
+    ("qwen3", "untie_embeddings_and_output_weights", True),
+    ("llama", "num_experts", 4),
+    ("mixtral", "num_experts", 8),
+    ("mixtral", "moe_ffn_hidden_size", 25),
+    ("qwen2_moe", "moe_shared_expert_intermediate_size", 21),
+    ("llama", "qk_layernorm", True),
+    ("qwen3", "qk_layernorm", False),
+    ("qwen3", "kv_channels", 4),
+    ("llama", "add_qkv_bias", True),
+    ("qwen2", "add_qkv_bias", False),
+    ("llama", "add_bias_linear", True),
+    ("llama, biases", "add_bias_linear", False),
+    ("gpt2", "add_bias_linear", False),
+    ("gpt2", "swiglu", True),
+    ("gpt2", "normalization", "RMSNorm"),
+    ("gpt2", "position_embedding_type", "rope"),
+    ("gpt2", "use_rotary_position_embeddings", True),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "value"), CONTRADICTED)
+def test_arguments_that_the_weights_contradict_are_refused(name, argument, value):
+    """Weights are missing, or the arguments are another model's. No configuration mends it."""
+    config, arguments, stored = described(name)
+    for given in (None, config):
+        with pytest.raises(ModelError) as caught:
+            config_of(facts_of(arguments | {argument: value}, None), stored, given=given)
+        assert caught.value.key == f"args.{argument}"
+
+
+def test_a_head_that_is_missing_and_layers_of_a_hybrid():
+    _, arguments, stored = described("llama")
+    del stored["output_layer.weight"]
+    with pytest.raises(ModelError, match=r"^args.untie_embeddings_and_output_weights = True"):
+        config_of(facts_of(arguments, None), stored)
+    del arguments["untie_embeddings_and_output_weights"]
+    assert config_of(facts_of(arguments, None), stored).tie_word_embeddings
+    hybrid = {"num_layers": 4, "hybrid_layer_pattern": "*-*-"}
+    assert config_of(facts_of(arguments | hybrid, None), stored).num_hidden_layers == 2
+    run_config = bridged(arguments | {"untie_embeddings_and_output_weights": False}, "silu")
+    run_config["model"]["num_layers"] = 5
+    with pytest.raises(ModelError, match=r"^run_config.yaml: model.num_layers = 5"):
+        config_of(facts_of({}, run_config), stored)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("num_attention_heads", "4"),
+        ("num_attention_heads", True),
+        ("num_layers", [2]),
+        ("vocab_size", "37"),
+        ("rotary_base", "1e6"),
+        ("norm_epsilon", float("nan")),
+        ("rope_scaling_factor", "x"),
+        ("kv_channels", 4.5),
+        ("use_rope_scaling", "false"),
+        ("window_size", ("5", 0)),
+        ("init_method_std", {}),
+    ],
+)
+def test_values_of_another_type_are_refused_by_their_argument(argument, value):
+    config, arguments, stored = described("llama")
+    arguments |= {"use_rope_scaling": True, argument: value}
+    for given in (None, config):
+        if given is not None and argument in ("vocab_size", "init_method_std", "rotary_base"):
+            continue  # not asked for, or another difference is found before
+        with pytest.raises(ModelError) as caught:
+            config_of(facts_of(arguments, None), stored, given=given)
+        assert caught.value.key == f"args.{argument}"
+    run_config = bridged(described("llama")[1], "silu")
+    run_config["model"]["num_attention_heads"] = "four"
+    with pytest.raises(ModelError, match=r"model.num_attention_heads = 'four'"):
+        config_of(facts_of({}, run_config), stored)
+
+
+@pytest.mark.parametrize("kind", ["NullTokenizer", "NullMultimodalTokenizer"])
+def test_a_tokenizer_that_adds_a_token(kind):
+    """Megatron's has one more than --vocab-size says, the end of documents."""
+    _, arguments, stored = described("llama")
+    arguments["tokenizer_type"] = kind
+    assert config_of(facts_of(arguments, None), stored).vocab_size == TOKENS + 1
+    assert config_of(facts_of(arguments, None), stored, vocab_size=TOKENS).vocab_size == TOKENS
+    rows = stored["embedding.word_embeddings.weight"].shape[0]
+    arguments["vocab_size"] = rows
+    assert config_of(facts_of(arguments, None), stored).vocab_size == rows
+    del arguments["vocab_size"]
+    assert config_of(facts_of(arguments, None), stored).vocab_size == rows
+
+
 def changed(name, old, new):
     """A family's weights, of which one has another name."""
     _, arguments, stored = described(name)
@@ -168,7 +265,7 @@ def test_what_is_not_known_is_asked_for():
     for key, value in (("rope_parameters", None), ("hidden_size", 8), ("num_hidden_layers", 3)):
         other = CONFIGS["llama"]()
         setattr(other, key, value or {"rope_type": "default", "rope_theta": 7.0})
-        with pytest.raises(ModelError, match=r"^--config: "):
+        with pytest.raises(ModelError, match=r"^--config: .* Give the config.json of this model"):
             config_of(facts_of(arguments, None), stored, given=other)
     with pytest.raises(ModelError, match=r"^--vocab-size = 900"):
         config_of(facts_of(arguments, None), stored, vocab_size=900)

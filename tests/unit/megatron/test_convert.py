@@ -123,6 +123,47 @@ def test_a_configuration_beside_that_is_another_models(megatron, tmp_path):
         open_checkpoint(tmp_path / "m", config.parent)
 
 
+def test_an_older_iteration_has_its_own_vocabulary(tmp_path):
+    """The folder beside the iterations is the newest's."""
+    older, newer = build("llama"), build("llama", vocab_size=TOKENS + 1)
+    save_megatron(older, tmp_path, iteration=1)
+    save_megatron(newer, tmp_path, iteration=2)
+    for iteration, model in ((1, older), (2, newer)):
+        found = load_hf(tmp_path / f"iter_{iteration:07}")
+        assert torch.equal(logits(found), logits(model))
+
+
+def rewritten(step, change):
+    """Change the common state of an iteration."""
+    common = torch.load(step / "common.pt", weights_only=False)
+    change(common)
+    torch.save(common, step / "common.pt")
+
+
+def test_what_nothing_describes_is_asked_for(hf, tmp_path):
+    """With the heads alone, the base of positions and the epsilon would be guessed."""
+    save_megatron(build("llama"), tmp_path / "m", iteration=5)
+    shutil.rmtree(tmp_path / "m" / "tokenizer")
+    rewritten(tmp_path / "m" / "iter_0000005", lambda common: common.pop("args"))
+    with pytest.raises(ModelError, match=r"^args = None.*--config FOLDER"):
+        open_checkpoint(tmp_path / "m", num_attention_heads=4)
+    opened = open_checkpoint(tmp_path / "m", hf)
+    assert (
+        opened.config.rope_parameters == transformers.AutoConfig.from_pretrained(hf).rope_parameters
+    )
+    wrong = build("llama", intermediate_size=25).config
+    with pytest.raises(ModelError, match=r"Give the config.json of this model"):
+        open_checkpoint(tmp_path / "m", wrong)
+
+
+def test_samples_that_are_no_number(tmp_path):
+    save_megatron(build("llama"), tmp_path, iteration=5)
+    step = tmp_path / "iter_0000005"
+    rewritten(step, lambda common: setattr(common["args"], "consumed_train_samples", "x"))
+    with pytest.raises(ModelError, match=r"^args.consumed_train_samples = 'x'"):
+        open_checkpoint(tmp_path)
+
+
 def test_padding(tmp_path):
     """It is cut by what is known; what nothing says stays, and is told."""
     state = made.model("llama")

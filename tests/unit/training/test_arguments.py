@@ -283,6 +283,33 @@ def test_load_resumes_where_there_is_a_checkpoint(tmp_path):
         assert caught.value.key == option
 
 
+def test_where_there_is_no_checkpoint(tmp_path, capfd):
+    """The run starts from the beginning and says so, if something else describes the model."""
+    absent, other = tmp_path / "absent", tmp_path / "other"
+    both = f"--save {absent} --load {absent}/"
+    arguments = parsed(both)
+    assert (Path(arguments.output), arguments.resume) == (absent, False)
+    assert f"no checkpoint in {absent}" in capfd.readouterr().err
+    for words, kind in (
+        (f"{both} --use-checkpoint-args", PretrainArguments),
+        ("--use-checkpoint-args", PretrainArguments),
+        (f"{both} --use-checkpoint-args", FinetuneArguments),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parsed(words, kind)
+        assert caught.value.key == "--use-checkpoint-args"
+    parsed(f"{both} --use-checkpoint-args --model folder", FinetuneArguments)
+    with pytest.raises(CheckpointError) as caught:  # and no run goes on in the other folder
+        parsed(f"--load {absent} --save {other} --use-checkpoint-args")
+    assert (caught.value.key, caught.value.value) == ("--load", str(absent))
+    (absent / "checkpoints").mkdir(parents=True)
+    (absent / "checkpoints" / "latest").touch()
+    assert parsed(both).resume
+    with pytest.raises(ConfigError) as caught:
+        parsed(f"--load {absent} --save {other}")
+    assert caught.value.key == "--load"
+
+
 def test_a_checkpoint_of_megatron_is_started_from(tmp_path):
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     (theirs / "iter_0000010").mkdir(parents=True)
