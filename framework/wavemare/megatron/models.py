@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavemare.errors import ModelError
+from wavemare.errors import ModelError, check_number
 from wavemare.megatron.arguments import arguments_of, language_model_of
 from wavemare.megatron.config import Facts, config_of, facts_of, tokens_of
 from wavemare.megatron.keys import EMBEDDING, HfWeights, MegatronWeights
@@ -57,6 +57,7 @@ def open_checkpoint(
     *,
     vocab_size: int | None = None,
     num_attention_heads: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Opened:
     """Open a Megatron checkpoint of any format; weights are read later, one by one.
 
@@ -66,6 +67,7 @@ def open_checkpoint(
             checkpoint does not say everything.
         vocab_size: Tokens without padding, where the checkpoint does not say it.
         num_attention_heads: Where the checkpoint does not say it.
+        dtype: To which the weights will be cast; norms to which Megatron adds 1 are read in it.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -106,8 +108,14 @@ def open_checkpoint(
         found = config_of(facts, stored, vocab_size=tokens)
     found.architectures = [language_model_of(found).__name__]
     centered = bool(facts.get("apply_layernorm_1p", False))
-    weights = HfWeights(store.weights, found, centered=centered)
+    weights = HfWeights(store.weights, found, centered=centered, dtype=dtype)
     _check_complete(found, weights)
+    if weights.rounded:
+        kinds = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in weights.rounded))
+        notes.append(
+            f"The weights of norms, to which Megatron adds 1, are rounded to {kinds}. "
+            "Give --dtype float32 to keep all their digits."
+        )
     trained = store.common.get("train_state") or {}
     samples = facts.get("consumed_train_samples") or trained.get("consumed_train_samples")
     return Opened(
@@ -144,7 +152,7 @@ def load_hf(
         CheckpointError: There is none, or it is damaged.
         ModelError: There is no faithful conversion, or something else has to be known.
     """
-    opened = open_checkpoint(folder, config, vocab_size=vocab_size)
+    opened = open_checkpoint(folder, config, vocab_size=vocab_size, dtype=dtype)
     model = unread_model(opened.config, opened.weights, dtype, language_model_of(opened.config))
     if not lazy:
         read_weights(model)
@@ -181,6 +189,8 @@ def save_megatron(
     from wavemare.models.module import TransformerPipeline
     from wavemare.models.whole import complete, gathered
 
+    check_number(ModelError, "iteration", iteration, whole=True)
+    check_number(ModelError, "consumed_samples", consumed_samples, whole=True)
     model = complete(model_or_engine)
     if is_adapted(model) or isinstance(model, AdaptedPipeline):
         reason = "Megatron's checkpoints have no adapters"
