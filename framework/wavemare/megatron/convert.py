@@ -308,11 +308,12 @@ def _name(partial: Path, target: Path) -> None:
     """Give a target that is whole its name; what readers look at first comes last."""
     if partial.parent != target:
         partial.rename(target)
+        sync_folder(target.parent)
     else:
         for path in sorted(partial.iterdir(), key=lambda each: each.name in _READ_FIRST):
             path.rename(target / path.name)
         partial.rmdir()
-    sync_folder(target.parent)
+        sync_folder(target)
 
 
 def _empty(folder: Path) -> None:
