@@ -192,6 +192,10 @@ def _arguments_of_experts(config: Any) -> dict[str, Any]:
         reason = "some layers have no experts, and Megatron's would have to be listed"
         name = "mlp_only_layers" if config.mlp_only_layers else "decoder_sparse_step"
         raise ModelError(name, getattr(config, name), reason, OTHER)
+    normalized = mixtral or config.norm_topk_prob
+    if normalized and config.num_experts_per_tok == 1:
+        reason = "Megatron's router does not normalise the probability of a single expert"
+        raise ModelError("num_experts_per_tok", 1, reason, OTHER)
     coefficient = config.router_aux_loss_coef
     inner = config.intermediate_size if mixtral else config.moe_intermediate_size
     shared = config.shared_expert_intermediate_size if family == "qwen2_moe" else None
@@ -200,7 +204,7 @@ def _arguments_of_experts(config: Any) -> dict[str, Any]:
         "moe_layer_freq": 1,
         "moe_ffn_hidden_size": inner,
         "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_pre_softmax": not mixtral and not config.norm_topk_prob,
+        "moe_router_pre_softmax": not normalized,
         "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
         "moe_aux_loss_coeff": coefficient,

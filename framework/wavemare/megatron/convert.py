@@ -2,8 +2,8 @@
 """Checkpoints from Hugging Face's format to Megatron's and back.
 
 One weight is in memory at a time. The target appears when it has been read back and every weight
-is the source's, bit for bit. Until then it is a hidden folder beside the target, in which a
-conversion that was stopped goes on.
+is the source's, bit for bit. Until then it is a hidden folder beside the target, or in it if it
+exists, and a conversion that was stopped goes on there.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from wavemare.megatron.models import (
     open_checkpoint,
     tokenizer_arguments,
 )
+from wavemare.megatron.store import LATEST, kind_of
 from wavemare.models.folder import HfFolder, read_config, write_folder
 from wavemare.models.source import Ahead, WeightSource
 from wavemare.models.tensor_file import size_of
@@ -62,6 +63,7 @@ _BESIDE = (
 )
 # Masks and tables that old files have; every model makes them anew.
 _MADE_ANEW = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+_READ_FIRST = ("config.json", LATEST)
 _WORD = 8  # bytes
 
 
@@ -140,7 +142,7 @@ def convert(
     target = Path(os.path.expanduser(target)).resolve()
     if to not in FORMATS:
         raise ModelError("--to", to, "there is no such format", did_you_mean(to, FORMATS))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and not (target.is_dir() and _is_empty(target)):
         raise ModelError("TARGET", str(target), "it exists", "Choose another name")
     path = Path(os.path.expanduser(source))
     kind = format_of(path)
@@ -158,10 +160,7 @@ def convert(
         for name in (_RECORD, _FINISHED):
             (partial / name).unlink(missing_ok=True)
         with os_errors(ModelError, "TARGET", str(target), "it cannot be made", _PLACE):
-            if target.exists():
-                target.rmdir()
-            partial.rename(target)
-            sync_folder(target.parent)
+            _name(partial, target)
     count = sum(torch.Size(stored.shape).numel() for _, stored in _each(found))
     said = f"{kind} to {to}: {count:,} parameters, read back without a difference"
     return "\n".join([said, *found.notes])
@@ -171,21 +170,15 @@ def format_of(folder: Path) -> str:
     """Tell a folder's format, hf or megatron, by the names in it.
 
     Raises:
-        ModelError: It is none that is known.
+        ModelError: It is an engine's.
+        CheckpointError: It is none that is known.
     """
-    if (folder / "config.json").is_file():
-        return "hf"
-    marks = ("latest_checkpointed_iteration.txt", "latest_train_state.pt", ".metadata")
-    if any((folder / mark).exists() for mark in marks) or any(
-        any(folder.glob(pattern)) for pattern in ("mp_rank_*", "iter_*", "metadata.json")
-    ):
-        if not (folder / "latest").is_file():
-            return "megatron"
-    reason = "it has neither config.json nor the files of a Megatron checkpoint"
-    remedy = "Name the folder of a checkpoint"
-    if (folder / "latest").is_file():
-        remedy = "Load an engine's checkpoint into the engine, and use wavemare.save_pretrained"
-    raise ModelError("SOURCE", str(folder), reason, remedy)
+    kind = kind_of(folder)
+    if kind == "engine":
+        reason = "it is an engine's checkpoint"
+        remedy = "Load it into the engine, and use wavemare.save_pretrained"
+        raise ModelError("SOURCE", str(folder), reason, remedy)
+    return kind
 
 
 def _check_used(source: str, target: str, options: Options) -> None:
@@ -209,7 +202,9 @@ def _to_universal(source: Path, target: Path, kind: str, options: Options) -> st
     if kind == "hf":
         reason = "a Hugging Face folder has no state of an optimizer"
         raise ModelError("--to", "universal", reason, "Give a Megatron checkpoint")
-    opened = open_checkpoint(source, options.config, vocab_size=options.vocab_size)
+    opened = open_checkpoint(
+        source, options.config, vocab_size=options.vocab_size, dtype=torch.float32
+    )
     with _progress() as progress:
         tag = write_universal(opened, target, progress)
     said = (
@@ -238,6 +233,7 @@ def _open_megatron(folder: Path, options: Options) -> Source:
         options.config,
         vocab_size=options.vocab_size,
         num_attention_heads=options.num_attention_heads,
+        dtype=options.dtype,
     )
     return Source(
         "megatron",
@@ -264,7 +260,7 @@ def _each(source: Source) -> Iterator[tuple[str, Any]]:
 @contextmanager
 def _partial(target: Path, source: Source, to: str, options: Options) -> Iterator[Path]:
     """Make the folder, or find that of the same conversion; it goes if a conversion is refused."""
-    partial = target.with_name(f".{target.name}.partial")
+    partial = _place_of(target)
     record = json.dumps(
         {
             "source": str(source.folder.resolve()),
@@ -297,6 +293,27 @@ def _partial(target: Path, source: Source, to: str, options: Options) -> Iterato
             raise
     finally:
         os.close(lock)
+
+
+def _place_of(target: Path) -> Path:
+    """Return where a target is made: in it if it exists, for it may be a mount; else beside it."""
+    return (target if target.is_dir() else target.parent) / f".{target.name}.partial"
+
+
+def _is_empty(target: Path) -> bool:
+    return not {path.name for path in target.iterdir()} - {_place_of(target).name}
+
+
+def _name(partial: Path, target: Path) -> None:
+    """Give a target that is whole its name; what readers look at first comes last."""
+    if partial.parent != target:
+        partial.rename(target)
+        sync_folder(target.parent)
+    else:
+        for path in sorted(partial.iterdir(), key=lambda each: each.name in _READ_FIRST):
+            path.rename(target / path.name)
+        partial.rmdir()
+        sync_folder(target)
 
 
 def _empty(folder: Path) -> None:

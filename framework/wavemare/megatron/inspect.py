@@ -13,7 +13,7 @@ from wavemare.errors import CheckpointError, ModelError
 from wavemare.files import read_json
 from wavemare.megatron.arrays import DAMAGED
 from wavemare.megatron.names import layer_of
-from wavemare.megatron.store import Store, open_store
+from wavemare.megatron.store import Store, kind_of, open_store
 from wavemare.models.source import Stored
 
 _SIZES = {
@@ -56,11 +56,10 @@ def inspect(folder: str | Path) -> dict[str, Any]:
         ModelError: It is a Hugging Face folder whose ``config.json`` is damaged.
     """
     folder = Path(os.path.expanduser(folder))
-    if (folder / "config.json").is_file():
+    kind = kind_of(folder)
+    if kind == "hf":
         return _hugging_face(folder)
-    if (folder / "latest").is_file() or _of_engine(folder):
-        return _engine(folder)
-    return describe(open_store(folder))
+    return _engine(folder) if kind == "engine" else describe(open_store(folder))
 
 
 def describe(store: Store) -> dict[str, Any]:
@@ -162,6 +161,7 @@ def _missing(store: Store, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _hugging_face(folder: Path) -> dict[str, Any]:
+    from wavemare.models.folder import WEIGHTS, weight_map
     from wavemare.models.tensor_file import TensorFile
 
     remedy = "Give a folder that save_pretrained has written"
@@ -172,14 +172,17 @@ def _hugging_face(folder: Path) -> dict[str, Any]:
         remedy = f"Give {folder / 'model'}"
         raise ModelError("model", str(folder), "it is the folder of a run", remedy)
     stored: dict[str, Stored] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        stored |= TensorFile(file).stored
+    listed: dict[str, str] = {}
+    try:
+        listed = weight_map(folder) or {}
+        files = set(listed.values()) or {WEIGHTS}
+    except ModelError:  # there is neither one file nor an index
+        files = {path.name for path in folder.glob("*.safetensors")}
+    for file in sorted(files):
+        if (folder / file).is_file():
+            stored |= TensorFile(folder / file).stored
     missing = [] if stored else ["weights (*.safetensors)"]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        listed = read_json(index, CheckpointError, "checkpoint", DAMAGED)
-        names = listed.get("weight_map", {}) if isinstance(listed, dict) else {}
-        missing += [f"weight {name}" for name in sorted(names.keys() - stored.keys())[:3]]
+    missing += [f"weight {name}" for name in sorted(listed.keys() - stored.keys())[:3]]
     if not any(folder.glob("tokenizer*")):
         missing.append("tokenizer")
     sizes = {
@@ -202,11 +205,6 @@ def _hugging_face(folder: Path) -> dict[str, Any]:
         "missing": missing,
         "keys": {name: list(each.shape) for name, each in stored.items()},
     }
-
-
-def _of_engine(folder: Path) -> bool:
-    marks = ("*model_states.pt", "*optim_states.pt", "layer_*-model_*.pt")
-    return (folder / "zero").is_dir() or any(any(folder.glob(mark)) for mark in marks)
 
 
 def _engine(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import ModelError
-from wavemare.models.source import Stored, WeightSource, bounds
+from wavemare.models.source import Stored, WeightSource, bounds, cast
 
 EMBEDDING = "embedding.word_embeddings.weight"
 POSITIONS = "embedding.position_embeddings.weight"
@@ -28,6 +28,7 @@ FINAL_NORM = "decoder.final_layernorm.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _NORM = re.compile(r"(layer_norm_|layernorm\.)weight$")
 _VOCABULARY = (EMBEDDING, HEAD)
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Form(Enum):
@@ -196,12 +197,20 @@ class HfWeights:
         config: The configuration of transformers; its vocabulary cuts the padding off.
         centered: Whether the weights of norms are stored without the one that Megatron adds
             (``apply_layernorm_1p``).
+        dtype: Of norms to whose weights the one is added; as they are stored if omitted.
 
     Raises:
         ModelError: Megatron's has a weight that this kind of models has no place for.
     """
 
-    def __init__(self, weights: WeightSource, config: Any, *, centered: bool = False) -> None:
+    def __init__(
+        self,
+        weights: WeightSource,
+        config: Any,
+        *,
+        centered: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._weights, self._heads, self._centered = weights, heads_of(config), centered
         self._tokens = config.vocab_size
         self._places: dict[str, tuple[Row, int]] = {}
@@ -216,7 +225,8 @@ class HfWeights:
             shapes = self._shapes(Row(key, row.names, row.form), weights.stored[key].shape)
             for part, (name, shape) in enumerate(zip(row.names, shapes, strict=True)):
                 self._places[name] = Row(key, row.names, row.form), part
-                found[name] = Stored(shape, weights.stored[key].dtype)
+                own = weights.stored[key].dtype
+                found[name] = Stored(shape, dtype or own if self._lacks_one(key) else own)
         if left:
             names = ", ".join(sorted(left)[:5])
             reason = f"{config.model_type} has no place for these {len(left)} weights of Megatron"
@@ -228,7 +238,21 @@ class HfWeights:
         """Return a weight, or the part of it that slices of its first dimensions name."""
         row, part = self._places[name]
         found = self._read(row, part, self.stored[name].shape, index)
-        return found + 1 if self._centered and _NORM.search(row.megatron) else found
+        if not self._lacks_one(row.megatron):
+            return found
+        wide = torch.promote_types(found.dtype, torch.float32)  # in which Megatron adds it
+        return (found.to(wide) + 1).to(self.stored[name].dtype)
+
+    @property
+    def rounded(self) -> frozenset[torch.dtype]:
+        """The types to which sums of a norm's weight and the one are rounded."""
+        kinds = (
+            s.dtype for n, s in self.stored.items() if self._lacks_one(self._places[n][0].megatron)
+        )
+        return frozenset(kind for kind in kinds if kind.itemsize < torch.float32.itemsize)
+
+    def _lacks_one(self, key: str) -> bool:
+        return self._centered and bool(_NORM.search(key))
 
     def _shapes(self, row: Row, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         rest = shape[1:]
@@ -295,7 +319,8 @@ class MegatronWeights:
         dtype: Of floating-point weights; the source's if omitted.
 
     Raises:
-        ModelError: The source has a weight that Megatron has no place for.
+        ModelError: The source has a weight that Megatron has no place for, or of a type that
+            Megatron's have not.
     """
 
     def __init__(
@@ -311,9 +336,10 @@ class MegatronWeights:
             if row.megatron == HEAD and config.tie_word_embeddings:
                 continue
             self._places[row.megatron] = row
-            own = held[0].dtype
-            own = dtype if dtype is not None and own.is_floating_point else own
-            found[row.megatron] = Stored(self._shape(row, held), own)
+            kinds = [
+                _type(name, part.dtype, dtype) for name, part in zip(row.names, held, strict=True)
+            ]
+            found[row.megatron] = Stored(self._shape(row, held), kinds[0])
         if left:
             names = ", ".join(sorted(left)[:5])
             reason = f"Megatron's GPT has no place for these {len(left)} weights"
@@ -325,8 +351,8 @@ class MegatronWeights:
         """Return a weight, or the part of it that slices of its first dimensions name."""
         row, dtype = self._places[name], self.stored[name].dtype
         if row.form is Form.SAME and name not in _VOCABULARY:
-            return self._source.read(row.names[0], index).to(dtype)
-        parts = [self._source.read(part).to(dtype) for part in row.names]
+            return cast(row.names[0], self._source.read(row.names[0], index), dtype)
+        parts = [cast(part, self._source.read(part), dtype) for part in row.names]
         return self._joined(row, parts)[index]
 
     def _shape(self, row: Row, held: list[Stored]) -> tuple[int, ...]:
@@ -349,6 +375,25 @@ class MegatronWeights:
             return torch.cat(parts)
         groups, rest = self._heads.groups, parts[0].shape[1:]
         return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).flatten(0, 1)
+
+
+def _type(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the type that a weight gets.
+
+    Raises:
+        ModelError: It is none that Megatron's weights have.
+    """
+    is_wide = own is torch.float64
+    if own in _TYPES or (is_wide and wanted is not None):
+        own = wanted or own
+    if own in _TYPES:
+        return own
+    names = ", ".join(str(each).removeprefix("torch.") for each in _TYPES)
+    reason = f"its type is {str(own).removeprefix('torch.')}, and Megatron's are {names}"
+    remedy = "Give the model as it was before it was quantized"
+    if own is torch.float64:
+        remedy = "Choose one with --dtype, or cast the model first"
+    raise ModelError("weight", name, reason, remedy)
 
 
 def _turned(weight: Tensor) -> Tensor:

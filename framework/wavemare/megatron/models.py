@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavemare.errors import ModelError
+from wavemare.errors import ModelError, check_number
 from wavemare.megatron.arguments import arguments_of, language_model_of
 from wavemare.megatron.config import config_of, said_tokens, tokens_of
 from wavemare.megatron.facts import Facts, facts_of
@@ -60,6 +60,7 @@ def open_checkpoint(
     *,
     vocab_size: int | None = None,
     num_attention_heads: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Opened:
     """Open a Megatron checkpoint of any format; weights are read later, one by one.
 
@@ -69,6 +70,7 @@ def open_checkpoint(
             checkpoint does not say everything.
         vocab_size: Tokens without padding, where the checkpoint does not say it.
         num_attention_heads: Where the checkpoint does not say it.
+        dtype: To which the weights will be cast; norms to which Megatron adds 1 are read in it.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -112,8 +114,14 @@ def open_checkpoint(
         found = config_of(facts, stored, vocab_size=tokens)
     found.architectures = [language_model_of(found).__name__]
     centered = bool(facts.get("apply_layernorm_1p", False))
-    weights = HfWeights(store.weights, found, centered=centered)
+    weights = HfWeights(store.weights, found, centered=centered, dtype=dtype)
     _check_complete(found, weights, given=config is not None)
+    if weights.rounded:
+        kinds = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in weights.rounded))
+        notes.append(
+            f"The weights of norms, to which Megatron adds 1, are rounded to {kinds}. "
+            "Give --dtype float32 to keep all their digits."
+        )
     trained = Facts(store.common.get("train_state") or {}, "train_state.pt: ")
     samples = facts.get("consumed_train_samples") or trained.get("consumed_train_samples")
     return Opened(
@@ -150,7 +158,7 @@ def load_hf(
         CheckpointError: There is none, or it is damaged.
         ModelError: There is no faithful conversion, or something else has to be known.
     """
-    opened = open_checkpoint(folder, config, vocab_size=vocab_size)
+    opened = open_checkpoint(folder, config, vocab_size=vocab_size, dtype=dtype)
     model = unread_model(opened.config, opened.weights, dtype, language_model_of(opened.config))
     if not lazy:
         read_weights(model)
@@ -187,6 +195,8 @@ def save_megatron(
     from wavemare.models.module import TransformerPipeline
     from wavemare.models.whole import complete, gathered
 
+    check_number(ModelError, "iteration", iteration, whole=True)
+    check_number(ModelError, "consumed_samples", consumed_samples, whole=True)
     model = complete(model_or_engine)
     if is_adapted(model) or isinstance(model, AdaptedPipeline):
         reason = "Megatron's checkpoints have no adapters"

@@ -22,7 +22,7 @@ from wavemare.errors import CheckpointError
 from wavemare.megatron.arrays import DAMAGED, Array, Held
 from wavemare.megatron.assembled import Assembled, Box
 from wavemare.megatron.names import Spot, order, spot
-from wavemare.megatron.pickles import Inert, attributes, read_saved
+from wavemare.megatron.pickles import Inert, attributes, plain, read_saved
 from wavemare.models.source import Stored
 
 FILE = "model_optim_rng.pt"
@@ -36,6 +36,18 @@ _BY_ROWS = re.compile(rf"{_EMBEDDING}|{_HEAD}|.*\.linear_(qkv|fc1)\.(weight|bias
 _BY_COLUMNS = re.compile(r".*\.linear_(proj|fc2)\.weight")
 _HALVES = re.compile(r"(.*)\.linear_fc1\.(weight|bias)")
 _MOST_RANKS = 100_000
+_OF_ALL = ("iteration", "checkpoint_version")
+_ARGUMENTS_OF_ALL = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "padded_vocab_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "consumed_train_samples",
+)
+"""What all ranks of one save have alike."""
 _COPY_ALL = "Copy all of its ranks"
 
 
@@ -92,6 +104,7 @@ def open_rank_files(step: Path, num_attention_heads: int | None = None) -> RankF
         raise CheckpointError("checkpoint", str(step), f"there is no mp_rank_*/{FILE}", _COPY_ALL)
     loaded = {words: _load(path) for words, path in found.items()}
     first = next(iter(loaded.values()))
+    _check_one_save(step, found, loaded)
     arguments = attributes(first.get("args"))
     places = {_place(words, arguments): content for words, content in loaded.items()}
     paths = {_place(words, arguments): path for words, path in found.items()}
@@ -118,6 +131,29 @@ def _load(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping) or not any(_MODELS.fullmatch(str(n)) for n in content):
         raise CheckpointError("checkpoint", str(path), "it holds no model", DAMAGED)
     return content
+
+
+def _check_one_save(
+    step: Path, found: Mapping[Any, Path], loaded: Mapping[Any, Mapping[str, Any]]
+) -> None:
+    """Refuse files of several saves, which have been put into one folder.
+
+    Raises:
+        CheckpointError: What they differ in.
+    """
+
+    def said(content: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = attributes(content.get("args"))
+        own = {name: content.get(name) for name in _OF_ALL}
+        return own | {name: plain(arguments.get(name)) for name in _ARGUMENTS_OF_ALL}
+
+    (first, one), *others = ((found[words].parent.name, said(c)) for words, c in loaded.items())
+    for name, other in others:
+        different = next((key for key in one if one[key] != other[key]), None)
+        if different is not None:
+            reason = f"its ranks are of several saves: {different} is {one[different]!r} in {first}"
+            reason += f" and {other[different]!r} in {name}"
+            raise CheckpointError("checkpoint", str(step), reason, _COPY_ALL)
 
 
 def _place(words: tuple[str | None, ...], arguments: Mapping[str, Any]) -> tuple[int, int, int]:

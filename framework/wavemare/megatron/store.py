@@ -118,6 +118,43 @@ def find_step(folder: str | Path) -> tuple[Path, int | None]:
     return step, _number(step.name)
 
 
+def kind_of(folder: str | Path) -> str:
+    """Tell what a folder holds by the names in it: hf, engine (DeepSpeed's and ours) or megatron.
+
+    Raises:
+        CheckpointError: It is none of these, or there is no such folder.
+    """
+    folder = Path(os.path.expanduser(folder))
+    if not folder.is_dir():
+        find_step(folder)  # which says what to do
+    with reading(folder):
+        is_megatron = _has_marks(folder)
+        weights = ("*.safetensors", "pytorch_model*.bin")
+        if (folder / "config.json").is_file():
+            # One that was put beside a checkpoint of Megatron's is no model.
+            if not is_megatron or any(any(folder.glob(each)) for each in weights):
+                return "hf"
+        marks = ("*model_states.pt", "*optim_states.pt", "layer_*-model_*.pt")
+        if (folder / "latest").is_file() or (folder / "zero").is_dir():
+            return "engine"
+        if any(any(folder.glob(mark)) for mark in marks):
+            return "engine"
+    if not is_megatron:
+        reason = "it has neither config.json nor the files of a Megatron checkpoint"
+        raise CheckpointError("checkpoint", str(folder), reason, "Name the folder of a checkpoint")
+    return "megatron"
+
+
+def _has_marks(folder: Path) -> bool:
+    steps = (folder, *(folder / name for name in _OF_NEMO))
+    notes = (folder / LATEST, folder / _LATEST_OF_BRIDGE)
+    return (
+        any(note.is_file() for note in notes)
+        or any(_is_step(step) for step in steps)
+        or bool(_steps(folder))
+    )
+
+
 def _is_step(folder: Path) -> bool:
     marks = (METADATA, _DESCRIPTION, "common.pt")
     return any((folder / mark).is_file() for mark in marks) or any(folder.glob("mp_rank_*"))

@@ -15,7 +15,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from wavemare.errors import CheckpointError, ModelError, os_errors
+from wavemare.errors import CheckpointError, ModelError, check_number, os_errors
 from wavemare.files import (
     atomic_write_text,
     remove_leftovers,
@@ -88,14 +88,18 @@ def write_torch_dist(
         The folder of the iteration.
 
     Raises:
-        ModelError: The layers are not all alike.
+        ModelError: The layers are not all alike, or the iteration is no whole number from 0 on.
         CheckpointError: It cannot be written.
     """
+    check_number(ModelError, "iteration", iteration, whole=True)
     folder = Path(os.path.expanduser(folder))
     plan = _plan(weights.stored)
     step = folder / (f"iter_{iteration:07}" if iteration else "release")
     remedy = "Free space, or choose another place"
-    with os_errors(CheckpointError, "checkpoint", str(folder), "it cannot be written", remedy):
+    with (
+        _made(folder),
+        os_errors(CheckpointError, "checkpoint", str(folder), "it cannot be written", remedy),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         if not resume:
             remove_leftovers(folder)
@@ -122,6 +126,19 @@ def write_torch_dist(
             raise
         atomic_write_text(folder / LATEST, str(iteration) if iteration else "release")
     return step
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Remove a folder and its parents that were made in vain: those that are empty."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for path in new:
+                path.rmdir()
+        raise
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from wavemare.engine.launch.group import gather
 from wavemare.engine.parts import own_part
-from wavemare.errors import ModelError
+from wavemare.errors import ModelError, WavemareError
 from wavemare.files import replace_path
 from wavemare.models.adapters import (
     adapter_names,
@@ -150,13 +150,13 @@ _OF_FORMER_MODELS = (
 
 def agree_on_failure(failure: Exception | None, folder: str | os.PathLike[str]) -> None:
     """Raise rank 0's failure on all ranks: the others would wait for it at the next collective."""
-    message = str(failure) if failure is not None else None
+    said: tuple[str, object, str, str] | None = None
+    if isinstance(failure, WavemareError):  # it says what to do
+        said = failure.key, failure.value, failure.reason, failure.remedy
+    elif failure is not None:
+        reason = f"the model could not be saved ({failure})"
+        said = "folder", os.fspath(folder), reason, "Free space or choose another folder"
     if dist.is_initialized():
-        message = gather(message)[0]
-    if message is not None:
-        raise ModelError(
-            "folder",
-            os.fspath(folder),
-            f"the model could not be saved ({message})",
-            "Free space or choose another folder",
-        ) from failure
+        said = gather(said)[0]
+    if said is not None:
+        raise ModelError(*said) from failure

@@ -17,7 +17,7 @@ from torch import Tensor
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.files import read_json
 from wavemare.models.disk_names import Piece, empty_model, kept_names, pieces_of, shards_of
-from wavemare.models.source import Stored, WeightSource, bounds
+from wavemare.models.source import Stored, WeightSource, bounds, cast
 from wavemare.models.tensor_file import TensorFile, TensorFileWriter, size_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -158,7 +158,17 @@ def read_config(folder: Path) -> Any:
         raise ModelError("folder", str(folder), reason, remedy) from error
 
 
-def _open_files(folder: Path) -> dict[str, TensorFile]:
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """Return the file of each weight of a folder that has them in parts.
+
+    None if they are in one file, which comes before an index, as for transformers.
+
+    Raises:
+        CheckpointError: The index is damaged.
+        ModelError: There is neither the file nor an index.
+    """
+    if (folder / WEIGHTS).is_file():
+        return None
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX, CheckpointError, "folder", "Copy the file again")
         named = index.get("weight_map") if isinstance(index, dict) else None
@@ -167,14 +177,15 @@ def _open_files(folder: Path) -> dict[str, TensorFile]:
         ):
             reason = f"its {INDEX} has no weight_map of names of files"
             raise CheckpointError("folder", str(folder), reason, "Copy the file again")
-    elif (folder / WEIGHTS).is_file():
-        named = None
-    else:
-        reason = f"it has neither {WEIGHTS} nor {INDEX}"
-        remedy = _REMEDY
-        if any(folder.glob("pytorch_model*.bin")):
-            remedy = "Load it with from_pretrained, and save it again: pickle files are not read"
-        raise ModelError("folder", str(folder), reason, remedy)
+        return named
+    reason, remedy = f"it has neither {WEIGHTS} nor {INDEX}", _REMEDY
+    if any(folder.glob("pytorch_model*.bin")):
+        remedy = "Load it with from_pretrained, and save it again: pickle files are not read"
+    raise ModelError("folder", str(folder), reason, remedy)
+
+
+def _open_files(folder: Path) -> dict[str, TensorFile]:
+    named = weight_map(folder)
     if named is None:
         single = TensorFile(folder / WEIGHTS)
         return dict.fromkeys(single.stored, single)
@@ -210,7 +221,8 @@ def write_folder(
         wrote: Called with each further one's name and bytes.
 
     Raises:
-        ModelError: The source lacks a weight, or one has another shape.
+        ModelError: The source lacks a weight, or one has another shape or numbers that are out of
+            the range of the type.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -232,7 +244,7 @@ def write_folder(
             files[file] = TensorFileWriter(folder / file, {name: entries[name] for name in names})
             stack.callback(files[file].close)
         for name in [name for name in source.stored if name in kept and name not in finished]:
-            weight = source.read(name).to(kept[name].dtype)
+            weight = cast(name, source.read(name), kept[name].dtype)
             for piece in pieces[name]:
                 own = weight[piece.index(tuple(weight.shape))].reshape(entries[piece.name].shape)
                 files[file_of[piece.name]].write(piece.name, own)

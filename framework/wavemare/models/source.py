@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wavemare.errors import ModelError
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -96,6 +98,32 @@ class Ahead:
         if following is not None:
             self._next = following, self._pool.submit(self._source.read, following)
         return found
+
+
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in another type.
+
+    Args:
+        name: Of the weight.
+        tensor: The weight or its part.
+        dtype: The type.
+
+    Raises:
+        ModelError: A number of it is out of the type's range and would become infinite.
+    """
+    found = tensor.to(dtype)
+    if not (tensor.dtype.is_floating_point and dtype.is_floating_point):
+        return found
+    if (
+        torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+        and (torch.isfinite(tensor) & ~torch.isfinite(found)).any()
+    ):
+        largest = tensor[torch.isfinite(tensor)].abs().max().item()
+        kind = str(dtype).removeprefix("torch.")
+        reason = f"its number {largest:.3g} is out of the range of {kind}"
+        other = "bfloat16" if dtype is not torch.bfloat16 else "float32"
+        raise ModelError("weight", name, reason, f"Use {other}")
+    return found
 
 
 def bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -141,10 +141,13 @@ def open_start(args: Any) -> Any:
         CheckpointError: The checkpoint is damaged.
         ModelError: It is of a model that transformers does not have.
     """
+    import torch
+
     from wavemare.megatron import open_checkpoint
 
     folder = args.pretrained_checkpoint
-    opened = open_checkpoint(folder, vocab_size=getattr(args, "vocab_size", None))
+    tokens = getattr(args, "vocab_size", None)
+    opened = open_checkpoint(folder, vocab_size=tokens, dtype=torch.float32)
     key = "--load" if folder == args.load else "--pretrained-checkpoint"
     opened.config.update(check_agreement(opened.config, args, key, folder))
     check_length(args.sequence_length, max_positions(opened.config))

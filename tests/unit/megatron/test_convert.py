@@ -202,12 +202,46 @@ def test_a_model_is_saved(tmp_path):
     assert all(torch.equal(half[n], w.bfloat16()) for n, w in model.state_dict().items())
 
 
+def test_norms_with_their_one_in_full_precision(tmp_path):
+    """Half-precision weights of norms without their one; float32 keeps all of the sum."""
+    state = made.model("llama", dtype=torch.bfloat16)
+    norm = "decoder.final_layernorm.weight"
+    state[norm] = torch.linspace(-0.01, 0.01, len(state[norm])).bfloat16()
+    arguments = made.arguments("llama", group_query_attention=True, num_query_groups=2)
+    arguments |= {"position_embedding_type": "rope", "normalization": "RMSNorm"}
+    arguments |= {"vocab_size": 13, "apply_layernorm_1p": True}
+    made.torch_dist(tmp_path / "m", made.keys(state, gated=True), arguments)
+    full = Options(dtype=torch.float32)
+    assert "rounded" not in convert(tmp_path / "m", tmp_path / "full", "hf", full)
+    assert "rounded" in convert(tmp_path / "m", tmp_path / "half", "hf")
+    exact = state[norm].float() + 1
+    for name, wanted in (("full", exact), ("half", exact.bfloat16())):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")
+        assert torch.equal(model.model.norm.weight, wanted)
+    assert torch.equal(load_hf(tmp_path / "m", dtype=torch.float32).model.norm.weight, exact)
+
+
+@pytest.mark.parametrize("mark", ["weights", "model_weights"])
+def test_a_folder_of_nemo(megatron, hf, tmp_path, mark):
+    shutil.copytree(megatron / "iter_0000005", tmp_path / "nemo" / mark)
+    convert(tmp_path / "nemo", tmp_path / "hf", "hf")
+    assert files(tmp_path / "hf")["model.safetensors"] == files(hf)["model.safetensors"]
+
+
+def test_a_configuration_beside_a_checkpoint(megatron, hf, tmp_path):
+    shutil.copytree(megatron, tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text("{}")
+    convert(tmp_path / "m", tmp_path / "hf", "hf")
+    assert files(tmp_path / "hf") == files(hf)
+
+
 # --- conversions that are stopped ----------------------------------------------------------------
 
 
 def stopped(source, target, to, least):
     """Convert in a process that is killed when so many weights stand; return how many did."""
-    partial = target.with_name(f".{target.name}.partial")
+    exists = target.exists()
+    partial = (target if exists else target.parent) / f".{target.name}.partial"
 
     def standing():
         found = [partial / "finished", *partial.glob("*/written.jsonl")]
@@ -225,7 +259,7 @@ def stopped(source, target, to, least):
         convert(source, target, to)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert not target.exists()
+    assert target.exists() == exists
     return standing()
 
 
@@ -362,6 +396,97 @@ def test_a_folder_that_is_no_such_model(hf, tmp_path, change, key):
         convert(tmp_path / "hf", tmp_path / "target", "megatron")
     assert caught.value.key == key
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("absent", "no such folder"), ("x.nemo", "it is no folder"), ("any", "neither config.json")],
+)
+def test_what_is_no_checkpoint(tmp_path, name, said):
+    (tmp_path / "x.nemo").write_text("")
+    (tmp_path / "any").mkdir()
+    with pytest.raises(CheckpointError, match=said):
+        convert(tmp_path / name, tmp_path / "target", "hf")
+
+
+def test_a_checkpoint_of_an_engine(tmp_path):
+    (tmp_path / "mp_rank_00_model_states.pt").write_text("")
+    with pytest.raises(ModelError, match="save_pretrained"):
+        convert(tmp_path, tmp_path / "target", "hf")
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_numbers_that_become_infinite(tmp_path, to):
+    """Infinities that the source has stay; what is out of the range of a type is refused."""
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 2] = -torch.inf
+    model.save_pretrained(tmp_path / "hf")
+    half = Options(dtype=torch.float16)
+    convert(tmp_path / "hf", tmp_path / "infinite", to, half)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 2] = -1e5
+    model.save_pretrained(tmp_path / "hf")
+    with pytest.raises(ModelError, match="bfloat16") as caught:
+        convert(tmp_path / "hf", tmp_path / "target", to, half)
+    assert caught.value.value == "model.layers.1.mlp.up_proj.weight"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "infinite"]
+
+
+def test_one_expert_per_token(tmp_path):
+    """Its probability is 1 if it is normalised, for which Megatron has no router."""
+    model = build("mixtral", num_experts_per_tok=1)
+    model.save_pretrained(tmp_path / "hf")
+    with pytest.raises(ModelError, match="num_experts_per_tok"):
+        convert(tmp_path / "hf", tmp_path / "target", "megatron")
+    with pytest.raises(ModelError, match="num_experts_per_tok"):
+        save_megatron(build("qwen3_moe", num_experts_per_tok=1), tmp_path / "target")
+    whole = build("qwen2_moe", num_experts_per_tok=1, norm_topk_prob=False)
+    save_megatron(whole, tmp_path / "target")
+    assert torch.equal(logits(load_hf(tmp_path / "target")), logits(whole))
+
+
+@pytest.mark.parametrize("wrong", [{"iteration": -3}, {"consumed_samples": -1}, {"iteration": 0.5}])
+def test_numbers_that_a_checkpoint_cannot_have(tmp_path, wrong):
+    with pytest.raises(ModelError) as caught:
+        save_megatron(build("llama"), tmp_path / "m", **wrong)
+    assert [caught.value.key] == list(wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_and_a_disk_that_is_too_small(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ModelError, match="the disk has 1,000") as caught:
+        save_megatron(build("llama"), tmp_path / "m")
+    assert str(caught.value).count("ree space") == 1  # one thing to do
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_the_folder_where_one_stands(hf, megatron, tmp_path, monkeypatch, to):
+    """An empty folder that exists stays the same one: it may be a mount, or a shell's."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    before = os.stat(".").st_ino
+    convert(megatron if to == "hf" else hf, ".", to)
+    assert os.stat(tmp_path / "here").st_ino == before
+    if to == "hf":
+        assert files(Path(".")) == files(hf)
+    else:
+        assert torch.equal(logits(load_hf(".")), logits(load_hf(megatron)))
+    assert not list(Path(".").glob(".*.partial"))
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_a_killed_conversion_into_a_folder_goes_on(deep, tmp_path):
+    (tmp_path / "target").mkdir()
+    source, target = deep / "megatron", tmp_path / "target"
+    stopped(source, target, "hf", 60)
+    convert(source, target, "hf")
+    assert files(target) == files(deep / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert not any(path.is_dir() for path in target.iterdir())
 
 
 def test_a_target_that_exists(hf, tmp_path):

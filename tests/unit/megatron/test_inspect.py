@@ -2,11 +2,13 @@
 """What ``wavemare inspect`` says of a folder."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import transformers
 import typer.testing
+from safetensors.torch import save_file
 
 import megatron_folders as made
 from wavemare.cli import app
@@ -60,6 +62,27 @@ def test_a_folder_of_hugging_face(tmp_path):
     assert found["missing"] == ["tokenizer"]
     sorted(tmp_path.glob("*.safetensors"))[0].unlink()
     assert any("weight" in line for line in facts(tmp_path)["missing"])
+
+
+def test_only_the_files_that_are_read_are_counted(tmp_path):
+    """A folder may hold the same weights twice: in one file and in parts, or by other names."""
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    whole, part = tmp_path / "model.safetensors", sorted(tmp_path.glob("model-*"))[0]
+    save_file({"of another format": torch.ones(3)}, tmp_path / "consolidated.safetensors")
+    assert facts(tmp_path)["parameters"] == model.num_parameters()
+    model.save_pretrained(tmp_path / "whole")
+    shutil.copy(tmp_path / "whole" / "model.safetensors", whole)
+    part.unlink()
+    found = facts(tmp_path)
+    assert found["parameters"] == model.num_parameters()
+    assert found["missing"] == ["tokenizer"]
+
+
+def test_a_configuration_beside_a_checkpoint_of_megatron(tmp_path):
+    made.torch_dist(tmp_path, made.keys(made.model("llama")), made.arguments("llama"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert facts(tmp_path)["format"] == "Megatron torch_dist"
 
 
 @pytest.mark.parametrize(

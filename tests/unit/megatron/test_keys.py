@@ -150,6 +150,53 @@ def test_norms_without_their_one():
         assert torch.equal(found[key], value.double()), key
 
 
+@pytest.mark.parametrize("wanted", [None, torch.bfloat16, torch.float32])
+def test_the_one_of_half_precision_norms(wanted):
+    """It is added in float32, as Megatron's kernels do, and rounded to what is wanted."""
+    model = build("llama")
+    stored = all_of(MegatronWeights(MemorySource(model.state_dict()), model.config, padded=PADDED))
+    key = "decoder.final_layernorm.weight"
+    stored = {name: weight.bfloat16() for name, weight in stored.items()}
+    stored[key] = torch.linspace(-0.01, 0.01, 16).bfloat16()
+    source = HfWeights(MemorySource(stored), model.config, centered=True, dtype=wanted)
+    found, exact = source.read("model.norm.weight"), stored[key].float() + 1
+    assert source.stored["model.norm.weight"].dtype == found.dtype == (wanted or torch.bfloat16)
+    assert torch.equal(found, exact.to(found.dtype))
+    assert torch.equal(found.float(), exact) == (wanted is torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted", "is_kept"),
+    [
+        (torch.float16, None, True),
+        (torch.bfloat16, torch.float32, True),
+        (torch.float64, torch.float32, True),
+        (torch.float64, None, False),
+        (torch.float32, torch.float64, False),
+        (torch.float8_e4m3fn, None, False),
+        (torch.float8_e4m3fn, torch.bfloat16, False),
+        (torch.int8, None, False),
+        (torch.int8, torch.bfloat16, False),
+    ],
+)
+def test_types_that_megatron_has(dtype, wanted, is_kept):
+    model = build("llama")
+    state = model.state_dict()
+    name = "model.layers.1.self_attn.k_proj.weight"
+    state[name] = state[name].to(dtype)
+    if is_kept:
+        source = MegatronWeights(MemorySource(state), model.config, padded=PADDED, dtype=wanted)
+        assert {weight.dtype for weight in all_of(source).values()} <= {
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        }
+        return
+    with pytest.raises(ModelError) as caught:
+        MegatronWeights(MemorySource(state), model.config, padded=PADDED, dtype=wanted)
+    assert caught.value.key == "weight"
+
+
 def test_weights_without_a_place_are_named():
     model = build("llama")
     state = model.state_dict()

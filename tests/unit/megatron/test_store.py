@@ -318,6 +318,38 @@ def test_ranks_that_share_in_another_way(tmp_path, args, sizes, match):
         open_store(tmp_path)
 
 
+def other_version(content):
+    content["checkpoint_version"] = 2.0
+
+
+def other_iteration(content):
+    content["iteration"] = 4
+
+
+def other_arguments(content):
+    content["args"].tensor_model_parallel_size = 4
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (other_version, "checkpoint_version"),
+        (other_iteration, "iteration"),
+        (lambda content: content.pop("iteration"), "iteration"),
+        (other_arguments, "tensor_model_parallel_size"),
+    ],
+)
+def test_ranks_of_several_saves(tmp_path, change, match):
+    step = made.rank_files(tmp_path, made.model("llama"), made.arguments("llama"), tp=2, pp=2)
+    file = step / "mp_rank_01_001" / "model_optim_rng.pt"
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        content = torch.load(file)
+    change(content)
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match=match):
+        open_store(tmp_path)
+
+
 def test_ranks_that_differ_in_what_they_share(tmp_path):
     step = made.rank_files(tmp_path, made.model("llama"), made.arguments("llama"), tp=2)
     file = step / "mp_rank_01" / "model_optim_rng.pt"

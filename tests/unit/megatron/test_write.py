@@ -183,6 +183,16 @@ def test_a_full_disk(tmp_path, monkeypatch):
         full.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
         with pytest.raises(CheckpointError, match="1,000"):
             write_torch_dist(tmp_path, MemorySource(state), arguments={}, iteration=7)
+        with pytest.raises(CheckpointError, match="1,000"):
+            write_torch_dist(tmp_path / "a" / "b", MemorySource(state), arguments={}, iteration=7)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("iteration", [-3, 1.5, True, None])
+def test_an_iteration_that_is_none(tmp_path, iteration):
+    weights = MemorySource(made.model("llama"))
+    with pytest.raises(ModelError, match="iteration"):
+        write_torch_dist(tmp_path / "a", weights, arguments={}, iteration=iteration)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -126,6 +126,28 @@ def test_what_is_read_belongs_to_the_caller(tmp_path):
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("index", ["of another model", "damaged", "of files that are gone"])
+def test_one_file_and_an_index(tmp_path, index):
+    """Of both, the file is taken, as transformers does."""
+    model = build("llama")
+    other = build("llama")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    other.save_pretrained(tmp_path, max_shard_size="6KB")
+    model.save_pretrained(tmp_path / "one")
+    shutil.copy(tmp_path / "one" / WHOLE, tmp_path / WHOLE)
+    if index == "damaged":
+        (tmp_path / INDEX).write_text("{")
+    elif index == "of files that are gone":
+        for path in tmp_path.glob("model-*"):
+            path.unlink()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    folder = HfFolder(tmp_path)
+    assert all(torch.equal(folder.read(n), w) for n, w in theirs.items())
+    assert torch.equal(theirs["model.norm.weight"], model.model.norm.weight)
+
+
 @pytest.fixture
 def llama(tmp_path):
     folder = tmp_path / "llama"
