@@ -25,6 +25,7 @@ from wavemare.engine.feature import Feature
 from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
 from wavemare.engine.health.watchdog import Watchdog
 from wavemare.engine.local_steps.steps import LocalSteps
+from wavemare.engine.observe.choices import tell_warning
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import LoadedWeights
 from wavemare.engine.optim.groups import AllGroups, dropped_groups, sum_all_norms
@@ -352,6 +353,16 @@ class EngineMixin(CheckpointMixin):
             collate_fn=collate_fn,
             num_local_io_workers=num_local_io_workers,
         )
+
+    def warn_of_own_data(self) -> None:
+        """Say once after a load that ``training_data`` do not go on where the run was saved."""
+        samples, self.loaded_samples = self.loaded_samples, 0
+        if samples:
+            tell_warning(
+                f"training_data do not go on at the checkpoint's sample {samples}: a load leaves "
+                "the engine's own loader where it is, in a new process at the start. For an exact "
+                "resume give train_batch() a wavemare.data.loader.ResumableLoader"
+            )
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the size of micro-batches as DeepSpeed's method of that name."""

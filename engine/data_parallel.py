@@ -256,6 +256,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         return self._is_gradient_accumulation_boundary is not None
 
     def _training_batches(self) -> Iterator[Any]:
+        self.warn_of_own_data()
         if self._own_batches is None:
             if self.training_dataloader is None:
                 reason = "there is no iterator, and initialize had no training_data"

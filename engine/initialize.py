@@ -169,10 +169,13 @@ def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig, stages: int
     limit, zero = clipping_limit(config), zero_section(config).get("stage", 0)
     in_fp32 = not (is_enabled(config, "fp16") or is_enabled(config, "bf16"))
     if stages > 1 and limit and not zero and in_fp32 and not ours.pipeline.is_asynchronous:
+        default = "" if "gradient_clipping" in config else ", DeepSpeed's default"
         logger.warning(
-            "gradient_clipping = %s (DeepSpeed's default is 1.0): the norm is that of all stages; "
-            "stock DeepSpeed uses the first stage's, so its losses differ. 0 disables clipping",
+            "note: gradients are clipped to norm %s%s, by the norm of all stages. Stock DeepSpeed "
+            "takes the first stage's, so its losses differ. To clip nothing: "
+            '"gradient_clipping": 0.',
             limit,
+            default,
         )
 
 

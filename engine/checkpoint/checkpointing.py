@@ -108,6 +108,8 @@ class CheckpointMixin(DeepSpeedEngine):
     without frozen weights if so asked. `wavemare.initialize` sets it."""
     loaded_weights = LoadedWeights()
     """Lets ``module.load_state_dict`` change what the optimizer steps."""
+    loaded_samples = 0
+    """The sample that a loaded checkpoint goes on at, until the engine has read its own data."""
     is_collected = False
     """Whether the garbage collector destroys the engine, at a time of its own on each rank."""
 
@@ -324,6 +326,7 @@ class CheckpointMixin(DeepSpeedEngine):
             )
         if result[0] is None:  # no checkpoint: nothing changes
             return result
+        self.loaded_samples = 0 if load_module_only else self.global_samples
         # A run that takes only weights does not own the other run's checkpoints.
         self._earlier_runs = tuple(manifest.get("runs", ())) if manifest and whole else ()
         if own and whole and same and self.restores_random_state:

@@ -372,7 +372,9 @@ class PeerLink:
                 "activations",
                 str(layout),
                 f"the micro-batches before had {known}, and the next stage expects them again",
-                'Set "dynamic_shape": true in wavemare.pipeline, or in the PipelineModule',
+                'If the last batch of the data is smaller, set "dataloader_drop_last": true (or '
+                "drop_last in a loader of your own). For batches of many shapes set "
+                '"dynamic_shape": true in wavemare.pipeline, or in the PipelineModule',
             )
         if tensors:
             self._sent[stage] = layout

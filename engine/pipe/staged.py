@@ -60,6 +60,9 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients: use eval_batch() to evaluate")
+        own = self._own_batches
+        if data_iter is None and own is not None and self.data_iterator is own:
+            self.warn_of_own_data()
         with self.training_step():
             self.has_begun = True  # other stages wait for this one, whatever fails from here on
             return super().train_batch(data_iter)

@@ -347,6 +347,11 @@ _count_models(operations.gather_object, _gathered_objects, None)
 _count_models(operations.reduce, _reduced, operations)
 
 
+def model_ranks_of(accelerator: accelerate.Accelerator) -> int:
+    """Return how many processes hold one model; with accelerate's own class each holds its own."""
+    return accelerator.model_ranks if isinstance(accelerator, Accelerator) else 1
+
+
 def rows_that_count(loader: Any, rows: int, *, data_rank: int, data_ranks: int) -> int:
     """Return how many rows of the batch that was read last are no repetitions.
 

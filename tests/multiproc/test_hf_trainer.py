@@ -6,6 +6,7 @@ import pytest
 EQUALITY = ["gpt2_zero0", "bert_zero1", "gpt2_zero2", "bert_zero3"]
 # Tensor parallelism last: in one process DeepSpeed keeps its groups for all engines after it.
 CASES = [
+    "without_a_file",
     *EQUALITY,
     "sparse",
     "tokens",
@@ -35,6 +36,13 @@ def test_without_a_section_it_trains_as_transformers_does(results, case):
         assert ours["counted"] == whole["counted"]
         assert len(ours["losses"]) == 3
         assert ours["losses"][0] != ours["losses"][-1]
+
+
+def test_without_a_deepspeed_file_it_is_transformers(results):
+    for result in results:
+        found = result["without_a_file"]
+        assert found["ours"] == found["stock"]
+        assert len(found["ours"][0]) == 3
 
 
 def test_the_sparse_collective_sums_as_stock_does(results):

@@ -22,7 +22,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer import Trainer as StockTrainer
 from transformers.trainer_pt_utils import find_batch_size
 
-from wavemare.accelerate import Accelerator, check_joined, rows_that_count
+from wavemare.accelerate import Accelerator, check_joined, model_ranks_of, rows_that_count
 from wavemare.api import initialize
 from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.labels import counts_items
@@ -222,8 +222,7 @@ class Trainer(StockTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Return the micro-batches of the next step, the same on all that share a model."""
-        alike = self.trains_whole_steps or self.accelerator.model_ranks > 1
-        if not self.is_deepspeed_enabled or not alike:
+        if not self.trains_whole_steps and model_ranks_of(self.accelerator) == 1:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._feed is None or self._feed.source is not epoch_iterator:
             self._feed = StepFeed(
@@ -318,7 +317,7 @@ class Trainer(StockTrainer):
 
     def _without_fillers(self, batch: Any) -> Any:
         """Let repetitions that fill up the last batches of an epoch not count, if labels do."""
-        if self.accelerator.model_ranks == 1 or not self._counts_items:
+        if model_ranks_of(self.accelerator) == 1 or not self._counts_items:
             return batch
         return without_labels(batch, self._rows_that_count(batch))
 
@@ -344,15 +343,14 @@ class Trainer(StockTrainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         items = super()._get_num_items_in_batch(batch_samples, device)
-        if isinstance(items, torch.Tensor) and self.is_deepspeed_enabled:
+        if isinstance(items, torch.Tensor):
             # transformers counts per process; our accelerator gathers per data rank.
-            items = items * self.accelerator.model_ranks
+            items = items * model_ranks_of(self.accelerator)
         return items
 
     def get_tp_size(self) -> int:
         """Return how many processes get the same batches."""
-        own = self.accelerator.model_ranks if self.is_deepspeed_enabled else 1
-        return int(super().get_tp_size() * own)
+        return int(super().get_tp_size() * model_ranks_of(self.accelerator))
 
     def get_num_trainable_parameters(self) -> int:
         """Return how many parameters of the whole model are trained."""
@@ -367,7 +365,7 @@ class Trainer(StockTrainer):
         name = getattr(own, "main_input_name", "input_ids")
         if self._whole[0] is not own or not hasattr(own, "num_parameters") or name not in inputs:
             return super().floating_point_ops(inputs)
-        return 6 * inputs[name].numel() * self._whole[2] / self.accelerator.model_ranks
+        return 6 * inputs[name].numel() * self._whole[2] / model_ranks_of(self.accelerator)
 
     # --- evaluation -----------------------------------------------------------------------------
 
@@ -378,7 +376,7 @@ class Trainer(StockTrainer):
         """
         if self.is_deepspeed_enabled and self.deepspeed is None:
             self._prepare_for_evaluation()
-        if not self.is_deepspeed_enabled or self.accelerator.model_ranks == 1:
+        if model_ranks_of(self.accelerator) == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         preprocess = self.preprocess_logits_for_metrics
         if self.is_pipeline:
@@ -409,7 +407,7 @@ class Trainer(StockTrainer):
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """Evaluate a batch; the last stage sends its processed logits to the others."""
-        if not self.is_deepspeed_enabled or self.accelerator.model_ranks == 1:
+        if model_ranks_of(self.accelerator) == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         rows, full = self._rows_that_count(inputs), inputs
         if 0 < rows:

@@ -54,6 +54,26 @@ def same_as_stock(kind, stage):
     }
 
 
+def without_a_file():
+    """No DeepSpeed at all: an optimizer step of several micro-batches, evaluation and a save."""
+    found = {}
+    for name, trainer_class in (("stock", transformers.Trainer), ("ours", wavemare.hf.Trainer)):
+        trainer = trainer_class(
+            model=plain_model("gpt2"),
+            args=arguments(f"plain-{name}", None),
+            train_dataset=Rows("gpt2", 22),
+            eval_dataset=Rows("gpt2", 7, seed=1),
+        )
+        trainer.train()
+        evaluated = trainer.evaluate()["eval_loss"]
+        predicted = trainer.predict(Rows("gpt2", 5, seed=2)).metrics["test_loss"]
+        trainer.save_model()
+        torch.distributed.barrier()
+        digest, flos = file_digest(trainer.args.output_dir), trainer.state.total_flos
+        found[name] = [losses(trainer), evaluated, predicted, flos, digest]
+    return found
+
+
 def sparse():
     config = json_file(0, {"sparse_collective": {"mode": "auto"}})
     return run("bert", "sparse", wavemare.hf.Trainer, config)
@@ -173,6 +193,7 @@ def refusals():
 
 CASES = {
     **{f"{k}_zero{s}": partial(same_as_stock, k, s) for k in MODELS for s in range(4)},
+    "without_a_file": without_a_file,
     "sparse": sparse,
     "tokens": tokens,
     "tensor_parallel": tensor_parallel,

@@ -66,7 +66,7 @@ def train(cuts, clipping, zero=0, **sections):
 
 
 def told(*arguments, **sections):
-    with warnings_told("gradient_clipping") as lines:
+    with warnings_told("note: gradients are clipped") as lines:
         losses = train(CUTS[0], *arguments, **sections)
     return losses, lines
 
@@ -80,6 +80,7 @@ if __name__ == "__main__":
             "ZeRO 1": [train(cuts, 1.0, 1, wavemare={}) for cuts in CUTS],
             "stock": [train(cuts, 1.0, 0) for cuts in CUTS],
             "default": told(None, wavemare={}),
+            "given": told(1.0, wavemare={})[1],
             "default without section": told(None),
             "none told": [told(*case, wavemare={})[1] for case in ((0.0,), (1.0, 1))],
             "version": deepspeed.__version__,

@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
 from torch import distributed, nn
 
 import wavemare
+from wavemare.data.loader import ResumableLoader
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
 from wavemare.errors import CommError, DataError, PlanError
@@ -140,13 +141,57 @@ def in_words(actions):
     return [str(action._replace(version=-1)) for action in actions]
 
 
+def samples():
+    return [sample for inputs, labels in batches(6) for sample in zip(inputs, labels, strict=True)]
+
+
+def test_a_resume_that_reads_training_data_from_the_start_says_so_once(start, tmp_path, caplog):
+    def told(*data):
+        caplog.clear()
+        for each in data:
+            engine.train_batch(each)
+        return sum(line.startswith("training_data") for line in caplog.messages)
+
+    engine = start(WHOLE, training_data=samples(), wavemare={})
+    assert told(None, None) == 0
+    engine.save_checkpoint(str(tmp_path))
+    engine = start(WHOLE, training_data=samples(), wavemare={})
+    engine.load_checkpoint(str(tmp_path / "empty"))
+    assert told(None) == 0
+    engine.load_checkpoint(str(tmp_path), load_module_only=True)
+    assert told(None) == 0
+    engine.load_checkpoint(str(tmp_path))
+    assert told(None, None) == 1
+    engine.load_checkpoint(str(tmp_path))
+    data = batches(6)
+    assert told(data, None) == 0  # a pipeline goes on with the iterator that it got last
+
+
+def test_the_remedy_for_training_data_resumes_at_the_exact_sample(start, tmp_path):
+    def batches_of(engine):
+        loader = ResumableLoader.of(engine, samples(), seed=3)
+        loader.consumed_samples = engine.global_samples
+        return loader
+
+    whole = start(WHOLE, wavemare={})
+    data = batches_of(whole)
+    for step in range(3):
+        whole.train_batch(data)
+        if not step:
+            whole.save_checkpoint(str(tmp_path))
+    engine = start(WHOLE, wavemare={})
+    engine.load_checkpoint(str(tmp_path))
+    data = batches_of(engine)
+    for _ in range(2):
+        engine.train_batch(data)
+    ours, expected = (list(each.module.parameters()) for each in (engine, whole))
+    assert all(map(torch.equal, ours, expected))
+
+
 @pytest.mark.parametrize("section", [{}, {"wavemare": {}}])
 def test_a_destroyed_engine_has_ended_the_processes_that_read_its_data(start, section):
     """Where the garbage collector ends them, torch waits 5 s for each."""
-    samples = [
-        sample for inputs, labels in batches(6) for sample in zip(inputs, labels, strict=True)
-    ]
-    engine = start(WHOLE, training_data=samples, **section)
+    engine = start(WHOLE, training_data=samples(), **section)
     engine.train_batch()
     assert multiprocessing.active_children()
     engine.destroy()
