@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 class SameBatches(Feature):
     """Compares micro-batches of an engine among the ranks of its model.
 
-    It compares the first one, and those of the first, second, fourth, eighth pass and so on;
-    pipelines count steps. Ranks that began alike may part where an epoch ends: a loader draws its
-    order from generators that dropout has moved. So it also compares after each checkpoint and
-    evaluation.
+    Pipelines compare the first one, other engines the first, second, fourth, eighth and so on.
+    Ranks that began alike may part where an epoch ends: a loader draws its order from generators
+    that dropout has moved. So the others also compare after each checkpoint and evaluation.
 
     Args:
         group: The ranks that hold the model.
@@ -55,9 +54,14 @@ class SameBatches(Feature):
             self._next = 1 << self._passes.bit_length()
         return is_due
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the pass that was counted last is the first one."""
+        return self._passes == 1
+
     def compare_soon(self) -> None:
-        """Compare what the next pass reads, which pipelines know one later; all ranks call it."""
-        self._next = min(self._next, self._passes + 2)
+        """Compare what the next pass reads; all ranks call it."""
+        self._next = min(self._next, self._passes + 1)
 
     def compare(self, inputs: Any, labels: Any) -> None:
         """Compare a micro-batch; all ranks of the model call it.

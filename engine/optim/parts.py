@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from wavemare.engine.checkpoint.random_state import seeded
@@ -37,7 +37,11 @@ def check_parts(engine: EngineMixin) -> None:
     """
     optimizer = getattr(engine, "basic_optimizer", None)
     trained = [p for p in engine.module.parameters() if p.requires_grad]
-    matrices = [(_MATRIX, 0), (_MATRIX, 1)], [is_model_parallel_parameter(p) for p in trained]
+    # Pipelines mark their parameters as model_parallel for DeepSpeed's clipping.
+    in_stages = isinstance(engine.module, PipelineModule)
+    marks = ("tensor_model_parallel",) if in_stages else ("tensor_model_parallel", "model_parallel")
+    split = [any(getattr(p, mark, False) for mark in marks) for p in trained]
+    matrices = [(_MATRIX, 0), (_MATRIX, 1)], split
     experts = [(_EXPERTS, 0)], [is_divided(p) and p.ndim == len(_EXPERTS) for p in trained]
     for key, (ways, found) in (("tensor_parallel", matrices), ("expert_parallel", experts)):
         if optimizer is None or not any(found):

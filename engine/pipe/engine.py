@@ -427,15 +427,14 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
     # --- data -------------------------------------------------------------------------------------
 
     def _compare_batches(self) -> None:
-        """Before a step, compare what the ranks of this pipeline have read; before the first, peek.
+        """Before the first step, compare what the ranks of this pipeline are about to read.
 
-        Stages may read ahead of each other, so that only the latest batch is the same one.
+        A later step of an asynchronous pipeline may have failed on one rank alone.
         """
         if self.same_batches is not None and self.same_batches.is_due():
-            reads = self.is_first_stage() or self.is_last_stage()
-            if reads and self.feed.latest is None:
-                self.feed.peek()
-            self.same_batches.compare(*((self.feed.latest if reads else None) or (None, None)))
+            if self.same_batches.is_first:
+                reads = self.is_first_stage() or self.is_last_stage()
+                self.same_batches.compare(*((self.feed.peek() if reads else None) or (None, None)))
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         self.data_iterator = iterator

@@ -133,15 +133,10 @@ class Feed:
 
     Args:
         read: Reads and prepares the next batch of an iterator; raises StopIteration at its end.
-
-    Attributes:
-        latest: The batch that was read last; between steps, the same one on both stages.
     """
 
-    latest: Any = None
-
     def __init__(self, read: Callable[[Iterator[Any]], Any]) -> None:
-        self._read_next = read
+        self._read = read
         self._iterator: Iterator[Any] | None = None
         self._ended: Iterator[Any] | None = None
         self._waiting: deque[Any] = deque()
@@ -182,10 +177,6 @@ class Feed:
         except StopIteration:
             self._ended = self._iterator
             raise
-
-    def _read(self, iterator: Iterator[Any]) -> Any:
-        self.latest = self._read_next(iterator)
-        return self.latest
 
     def peek(self) -> Any:
         """Return the next batch, which stays the next one; None if `next` will raise."""
