@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -51,7 +51,7 @@ from wavemare.training.text import find_text, read_text
 class FinetuneArguments(TokenizerArguments, TrainArguments):
     """Options of GPT fine-tuning."""
 
-    causal: ClassVar[bool] = True
+    causal = True
 
     output: str = option("runs/gpt-finetune", "run folder")
     model: str = option(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -55,7 +55,7 @@ from wavemare.training.text import find_text, read_text
 class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     """Options of GPT pretraining."""
 
-    causal: ClassVar[bool] = True
+    causal = True
 
     output: str = option("runs/gpt-pretrain", "run folder")
     max_steps: int = option(500, "optimizer steps")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -59,7 +59,7 @@ from wavemare.training.text import find_text, read_text
 class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     """Options of Llama pretraining."""
 
-    causal: ClassVar[bool] = True
+    causal = True
 
     output: str = option("runs/llama-pretrain", "run folder")
     max_steps: int = option(200, "optimizer steps")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -57,7 +57,7 @@ from wavemare.training.setup import (
 class SftArguments(TokenizerArguments, TrainArguments):
     """Options of supervised fine-tuning."""
 
-    causal: ClassVar[bool] = True
+    causal = True
 
     output: str = option("runs/llama-sft", "run folder")
     model: str = option("runs/llama-pretrain/model", "Hugging Face folder of model and tokenizer")

@@ -30,6 +30,7 @@ WORK = {
     "wavemare.data.text": ["load_texts_to_build"],
     "wavemare.data.indexed": ["open_indexed", "merge_indexed"],
     "wavemare.megatron.convert": ["convert"],
+    "wavemare.megatron.inspect": ["inspect"],
     "wavemare.report": ["read_run"],
 }
 COMMANDS = {
