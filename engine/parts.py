@@ -132,6 +132,17 @@ class Mark:
 _marks: weakref.WeakKeyDictionary[nn.Module, Mark] = weakref.WeakKeyDictionary()
 
 
+def split_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are parts of layers which ranks split, by ours or others' marks.
+
+    Pipelines mark all of their parameters as ``model_parallel``, for DeepSpeed's clipping.
+    """
+    marks = ["tensor_model_parallel"]
+    if not isinstance(module, PipelineModule):
+        marks.append("model_parallel")
+    return [p for p in module.parameters() if any(getattr(p, mark, False) for mark in marks)]
+
+
 def layout_of(module: Any) -> object:
     """Return what two pipelines share if each rank has the same layers of both; None without."""
     parts, homes = getattr(module, "parts", None), getattr(module, "homes", ())

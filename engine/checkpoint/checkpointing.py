@@ -287,16 +287,13 @@ class CheckpointMixin(DeepSpeedEngine):
         if universal:
             check_universal(load_dir, self)
             tag = _universal_tag(Path(load_dir), tag)
-            check_whole(Path(load_dir, tag or ""), self)
         else:
             place = Path(load_dir)
             tag, manifest = agree(place, lambda: _find(place, tag, self, whole=whole))
         own: dict[str, Any] = {}
         folder = Path(load_dir, str(tag))
-        if manifest is not None and self.settings.checkpoint.verify == "checksums":
-            agree(folder, lambda: _verify(folder, manifest, self))
-        if whole and tag is not None:  # before the weights that it held are compared
-            agree(folder, partial(check_optimizer, folder, self))
+        if tag is not None:  # before the weights that it held are compared
+            agree(folder, partial(_check, folder, manifest, self, whole=whole))
         if manifest is not None:
             strict = load_module_strict and whole
             read = partial(_read_own, folder, manifest, self, strict=strict, whole=whole)
@@ -416,6 +413,19 @@ class CheckpointMixin(DeepSpeedEngine):
             yield
         finally:
             self.checkpoint_engine.current = self.checkpoint_engine.part = None
+
+
+def _check(folder: Path, manifest: Any, engine: EngineMixin, *, whole: bool) -> None:
+    """Check the files of a checkpoint, and that the engine's layers and optimizer can take it.
+
+    Raises:
+        CheckpointError: A file is damaged, or they cannot.
+    """
+    if manifest is not None and engine.settings.checkpoint.verify == "checksums":
+        _verify(folder, manifest, engine)
+    check_whole(folder, engine)
+    if whole:
+        check_optimizer(folder, engine)
 
 
 def _weights_of(tag: str | None, *, universal: bool) -> AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from wavemare.engine.checkpoint.manifest import MANIFEST
 from wavemare.engine.config.shape import ZERO_WEIGHTS
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.optim.optimizers import is_added
+from wavemare.engine.parts import split_weights
 from wavemare.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -323,8 +324,7 @@ def check_whole(folder: Path, engine: EngineMixin) -> None:
     Raises:
         CheckpointError: The engine's layers are split.
     """
-    split = any(getattr(p, "tensor_model_parallel", False) for p in engine.module.parameters())
-    if split and (folder / WHOLE).is_file():
+    if split_weights(engine.module) and (folder / WHOLE).is_file():
         reason = "its tensors are whole, and this engine's layers are split over ranks"
         remedy = "Go on without wavemare.tensor_parallel, with ZeRO or in a pipeline"
         raise CheckpointError("checkpoint", str(folder), reason, remedy)

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from wavemare.engine.checkpoint.random_state import seeded
 from wavemare.engine.experts import is_divided
 from wavemare.engine.optim.policy import POLICY
+from wavemare.engine.parts import split_weights
 from wavemare.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,11 +37,7 @@ def check_parts(engine: EngineMixin) -> None:
     """
     optimizer = getattr(engine, "basic_optimizer", None)
     trained = [p for p in engine.module.parameters() if p.requires_grad]
-    # Pipelines mark their parameters as model_parallel for DeepSpeed's clipping.
-    in_stages = isinstance(engine.module, PipelineModule)
-    marks = ("tensor_model_parallel",) if in_stages else ("tensor_model_parallel", "model_parallel")
-    split = [any(getattr(p, mark, False) for mark in marks) for p in trained]
-    matrices = [(_MATRIX, 0), (_MATRIX, 1)], split
+    matrices = [(_MATRIX, 0), (_MATRIX, 1)], [p.requires_grad for p in split_weights(engine.module)]
     experts = [(_EXPERTS, 0)], [is_divided(p) and p.ndim == len(_EXPERTS) for p in trained]
     for key, (ways, found) in (("tensor_parallel", matrices), ("expert_parallel", experts)):
         if optimizer is None or not any(found):

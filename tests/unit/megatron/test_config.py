@@ -6,6 +6,7 @@ import torch
 import transformers
 
 from megatron_models import CONFIGS, TOKENS, build
+from support.refusals import refuses
 from wavemare.errors import ModelError
 from wavemare.megatron.arguments import arguments_of
 from wavemare.megatron.config import config_of
@@ -79,7 +80,7 @@ def test_facts_of_bridge(name):
     if name == "llama":
         assert config_of(facts_of({}, run_config), stored).model_type == "mistral"
     run_config["model"]["activation_func"] = "torch.nn.functional.relu"
-    with pytest.raises(ModelError, match=r"^run_config.yaml: model.activation_func"):
+    with refuses(ModelError, "run_config.yaml: model.activation_func", "torch.nn.functional.relu"):
         facts_of({}, run_config)
 
 
@@ -170,7 +171,7 @@ def test_arguments_that_the_weights_contradict_are_refused(name, argument, value
 def test_a_head_that_is_missing_and_layers_of_a_hybrid():
     _, arguments, stored = described("llama")
     del stored["output_layer.weight"]
-    with pytest.raises(ModelError, match=r"^args.untie_embeddings_and_output_weights = True"):
+    with refuses(ModelError, "args.untie_embeddings_and_output_weights", True):
         config_of(facts_of(arguments, None), stored)
     del arguments["untie_embeddings_and_output_weights"]
     assert config_of(facts_of(arguments, None), stored).tie_word_embeddings
@@ -178,7 +179,7 @@ def test_a_head_that_is_missing_and_layers_of_a_hybrid():
     assert config_of(facts_of(arguments | hybrid, None), stored).num_hidden_layers == 2
     run_config = bridged(arguments | {"untie_embeddings_and_output_weights": False}, "silu")
     run_config["model"]["num_layers"] = 5
-    with pytest.raises(ModelError, match=r"^run_config.yaml: model.num_layers = 5"):
+    with refuses(ModelError, "run_config.yaml: model.num_layers", 5):
         config_of(facts_of({}, run_config), stored)
 
 
@@ -209,7 +210,7 @@ def test_values_of_another_type_are_refused_by_their_argument(argument, value):
         assert caught.value.key == f"args.{argument}"
     run_config = bridged(described("llama")[1], "silu")
     run_config["model"]["num_attention_heads"] = "four"
-    with pytest.raises(ModelError, match=r"model.num_attention_heads = 'four'"):
+    with refuses(ModelError, "run_config.yaml: model.num_attention_heads", "four"):
         config_of(facts_of({}, run_config), stored)
 
 
@@ -259,7 +260,7 @@ def test_a_scale_of_attention_that_is_the_usual_one():
 
 def test_what_is_not_known_is_asked_for():
     config, arguments, stored = described("llama")
-    with pytest.raises(ModelError, match=r"num_attention_heads.*--config FOLDER"):
+    with refuses(ModelError, "args.num_attention_heads", None):
         config_of(facts_of({}, None), stored)
     assert config_of(facts_of({}, None), stored, given=config) is config
     for key, value in (("rope_parameters", None), ("hidden_size", 8), ("num_hidden_layers", 3)):
@@ -267,7 +268,7 @@ def test_what_is_not_known_is_asked_for():
         setattr(other, key, value or {"rope_type": "default", "rope_theta": 7.0})
         with pytest.raises(ModelError, match=r"^--config: .* Give the config.json of this model"):
             config_of(facts_of(arguments, None), stored, given=other)
-    with pytest.raises(ModelError, match=r"^--vocab-size = 900"):
+    with refuses(ModelError, "--vocab-size", 900):
         config_of(facts_of(arguments, None), stored, vocab_size=900)
     arguments |= {"group_query_attention": True, "window_size": (-1, 0)}  # said in other words
     assert config_of(facts_of(arguments, None), stored, given=config) is config
@@ -322,7 +323,7 @@ def test_what_megatron_does_not_compute_is_refused(name, key, value):
 
 
 def test_other_families_are_refused():
-    with pytest.raises(ModelError, match=r"model = 'olmo2'.*gpt2, llama"):
+    with refuses(ModelError, "model", "olmo2"):
         arguments_of(transformers.Olmo2Config(), dtype=torch.float32)
 
 
@@ -336,5 +337,5 @@ def test_weights_of_another_size_are_refused():
 
     source = Source()
     source.stored = stored
-    with pytest.raises(ModelError, match="rows, and it has 7"):
+    with refuses(ModelError, "weights", "decoder.layers.0.self_attention.linear_qkv.weight"):
         HfWeights(source, config)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import megatron_folders as made
+from support.refusals import refuses
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.store import open_store
 from wavemare.megatron.write import write_torch_dist
@@ -171,7 +172,7 @@ def test_large_sets_have_several_files(tmp_path, monkeypatch):
 def test_layers_that_differ_are_refused(tmp_path):
     state = made.model("llama")
     del state["decoder.layers.2.mlp.linear_fc1.weight"]
-    with pytest.raises(ModelError, match="layer 2"):
+    with refuses(ModelError, "weights", "decoder.layers.2"):
         write_torch_dist(tmp_path / "no", MemorySource(state), arguments={}, iteration=7)
     assert not (tmp_path / "no").exists()
 
@@ -191,7 +192,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
 @pytest.mark.parametrize("iteration", [-3, 1.5, True, None])
 def test_an_iteration_that_is_none(tmp_path, iteration):
     weights = MemorySource(made.model("llama"))
-    with pytest.raises(ModelError, match="iteration"):
+    with refuses(ModelError, "iteration"):
         write_torch_dist(tmp_path / "a", weights, arguments={}, iteration=iteration)
     assert list(tmp_path.iterdir()) == []
 

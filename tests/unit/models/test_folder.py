@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_models import CONFIGS, build, files
+from support.refusals import refuses
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.models.folder import HfFolder, write_folder
 from wavemare.models.source import MemorySource, Stored
@@ -167,7 +168,7 @@ def rename(folder, old, new):
 
 def test_a_missing_weight_is_named(llama):
     rename(llama, "model.norm.weight", "model.norm.other")
-    with pytest.raises(ModelError, match=r"weight = 'model\.norm\.weight'"):
+    with refuses(ModelError, "weight", "model.norm.weight"):
         HfFolder(llama)
 
 
@@ -183,7 +184,7 @@ def test_ties_that_the_files_break(tmp_path):
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    with pytest.raises(ModelError, match="ties it"):
+    with refuses(ModelError, "weight", "lm_head.weight"):
         HfFolder(tmp_path)
     with torch.no_grad():
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
@@ -265,5 +266,5 @@ def test_a_file_that_changes_under_its_reader(llama):
     folder = HfFolder(llama)
     for path in llama.glob("*.safetensors"):
         path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="changed"):
+    with refuses(CheckpointError, "weights"):
         folder.read("model.norm.weight")
