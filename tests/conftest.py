@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
+import hashlib
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -235,20 +238,24 @@ def fork(rank_server, tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module")
-def _launched():
-    return {}
-
-
 @pytest.fixture
-def launch_once(launch, _launched):
-    """Run a program once for all tests of a file; return the results by rank."""
+def launch_once(request, launch, tmp_path_factory):
+    """Run a program once for all tests of a file, in whichever worker; return results by rank."""
+    base = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        base = base.parent  # that of all workers
 
     def run(*command, ranks=2, timeout=LIMIT_S, own=False):
-        key = (*command, ranks)
-        if key not in _launched:
-            _launched[key] = launch(*command, ranks=ranks, timeout=timeout, own=own)
-        finished = _launched[key].check()
+        key = repr((str(request.path), command, ranks))
+        folder = base / f"launched-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        folder.mkdir(exist_ok=True)
+        kept = folder / "finished.pickle"
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second worker waits for the results of the first
+            if not kept.exists():
+                finished = launch(*command, ranks=ranks, timeout=timeout, own=own, folder=folder)
+                kept.write_bytes(pickle.dumps(finished))
+        finished = pickle.loads(kept.read_bytes()).check()
         return [finished.result(rank) for rank in range(ranks)]
 
     return run

@@ -15,6 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from wavemare.engine.launch.environment import free_port
 
+pytestmark = pytest.mark.long
+
 MESSAGE = "key = 'value': the reason. The remedy.\n"
 RAISE = "raise ConfigError('key', 'value', 'the reason', 'The remedy')"
 

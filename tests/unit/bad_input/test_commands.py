@@ -235,6 +235,7 @@ for act in (SparseComm, lambda: blend_index([1.0, 2.0], 3)):
 """
 
 
+@pytest.mark.long
 def test_what_numba_compiles_names_its_extra():
     command = [sys.executable, "-c", WITHOUT_NUMBA]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -87,6 +87,7 @@ def nightly(*case):
     return pytest.param(*case, marks=pytest.mark.nightly)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "values", "key", "ends"),
     [

@@ -71,6 +71,7 @@ def test_options_choose_the_plan(options, plan):
     assert text.endswith(f"\n{grid(plan)}\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "plan"),
     [

@@ -71,6 +71,8 @@ sys.exit(int(code))
 """
 KINDS = pytest.mark.parametrize("launcher", ["", LAUNCHER], ids=["ranks", "launcher"])
 
+pytestmark = pytest.mark.long
+
 
 class Supervised:
     """A supervisor with two ranks, each of which has a helper."""

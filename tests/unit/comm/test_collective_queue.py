@@ -116,6 +116,7 @@ def test_queues_that_take_turns_run_in_the_order_of_their_calls():
         each.close()
 
 
+@pytest.mark.long
 def test_a_collective_in_flight_ends_before_the_interpreter():
     program = (
         "import time, torch\n"

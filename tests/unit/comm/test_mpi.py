@@ -182,6 +182,7 @@ def test_a_group_made_without_a_name_of_its_backend_is_gloo_here(backend):
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_without_a_library_the_transport_says_what_to_install():
     program = "from wavemare.comm.transport import open_transport; open_transport(choice='mpi')"
     environment = os.environ | {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}

@@ -13,6 +13,7 @@ MOST_PER_TOKEN = 60
 """Bytes: the tokens themselves, their text, which is mapped, and different pairs of tokens."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [

@@ -107,6 +107,7 @@ def test_both_equal_the_slow_twin(make_store, train, validation, length, windows
     assert found == pytest.approx({"unigram": unigram, "bigram": bigram}, rel=1e-12)
 
 
+@pytest.mark.long
 def test_a_bounded_part_of_a_large_corpus_is_counted():
     """Of 8 million tokens, in several parts: as much as of the part by itself."""
     draw = np.random.default_rng(1)

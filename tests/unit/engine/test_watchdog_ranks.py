@@ -30,6 +30,8 @@ from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.files import this_machine
 
+pytestmark = pytest.mark.long
+
 CLONE_NEWPID = 0x20000000
 FORK = multiprocessing.get_context("fork")
 

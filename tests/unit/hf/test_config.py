@@ -224,6 +224,7 @@ def read_by(rank, kind, *, workers=0, epoch=0, skipped=0, dropout=0):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_replicas_share_an_order_however_it_is_drawn(kind, workers):

@@ -275,6 +275,7 @@ def deep(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("to", ["hf", "megatron"])
 def test_a_killed_conversion_goes_on(deep, tmp_path, to):
     source, whole = (deep / ("megatron" if to == "hf" else "hf")), deep / to

@@ -160,6 +160,7 @@ def test_a_model_of_ones_own_needs_our_collectives_alone(alone):
         assert torch.equal(value.grad, other.grad)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [2, 12])
 def test_the_peak_is_that_of_one_wave(layers, alone):
     model = Stack(layers, alone, width=64)

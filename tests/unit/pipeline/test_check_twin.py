@@ -282,6 +282,7 @@ def damaged(plan, data):
     return replace(plan, ranks=tuple(ranks))
 
 
+@pytest.mark.long
 @settings(max_examples=800)
 @given(plan=small_plans, changes=st.integers(0, 2), data=st.data())
 def test_the_check_agrees_with_its_twin(plan, changes, data):

@@ -48,6 +48,7 @@ def test_the_table_of_gains(c, two, eight, limit):
         assert found == pytest.approx(expected, rel=0.01, abs=0.005)
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(f=st.integers(1, 9), c=st.integers(0, 12))
 def test_the_limit_of_many_micro_batches_is_the_closed_form(f, c):

@@ -21,6 +21,7 @@ def kernels():
     return NumbaKernels()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums that overflow are meant
