@@ -32,7 +32,7 @@ PAGES = (
     Path(__file__).with_name("models.md"),
     Path(__file__).with_name("schedules.md"),
     Path(__file__).with_name("huggingface.md"),
-    Path(__file__).with_name("megatron.md"),
+    Path(__file__).with_name("megatron-options.md"),
     Path(__file__).with_name("performance.md"),
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's options, in one table: what each of them sets here, or why it sets nothing.
 
-`arguments.py` makes options of a command line from it, and docs/reference.py a part of
-docs/megatron.md.
+`arguments.py` makes options of a command line from it, and docs/reference.py the tables of
+docs/megatron-options.md.
 """
 
 from __future__ import annotations
