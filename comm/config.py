@@ -124,9 +124,9 @@ class SparseCollectiveConfig(Section):
     accelerator. gloo always takes ``pinned``."""
 
     known_rows: Literal["on", "off", "check"] = "on"
-    """Whether the rows of an embedding's gradient are taken from the backward pass instead of
-    searched for. ``on`` also searches in some calls; if they differ in one of the first eight, the
-    bucket is searched from then on. ``check`` always searches, and refuses a difference."""
+    """``on``: the rows of an embedding's gradient come from the backward pass. Some calls also
+    search for them; if one of the first eight finds other rows, the bucket is searched from then
+    on. ``check`` searches in each call, and refuses a difference. ``off`` always searches."""
 
     compressor: CompressorConfig | None = None
     """Which blocks each rank holds back and adds to its next gradient. If omitted: none."""
