@@ -37,27 +37,27 @@ class CompressorConfig(Section):
     """How gradients are made sparse before they are sent."""
 
     type: CompressorKind = "block_topk"
-    """Which blocks are sent: the largest, random ones, those that reach a threshold, or the
-    largest beside the norm of their weights."""
+    """Which blocks are sent: those with the largest norms, random ones, those whose norm reaches a
+    threshold, or those with the largest norm relative to that of their weights."""
 
     ratio: float = Field(default=0.01, gt=0, le=1)
-    """Share of the blocks of a bucket that is sent; not for ``block_threshold``."""
+    """The share of the blocks of a bucket that is sent; not for ``block_threshold``."""
 
     threshold: float | None = Field(default=None, gt=0, allow_inf_nan=False, validate_default=True)
-    """Smallest L2 norm of a block that is sent; only for ``block_threshold``."""
+    """For ``block_threshold``: the smallest L2 norm of a block that is sent."""
 
     seed: int = Field(default=0, ge=0)
-    """Seed of the choice of blocks; only for ``block_randomk``."""
+    """For ``block_randomk``: the seed of the choice."""
 
     error_feedback: bool = True
-    """Whether blocks that are not sent are added to the next gradient; else they are lost."""
+    """Adds blocks that are not sent to the next gradient. Otherwise they are lost."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of first optimizer steps that send everything."""
+    """The number of first optimizer steps that send everything."""
 
     density_warmup_steps: int = Field(default=0, ge=0)
-    """Steps after these in which the share of sent blocks falls geometrically from a quarter to
-    ``ratio``; not for ``block_threshold``."""
+    """For so many steps after these, the share of blocks that are sent falls geometrically from a
+    quarter to ``ratio``; not for ``block_threshold``."""
 
     def share(self, step: int) -> float:
         """Return the share of the blocks that a step sends.
@@ -100,38 +100,38 @@ class SparseCollectiveConfig(Section):
     """How gradients are summed over the data ranks."""
 
     mode: Literal["off"] | Mode = "off"
-    """What sums gradients: DeepSpeed (``off``), the executor predicted to be the fastest for a
-    bucket (``auto``), or one executor by name; ``dense`` and ``packed`` need ``deterministic`` to
+    """What sums gradients: DeepSpeed (``off``), the way that is predicted to be the fastest for
+    each bucket (``auto``), or one way by name. ``dense`` and ``packed`` need ``deterministic`` to
     be false. ZeRO 1 and 2 with reduce-scatter take only ``auto``, ``ordered`` and ``pushpull``."""
 
     block: Annotated[int, Field(ge=1)] = 256
-    """Elements per block."""
+    """The number of elements in a block."""
 
     transport: Literal["auto", "mpi", "torch"] = "auto"
-    """``mpi``, ``torch`` (gloo, NCCL), or ``auto``: what the launch offers."""
+    """What carries the messages: ``mpi``, ``torch`` (gloo, NCCL), or what the launch offers
+    (``auto``)."""
 
     deterministic: bool = True
-    """Whether sums are made in the order of the ranks, so that they are the same bit for bit
-    whichever executor makes them."""
+    """Sums in the order of the ranks, so that the bits are the same whichever way is taken."""
 
     hierarchical: bool = False
-    """Whether ranks of one node first sum densely among themselves; not with the reduce-scatters
-    of ZeRO 1 and 2."""
+    """Ranks of one node first sum densely among themselves. Not with the reduce-scatters of ZeRO 1
+    and 2."""
 
     staging: Literal["auto", "direct", "pinned"] = "auto"
-    """How MPI gets an accelerator's blocks: through the host (``pinned``; gloo always does so),
-    ``direct``, or ``auto``."""
+    """How MPI gets the blocks of an accelerator: through the memory of the host (``pinned``), or
+    ``direct``. ``auto`` is ``direct`` if the transport of all ranks takes the memory of the
+    accelerator. gloo always takes ``pinned``."""
 
     known_rows: Literal["on", "off", "check"] = "on"
-    """Whether the rows of an embedding's gradient are taken from the backward pass instead of
-    searched for. ``check`` searches as well and refuses a difference. ``on`` does so in some
-    calls; after a difference in its first eight a bucket is searched from then on, without an
-    error."""
+    """``on``: the rows of an embedding's gradient come from the backward pass. Some calls also
+    search for them; if one of the first eight finds other rows, the bucket is searched from then
+    on. ``check`` searches in each call, and refuses a difference. ``off`` always searches."""
 
     compressor: CompressorConfig | None = None
-    """Which blocks each rank does not send but adds to its next gradient; if omitted, none."""
+    """Which blocks each rank holds back and adds to its next gradient. If omitted: none."""
 
     bucket_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Largest bucket; a larger parameter is a bucket by itself, and embeddings are never in one
-    bucket with other layers. By default a quarter of the non-embedding gradients, from 2 to
-    64 MiB, so that most leave during the backward pass; with a compressor 64 MiB."""
+    """The largest bucket. A larger parameter is a bucket by itself, and embeddings share no bucket
+    with other layers. If omitted: a quarter of the other gradients, from 2 to 64 MiB, so that most
+    leave during the backward pass; with a compressor 64 MiB."""

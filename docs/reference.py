@@ -32,7 +32,7 @@ PAGES = (
     Path(__file__).with_name("models.md"),
     Path(__file__).with_name("schedules.md"),
     Path(__file__).with_name("huggingface.md"),
-    Path(__file__).with_name("megatron.md"),
+    Path(__file__).with_name("megatron-options.md"),
     Path(__file__).with_name("performance.md"),
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
@@ -266,11 +266,20 @@ def table(name: str) -> str:
     """Return the table of a section's keys, or the table of all sections."""
     if name == "wavemare":
         head = ["section of `wavemare`", "purpose"]
-        rows = [[f"`{key}`", _first_line(model)] for key, model in SECTIONS.items()]
+        rows = [
+            [f"[`{key}`]({_place(key)})", _first_line(model)] for key, model in SECTIONS.items()
+        ]
     else:
         head = [f"key in `wavemare.{name}`", "values", "default", "meaning"]
         rows = [list(row) for row in keys(SECTIONS[name].model_json_schema())]
     return _markdown([head, ["---"] * len(head), *rows])
+
+
+def _place(section: str) -> str:
+    """Return the anchor of the heading above a section's table of keys."""
+    above = PAGES[0].read_text().partition(f"<!-- generated: keys of {section} -->")[0]
+    heading = re.findall(r"^#+ (.*)$", above, re.MULTILINE)[-1]
+    return "#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def keys(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:

@@ -25,11 +25,12 @@ class LrRescheduling(Section):
     """PipeMare's T1: the earlier the stage, the smaller its learning rate in the first steps."""
 
     enabled: bool = False
-    """Divide the rate of a stage with the mean staleness tau (in optimizer steps) by
-    ``max(1, tau) ** (1 - step / anneal_steps)``."""
+    """Starts early stages with a smaller rate: that of a stage with the mean staleness tau (in
+    optimizer steps) is divided by ``max(1, tau) ** (1 - step / anneal_steps)``."""
 
     anneal_steps: int = Field(default=2000, ge=1)
-    """Optimizer steps after ``warmup_steps`` until all stages have the schedule's own rate."""
+    """After so many steps, counted from the end of ``warmup_steps``, all stages have the schedule's
+    own rate."""
 
 
 class DiscrepancyCorrection(Section):
@@ -42,8 +43,8 @@ class DiscrepancyCorrection(Section):
     passes use the newest weights, and forward passes predict them (SpecTrain, PipeOptim)."""
 
     decay: float | None = Field(default=None, gt=0, lt=1)
-    """The paper's D: the mean's decay is ``D ** (1 / staleness)``. If omitted, the decay is
-    ``(staleness - 1) / (staleness + 1)``, the optimum of the quadratic model."""
+    """For ``ema``: the paper's D. The decay of the mean is ``D ** (1 / staleness)``. If omitted, it
+    is ``(staleness - 1) / (staleness + 1)``, the optimum of the quadratic model."""
 
 
 class PipeMareConfig(Section):
@@ -65,14 +66,15 @@ class PipeMareConfig(Section):
     staleness (above 1, its square root) times the difference of the two."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of first optimizer steps that are synchronous (PipeMare's T3)."""
+    """The number of first optimizer steps that are synchronous (PipeMare's T3)."""
 
     drain_interval: int = Field(default=0, ge=0)
-    """Optimizer steps between two drains of the pipeline; 0 drains only to evaluate and save."""
+    """How many optimizer steps lie between two drains of the pipeline. 0: it drains only to
+    evaluate and to save."""
 
     slack: int = Field(default=0, ge=0)
-    """Extra micro-batches in flight for each later stage. One hides the latency of slow messages,
-    and doubles delay and activations."""
+    """How many micro-batches each stage runs further ahead of the next one. 1 hides the latency of
+    slow messages, and doubles the delay and the activations."""
 
 
 class PipelineConfig(Section):
@@ -82,37 +84,37 @@ class PipelineConfig(Section):
     """
 
     schedule: Schedule | Annotated[str, Field(pattern=f"^{FILE}.")] = "1f1b"
-    """``1f1b`` empties the pipeline at each optimizer step; ``zb-h1``, ``interleaved``, ``zbv`` and
-    ``auto`` do so and idle less; ``pipemare`` never empties it. ``file:PATH`` runs the one-step
-    plan in a file, our text or torch's CSV."""
+    """``1f1b``, ``zb-h1``, ``interleaved``, ``zbv`` and ``auto`` empty the pipeline at each
+    optimizer step; the last four wait less. ``pipemare`` never empties it. ``file:PATH`` runs the
+    one-step plan in a file, in our text form or in torch's CSV."""
 
     stages: int = Field(default=1, ge=1)
-    """Number of pipeline stages; 1 trains the model as a plain data-parallel job. With
-    ``interleaved``, ``zbv``, ``auto`` and a file, the number of ranks; each may have several
+    """The number of pipeline stages; 1 is plain data parallelism. With ``interleaved``, ``zbv``,
+    ``auto`` and a file: the number of ranks of the pipeline, each of which may have several
     stages."""
 
     partition: str | list[int] = "parameters"
-    """Where the stages are cut: balanced by parameter count (``parameters``), by that without the
-    word embedding, whose rows are looked up (``compute``), or by measured time (``time``);
-    ``uniform`` (equal layer counts); or the first layer of each stage as a list."""
+    """What makes stages equal: the number of parameters (``parameters``), the same without the word
+    embedding (``compute``), measured times (``time``), or the number of layers (``uniform``). A
+    list gives the first layer of each stage."""
 
     chunks: int | None = Field(default=None, ge=1)
-    """Stages per rank of ``interleaved``; 2 if omitted."""
+    """For ``interleaved``: stages per rank; 2 if omitted."""
 
     memory_limit: str | None = None
-    """Activations that a rank keeps with ``auto``, as a share of 1F1B's on its first rank, such as
+    """For ``auto``: the most activations of a rank, as a share of 1F1B's on its first rank, such as
     ``0.63x``; ``1x`` if omitted."""
 
     dynamic_shape: bool = False
-    """Whether micro-batches differ in shape. Every message then carries its shape."""
+    """Set it if micro-batches differ in shape. Each message then carries its shape."""
 
     inputs: list[str] | None = None
-    """Names of the batch entries that travel with the hidden states; the model's default if
-    omitted."""
+    """The entries of a batch that travel with the hidden states. If omitted: the default of the
+    model."""
 
     untie: bool | None = None
-    """Whether an output head that shares the embedding's weights gets its own. If omitted, only
-    with ``pipemare``, whose stages cannot share a weight."""
+    """If the output head shares the weights of the embedding, it gets a copy of its own. If the key
+    is omitted: only with ``pipemare``, whose stages cannot share a weight."""
 
     pipemare: PipeMareConfig = PipeMareConfig()
     """Settings of the schedule ``pipemare``."""
@@ -143,6 +145,6 @@ class WaveletConfig(Section):
     """Two waves of micro-batches, half a cycle apart on the same device."""
 
     mode: Literal["off", "auto", "sync"] = "off"
-    """``sync`` pairs the backward pass of a micro-batch with the forward pass of the next: the
-    same sums as gradient accumulation. ``auto`` measures first and turns ``sync`` on where that
+    """``sync`` runs the backward pass of a micro-batch beside the forward pass of the next, and
+    gives the sums of gradient accumulation. ``auto`` measures first, and turns ``sync`` on if it
     pays."""

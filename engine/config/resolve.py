@@ -158,7 +158,7 @@ class TensorParallelConfig(Section):
     """Ranks that share every layer of a model, split as Megatron-LM does, by its class's plan."""
 
     size: int = Field(default=1, ge=1)
-    """How many consecutive ranks share a model; 1 for none."""
+    """The number of consecutive ranks that share a model; 1 for none."""
 
 
 class WavemareConfig(Section):

@@ -273,7 +273,7 @@ def _resolve_megatron(arguments: Arguments) -> Arguments:
     """Return the options with Megatron's in place of the recipe's own."""
     given: Any = arguments
     if idle := megatron.check(given):
-        tell(f"No meaning here (docs/megatron.md): {', '.join(idle)}")
+        tell(f"No meaning here (docs/megatron-options.md): {', '.join(idle)}")
     changes: dict[str, Any] = _steps_of_samples(given)
     if given.data_path is not None:
         changes["data"] = " ".join(given.data_path)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's options, in one table: what each of them sets here, or why it sets nothing.
 
-`arguments.py` makes options of a command line from it, and docs/reference.py a part of
-docs/megatron.md.
+`arguments.py` makes options of a command line from it, and docs/reference.py the tables of
+docs/megatron-options.md.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ _MODEL_ROWS = [
     *_rows(
         MODEL,
         bool,
-        ("group-query-attention", "num_key_value_heads", "--num-query-groups; without it, 1"),
+        ("group-query-attention", "num_key_value_heads", "groups of --num-query-groups, or 1"),
         ("use-rotary-position-embeddings", "the family", "as --position-embedding-type rope"),
         ("use-rope-scaling", "rope_parameters", "scale rotary positions as Llama 3.1 does"),
         ("swiglu", "the family", "feed-forward layers with a gate"),
@@ -180,15 +180,19 @@ _JSON_ROWS = [
         (
             "micro-batch-size",
             "train_micro_batch_size_per_gpu",
-            "alone, without accumulation",
+            "samples of a micro-batch; alone, without accumulation",
         ),
-        ("global-batch-size", "train_batch_size"),
-        ("tensor-model-parallel-size", f"{SECTION}.tensor_parallel.size"),
-        ("pipeline-model-parallel-size", f"{SECTION}.pipeline.stages"),
+        ("global-batch-size", "train_batch_size", "samples of a step, over all ranks"),
+        (
+            "tensor-model-parallel-size",
+            f"{SECTION}.tensor_parallel.size",
+            "ranks that share a layer",
+        ),
+        ("pipeline-model-parallel-size", f"{SECTION}.pipeline.stages", "pipeline stages"),
         (
             "num-virtual-stages-per-pipeline-rank",
             f"{SECTION}.pipeline.chunks",
-            "with the schedule interleaved",
+            "stages per rank, with the schedule interleaved",
         ),
         (
             "num-layers-per-virtual-pipeline-stage",
@@ -205,7 +209,11 @@ _JSON_ROWS = [
             f"{SECTION}.pipeline.partition",
             "layers of the last stage; needs --num-layers",
         ),
-        ("expert-model-parallel-size", f"{SECTION}.expert_parallel.size"),
+        (
+            "expert-model-parallel-size",
+            f"{SECTION}.expert_parallel.size",
+            "ranks that share experts",
+        ),
         ("lr-warmup-iters", "scheduler", "steps of warm-up"),
         ("lr-warmup-samples", "scheduler", "the same as a number of samples"),
         ("lr-decay-iters", "scheduler", "steps of the whole schedule; at least those of training"),
@@ -218,20 +226,20 @@ _JSON_ROWS = [
         ("lr", "optimizer.params.lr", "the highest rate"),
         ("min-lr", "scheduler", "lowest learning rate of the cosine schedule"),
         ("lr-warmup-fraction", "scheduler", "share of the steps for warm-up, such as 0.1"),
-        ("weight-decay", "optimizer.params.weight_decay"),
-        ("adam-beta1", "optimizer.params.betas.0"),
-        ("adam-beta2", "optimizer.params.betas.1"),
-        ("adam-eps", "optimizer.params.eps"),
-        ("sgd-momentum", "optimizer.params.momentum"),
+        ("weight-decay", "optimizer.params.weight_decay", "weight decay"),
+        ("adam-beta1", "optimizer.params.betas.0", "first beta of Adam"),
+        ("adam-beta2", "optimizer.params.betas.1", "second beta of Adam"),
+        ("adam-eps", "optimizer.params.eps", "epsilon of Adam"),
+        ("sgd-momentum", "optimizer.params.momentum", "momentum of SGD"),
         ("loss-scale", "fp16.loss_scale", "fixed scale of the loss, with --fp16"),
         ("initial-loss-scale", "fp16.initial_scale_power", "first scale, a power of 2"),
         ("min-loss-scale", "fp16.min_loss_scale", "lowest scale"),
         ("loss-scale-window", "fp16.loss_scale_window", "steps until it is raised"),
-        ("clip-grad", "gradient_clipping"),
+        ("clip-grad", "gradient_clipping", "largest norm of the gradients"),
         (
             "distributed-timeout-minutes",
             f"{SECTION}.watchdog.timeout_s",
-            "given in minutes",
+            "minutes that ranks wait before a run is ended",
         ),
     ),
     *_rows(
@@ -250,8 +258,8 @@ _JSON_ROWS = [
     *_rows(
         JSON,
         bool,
-        ("fp16", "fp16.enabled"),
-        ("bf16", "bf16.enabled"),
+        ("fp16", "fp16.enabled", "train in fp16"),
+        ("bf16", "bf16.enabled", "train in bf16"),
         ("use-distributed-optimizer", "zero_optimization.stage", "ZeRO 1 at least"),
         ("use-torch-fsdp2", "zero_optimization.stage", "ZeRO 3"),
         ("async-save", f"{SECTION}.checkpoint.background", "save in the background"),
@@ -261,14 +269,14 @@ _JSON_ROWS = [
 _RECIPE_ROWS = [
     Row("eval-iters", RECIPE, int, "--eval_samples", "batches of an evaluation, also the last one"),
     Row("train-samples", RECIPE, int, "--max_steps", "all samples; needs --global-batch-size"),
-    Row("data-path", RECIPE, list, "--data", "--data, split 969,30,1; several words are a blend"),
-    Row("save", RECIPE, str, "--output", "--output"),
+    Row("data-path", RECIPE, list, "--data", "data, with the split 969,30,1; several are a blend"),
+    Row("save", RECIPE, str, "--output", "the run folder"),
     Row(
         "load",
         RECIPE,
         str,
         "--output, or the first weights",
-        "--output, and --resume if it has a checkpoint; or a checkpoint of Megatron to start from",
+        "the run folder, whose run goes on; or a checkpoint of Megatron to start from",
     ),
     Row(
         "pretrained-checkpoint",
