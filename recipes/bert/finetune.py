@@ -28,12 +28,12 @@ from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.observe import Recording, print_rank_0
 from wavemare.training.arguments import ModelArguments, TrainArguments, option, parse_arguments
-from wavemare.training.balance import balance_devices
+from wavemare.training.balance import balanced_config
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluation_loader
 from wavemare.training.models import check_model_folder, load_classifier, model_config_of
 from wavemare.training.samples import classify
-from wavemare.training.setup import connect, leave, prepare, seed_dropout, wait_for_data
+from wavemare.training.setup import connect, leave, read_setup, seed_dropout, wait_for_data
 from wavemare.training.start import count_parameters, print_start
 from wavemare.training.text import read_labelled_texts
 
@@ -42,7 +42,7 @@ MODEL = str(Path(__file__).with_name("model.json"))
 
 @dataclass(frozen=True)
 class FinetuneArguments(ModelArguments, TrainArguments):
-    """Options of BERT fine-tuning, beside those of all recipes (``--data``, ``--seed``, ...)."""
+    """Options of BERT fine-tuning, beside those of all recipes (``--data``, ``--set``, ...)."""
 
     output: str = option("runs/bert-finetune", "run folder")
     model: str | None = option(
@@ -55,6 +55,7 @@ class FinetuneArguments(ModelArguments, TrainArguments):
     eval_interval: int = option(100, "steps between evaluations")
     save_interval: int = option(200, "steps between checkpoints")
     log_interval: int = option(5, "steps per line of metrics.jsonl")
+    seed: int = option(1234, "seed of weights, data order and dropout")
 
 
 def main() -> None:
@@ -62,9 +63,10 @@ def main() -> None:
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
     check_options(args)
-    setup = prepare(args)  # the JSON, checked for this number of processes
+    setup = read_setup(args)  # the JSON, checked for this number of processes
     model_config = model_config_of(args) if args.model is None else {}
     source = resolve(args.data)
+    # The run folder: metrics, events and results. Warnings are recorded from here on.
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # Texts and model, whole on every process. One process of each host reads the texts.
@@ -77,7 +79,7 @@ def main() -> None:
     print_start("wavemare: BERT classification", setup, model, corpus.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
-    config, layout = balance_devices(setup, model)  # measures them for --balance auto
+    config, layout = balanced_config(setup, model)  # --balance auto measures the devices
     engine, *_ = wavemare.initialize(model=model, config=config)
     print_rank_0(layout or engine.layout)
     seed_dropout(engine, args.seed)  # a checkpoint restores its own random numbers

@@ -25,19 +25,19 @@ from wavemare.training.arguments import (
     option,
     parse_arguments,
 )
-from wavemare.training.balance import balance_devices
+from wavemare.training.balance import balanced_config
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
 from wavemare.training.models import check_start, export, load_causal_model, tokenizer_of
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import connect, leave, prepare, seed_dropout, wait_for_data
+from wavemare.training.setup import connect, leave, read_setup, seed_dropout, wait_for_data
 from wavemare.training.start import count_parameters, print_start
 from wavemare.training.text import find_text, read_text
 
 
 @dataclass(frozen=True)
 class FinetuneArguments(TokenizerArguments, TrainArguments):
-    """Options of GPT fine-tuning, beside those of all recipes (``--data``, ``--seed``, ...)."""
+    """Options of GPT fine-tuning, beside those of all recipes (``--data``, ``--set``, ...)."""
 
     causal = True  # continues text, as the models in Megatron's checkpoints do
 
@@ -50,6 +50,7 @@ class FinetuneArguments(TokenizerArguments, TrainArguments):
     eval_interval: int = option(100, "steps between evaluations")
     save_interval: int = option(200, "steps between checkpoints")
     log_interval: int = option(5, "steps per line of metrics.jsonl")
+    seed: int = option(1234, "seed of weights, data order and dropout")
     prompt: str | None = option(None, "start of the sample text; by default a validation text's")
 
 
@@ -57,9 +58,10 @@ def main() -> None:
     """Load, train, evaluate, export and sample."""
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
-    setup = prepare(args)  # the JSON, checked for this number of processes
+    setup = read_setup(args)  # the JSON, checked for this number of processes
     check_start(args)
     source = find_text(args)
+    # The run folder: metrics, events and results. Warnings are recorded from here on.
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # Text. One process of each host reads and tokenizes it; the others take it from the cache.
@@ -75,7 +77,7 @@ def main() -> None:
     print_start("wavemare: GPT fine-tuning", setup, model, text.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
-    config, layout = balance_devices(setup, model)  # measures them for --balance auto
+    config, layout = balanced_config(setup, model)  # --balance auto measures the devices
     engine, *_ = wavemare.initialize(model=model, config=config)
     print_rank_0(layout or engine.layout)
     seed_dropout(engine, args.seed)  # a checkpoint restores its own random numbers

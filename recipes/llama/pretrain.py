@@ -32,12 +32,12 @@ from wavemare.training.arguments import (
     option,
     parse_arguments,
 )
-from wavemare.training.balance import balance_devices
+from wavemare.training.balance import balanced_config
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
 from wavemare.training.models import export, model_config_of, new_causal_model, tokenizer_of
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import connect, leave, prepare, seed_dropout, wait_for_data
+from wavemare.training.setup import connect, leave, read_setup, seed_dropout, wait_for_data
 from wavemare.training.start import count_parameters, print_start
 from wavemare.training.text import find_text, read_text
 
@@ -46,7 +46,7 @@ MODEL = str(Path(__file__).with_name("model.json"))
 
 @dataclass(frozen=True)
 class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
-    """Options of Llama pretraining, beside those of all recipes (``--data``, ``--seed``, ...)."""
+    """Options of Llama pretraining, beside those of all recipes (``--data``, ``--set``, ...)."""
 
     causal = True  # continues text, as the models in Megatron's checkpoints do
 
@@ -57,6 +57,7 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     eval_interval: int = option(100, "steps between evaluations")
     save_interval: int = option(100, "steps between checkpoints")
     log_interval: int = option(5, "steps per line of metrics.jsonl")
+    seed: int = option(1234, "seed of weights, data order and dropout")
     prompt: str | None = option(None, "start of the sample text; by default a validation text's")
 
 
@@ -66,7 +67,8 @@ def main() -> None:
     args = parse_arguments(PretrainArguments)
     source = find_text(args)
     model_config = model_config_of(args)
-    setup = prepare(args, prefers_bf16=True)  # the JSON, checked for this number of processes
+    setup = read_setup(args, prefers_bf16=True)  # the JSON, checked for this number of processes
+    # The run folder: metrics, events and results. Warnings are recorded from here on.
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # Text. One process of each host reads and tokenizes it; the others take it from the cache.
@@ -84,7 +86,7 @@ def main() -> None:
     )
 
     # Engine. The JSON decides the layout and the optimizer, and may name a learning rate.
-    config, layout = balance_devices(setup, model)  # measures them for --balance auto
+    config, layout = balanced_config(setup, model)  # --balance auto measures the devices
     rate = None if "scheduler" in config else learning_rate(args.max_steps)
     engine, *_ = wavemare.initialize(model=model, config=config, lr_scheduler=rate)
     print_rank_0(layout or engine.layout)

@@ -34,7 +34,7 @@ from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import evaluation_loader
 from wavemare.training.models import check_start, export, load_chat_model
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import Setup, connect, leave, prepare, seed_dropout, wait_for_data
+from wavemare.training.setup import Setup, connect, leave, read_setup, seed_dropout, wait_for_data
 from wavemare.training.start import count_parameters, print_start
 
 BEST = "best.json"
@@ -43,7 +43,7 @@ BEST = "best.json"
 
 @dataclass(frozen=True)
 class SftArguments(TokenizerArguments, TrainArguments):
-    """Options of fine-tuning, beside those of all recipes (``--data``, ``--seed``, ...)."""
+    """Options of fine-tuning, beside those of all recipes (``--data``, ``--set``, ...)."""
 
     causal = True  # continues text, as the models in Megatron's checkpoints do
 
@@ -54,6 +54,7 @@ class SftArguments(TokenizerArguments, TrainArguments):
     eval_interval: int = option(50, "steps between evaluations; the best one's model is exported")
     save_interval: int = option(200, "steps between checkpoints")
     log_interval: int = option(5, "steps per line of metrics.jsonl")
+    seed: int = option(1234, "seed of weights, data order and dropout")
     no_packing: bool = option(False, "one row per sample")
     long_rows: str = option(
         "cut", "what happens to rows that are too long: cut shortens them, skip leaves them out"
@@ -72,8 +73,9 @@ def main() -> None:
     check_options(args)
     check_start(args)
     source = resolve(args.data)
-    setup = prepare(args, prefers_bf16=True)  # the JSON, checked for this number of processes
+    setup = read_setup(args, prefers_bf16=True)  # the JSON, checked for this number of processes
     setup = replace(setup, config=complete(setup.config, args))
+    # The run folder: metrics, events and results. Warnings are recorded from here on.
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
     # Model and chats. Each process reads its own part of the weights, and one process of each host

@@ -64,7 +64,7 @@ def with_layout(config: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     return {**config, SECTION: {**config[SECTION], "parallel": plan}}
 
 
-def balance_devices(setup: Setup, model: Any) -> tuple[dict[str, Any], Layout | None]:
+def balanced_config(setup: Setup, model: Any) -> tuple[dict[str, Any], Layout | None]:
     """Return DeepSpeed's configuration of a model, and its layout; all ranks call this.
 
     ``--balance auto`` measures the devices. Without ``--balance`` the configuration is the setup's,

@@ -99,7 +99,7 @@ class Setup:
         return self.section.tensor_parallel.size
 
 
-def prepare(arguments: TrainArguments, *, prefers_bf16: bool = False) -> Setup:
+def read_setup(arguments: TrainArguments, *, prefers_bf16: bool = False) -> Setup:
     """Resolve and check the configuration, before torch and DeepSpeed are imported.
 
     Args:
