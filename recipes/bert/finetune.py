@@ -129,7 +129,7 @@ def main() -> None:
         if setup.rank == 0:
             text, label = corpus.validation[0]["text"], corpus.validation[0]["label"]
             answer = f"{classify(setup.model_folder, text)} (it is {corpus.label_names[label]})"
-            print_rank_0(f"\n{text[:300]}\n-> {answer}\n")
+            print(f"\n{text[:300]}\n-> {answer}\n", flush=True)
         figures = {**found, **count_samples(engine, final_loader, validation)}
         figures["parameters"] = count_parameters(setup, model)
         majority = majority_baseline(corpus)

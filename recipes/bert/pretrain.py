@@ -130,7 +130,7 @@ def main() -> None:
         recording.log_eval(args.max_steps, eval_loss=eval_loss)
         wavemare.save_pretrained(engine, setup.model_folder, tokenizer=text.tokenizer)
         if setup.rank == 0:
-            print_rank_0(f"\n{fill_gap(setup.model_folder, args.prompt)}\n")
+            print(f"\n{fill_gap(setup.model_folder, args.prompt)}\n", flush=True)
         figures = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         figures["parameters"] = count_parameters(setup, model)
         recording.finish(figures, lambda: text.unigram_baselines(args.sequence_length))

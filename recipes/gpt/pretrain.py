@@ -129,7 +129,7 @@ def main() -> None:
         recording.log_eval(args.max_steps, eval_loss=eval_loss)
         export(args, engine, setup.model_folder, text.tokenizer)
         if setup.rank == 0:
-            print_rank_0(f"\n{continue_text(setup.model_folder, prompt, args.seed)}\n")
+            print(f"\n{continue_text(setup.model_folder, prompt, args.seed)}\n", flush=True)
         figures = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         figures["parameters"] = count_parameters(setup, model)
         recording.finish(figures, lambda: text.baselines(args.sequence_length, setup.final_samples))

@@ -74,7 +74,7 @@ def main() -> None:
     check_start(args)
     source = resolve(args.data)
     setup = read_setup(args, prefers_bf16=True)  # the JSON, checked for this number of processes
-    setup = replace(setup, config=complete(setup.config, args))
+    setup = replace(setup, config=completed_config(setup.config, args))
     # The run folder: metrics, events and results. Warnings are recorded from here on.
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
@@ -117,7 +117,7 @@ def main() -> None:
 
             if step == args.max_steps or step % args.eval_interval == 0:
                 with recording.paused():
-                    engine.synchronize()  # asynchronous stages finish: this is exported
+                    engine.synchronize()  # asynchronous stages finish their steps
                     eval_loss = weighted_batches.loss(eval_loader)
                     recording.log_eval(step, eval_loss=eval_loss)
                     if not best or eval_loss < best["eval_loss"]:
@@ -139,7 +139,7 @@ def main() -> None:
     if not stopped:
         if setup.rank == 0:
             answer = continue_text(setup.model_folder, chats.question(), args.seed)
-            print_rank_0(f"\n{answer}\n")
+            print(f"\n{answer}\n", flush=True)
         figures = {"eval_loss": best["eval_loss"], "best step": best["step"]}
         recording.finish({**figures, "parameters": count_parameters(setup, model)})
     leave()
@@ -175,7 +175,7 @@ def read_best(setup: Setup) -> dict[str, Any]:
     return dict(gather(found)[0])  # hosts may have a folder each
 
 
-def complete(config: dict[str, Any], args: SftArguments) -> dict[str, Any]:
+def completed_config(config: dict[str, Any], args: SftArguments) -> dict[str, Any]:
     """Return the configuration with a learning rate, and with what travels through a pipeline."""
     config = copy.deepcopy(config)
     rates = config.get("optimizer", {}).get("params", {})

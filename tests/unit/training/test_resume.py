@@ -10,6 +10,7 @@ from torch import distributed as dist
 
 from support.refusals import refuses
 from wavemare.errors import ConfigError
+from wavemare.recipes.llama.sft import BEST, read_best
 from wavemare.training.arguments import TrainArguments
 from wavemare.training.checkpoints import load_checkpoint, resumes_after_restart
 from wavemare.training.setup import Setup, adapt_accumulation, connect
@@ -56,10 +57,28 @@ def test_the_batch_is_accumulated_over_fewer_ranks():
     assert config == sizes
 
 
+def continued(arguments):
+    known = {"config": {}, "layout": None, "section": None, "batch": {}}
+    return Setup(arguments, **known, resume=True, foreign=None, rank=0, world_size=1)
+
+
 def test_a_run_that_is_past_the_last_step_is_not_continued():
     engine = SimpleNamespace(global_steps=20, load_checkpoint=lambda folder: (folder, {}))
     arguments = TrainArguments(max_steps=19)
-    known = {"config": {}, "layout": None, "section": None, "batch": {}}
-    setup = Setup(arguments, **known, resume=True, foreign=None, rank=0, world_size=1)
     with refuses(ConfigError, "--max_steps", 19):
-        load_checkpoint(setup, engine, None)
+        load_checkpoint(continued(arguments), engine, None)
+
+
+def test_a_host_without_the_file_knows_the_best_evaluation_of_rank_0(tmp_path, monkeypatch):
+    """Else its ranks would export, which takes all ranks, where the others do not."""
+    best = {"eval_loss": 1.5, "step": 10}
+
+    def gather(found, own, group=None):
+        found[:] = [best, own]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    setup = continued(TrainArguments(output=str(tmp_path)))
+    assert read_best(setup) == best
+    (tmp_path / BEST).write_text('{"eval_loss": 1.25, "step": 5}')  # of another run there
+    assert read_best(setup) == best
