@@ -19,12 +19,7 @@ from wavemare.data.loader import ResumableLoader
 from wavemare.engine import Interruption
 from wavemare.failure import run_main
 from wavemare.observe import Recording, print_rank_0
-from wavemare.training.arguments import (
-    TokenizerArguments,
-    TrainArguments,
-    option,
-    parse_arguments,
-)
+from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
 from wavemare.training.balance import balanced_config
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader

@@ -85,10 +85,10 @@ def main() -> None:
         "wavemare: Llama pretraining", setup, model, text.describe(), "warm-up, constant, decay"
     )
 
-    # Engine. The JSON decides the layout and the optimizer, and may name a learning rate.
+    # Engine. The JSON decides the layout and the optimizer, and may have a scheduler of its own.
     config, layout = balanced_config(setup, model)  # --balance auto measures the devices
-    rate = None if "scheduler" in config else learning_rate(args.max_steps)
-    engine, *_ = wavemare.initialize(model=model, config=config, lr_scheduler=rate)
+    scheduler = None if "scheduler" in config else scheduler_of(args.max_steps)
+    engine, *_ = wavemare.initialize(model=model, config=config, lr_scheduler=scheduler)
     print_rank_0(layout or engine.layout)
     seed_dropout(engine, args.seed)  # a checkpoint restores its own random numbers
 
@@ -142,8 +142,8 @@ def main() -> None:
     leave()
 
 
-def learning_rate(steps: int) -> Callable[[Any], Any]:
-    """Return what makes the schedule of an optimizer: a tenth to warm up, a fifth to decay."""
+def scheduler_of(steps: int) -> Callable[[Any], Any]:
+    """Return what makes an optimizer's scheduler: a tenth warms up, the last fifth decays."""
     from transformers import get_wsd_schedule
 
     warmup, decay = max(steps // 10, 1), steps // 5
