@@ -76,7 +76,7 @@ def main() -> None:
     tokenizer, model = load_classifier(args, corpus, model_config, setup.tensor_parallel)
     train, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
     wait_for_data(setup)  # a collective would time out while one host still reads
-    print_start("wavemare: BERT classification", setup, model, corpus.describe())
+    print_start("BERT classification", setup, model, corpus.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
     config, layout = balanced_config(setup, model)  # --balance auto measures the devices
@@ -129,7 +129,7 @@ def main() -> None:
         if setup.rank == 0:
             text, label = corpus.validation[0]["text"], corpus.validation[0]["label"]
             answer = f"{classify(setup.model_folder, text)} (it is {corpus.label_names[label]})"
-            print(f"\n{text[:300]}\n-> {answer}\n", flush=True)
+            print(f"\nThe model in {setup.model_folder} classifies:\n{text[:300]}\n-> {answer}\n")
         figures = {**found, **count_samples(engine, final_loader, validation)}
         figures["parameters"] = count_parameters(setup, model)
         majority = majority_baseline(corpus)

@@ -79,7 +79,7 @@ def main() -> None:
     model = new_masked_model(args, model_config, text.tokenizer, setup.tensor_parallel)
     text.check_fits(args.sequence_length, model.config)
     check_gap(text.tokenizer, args.prompt, max_positions(model.config))
-    print_start("wavemare: BERT pretraining", setup, model, text.describe())
+    print_start("BERT pretraining", setup, model, text.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
     config, layout = balanced_config(setup, model)  # --balance auto measures the devices
@@ -130,7 +130,8 @@ def main() -> None:
         recording.log_eval(args.max_steps, eval_loss=eval_loss)
         wavemare.save_pretrained(engine, setup.model_folder, tokenizer=text.tokenizer)
         if setup.rank == 0:
-            print(f"\n{fill_gap(setup.model_folder, args.prompt)}\n", flush=True)
+            sample = fill_gap(setup.model_folder, args.prompt)
+            print(f"\nThe model in {setup.model_folder} fills in:\n{sample}\n", flush=True)
         figures = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         figures["parameters"] = count_parameters(setup, model)
         recording.finish(figures, lambda: text.unigram_baselines(args.sequence_length))

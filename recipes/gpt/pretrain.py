@@ -78,7 +78,7 @@ def main() -> None:
     model = new_causal_model(args, model_config, text.tokenizer, setup.tensor_parallel)
     text.check_fits(args.sequence_length, model.config)
     prompt = text.choose_prompt(args.prompt, model.config)
-    print_start("wavemare: GPT pretraining", setup, model, text.describe())
+    print_start("GPT pretraining", setup, model, text.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
     config, layout = balanced_config(setup, model)  # --balance auto measures the devices
@@ -129,7 +129,8 @@ def main() -> None:
         recording.log_eval(args.max_steps, eval_loss=eval_loss)
         export(args, engine, setup.model_folder, text.tokenizer)
         if setup.rank == 0:
-            print(f"\n{continue_text(setup.model_folder, prompt, args.seed)}\n", flush=True)
+            sample = continue_text(setup.model_folder, prompt, args.seed)
+            print(f"\nThe model in {setup.model_folder} writes:\n{sample}\n", flush=True)
         figures = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         figures["parameters"] = count_parameters(setup, model)
         recording.finish(figures, lambda: text.baselines(args.sequence_length, setup.final_samples))

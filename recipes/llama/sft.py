@@ -84,7 +84,7 @@ def main() -> None:
     tokenizer, model = load_chat_model(args)
     chats = read_chats(source, args, tokenizer)
     wait_for_data(setup)  # a collective would time out while one host still reads
-    print_start("wavemare: supervised fine-tuning", setup, model, chats.describe())
+    print_start("supervised fine-tuning", setup, model, chats.describe())
     print_rank_0(chats.preview())
 
     # Engine and batches. The loss of a step is the mean over its trained tokens on all ranks.
@@ -139,7 +139,7 @@ def main() -> None:
     if not stopped:
         if setup.rank == 0:
             answer = continue_text(setup.model_folder, chats.question(), args.seed)
-            print(f"\n{answer}\n", flush=True)
+            print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
         figures = {"eval_loss": best["eval_loss"], "best step": best["step"]}
         recording.finish({**figures, "parameters": count_parameters(setup, model)})
     leave()

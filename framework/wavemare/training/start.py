@@ -25,7 +25,7 @@ def print_start(
         corpus: What it learns from, by name.
         rate: How the learning rate changes if the JSON has no scheduler; constant if omitted.
     """
-    Screen(rank=setup.rank).panel(title, _groups(setup, model, corpus, rate))
+    Screen(rank=setup.rank).panel(f"wavemare: {title}", _groups(setup, model, corpus, rate))
 
 
 def _groups(
