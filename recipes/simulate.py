@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from wavemare.engine.config.resolve import SECTION
 from wavemare.errors import CheckpointError, ConfigError, did_you_mean
@@ -89,13 +89,8 @@ def main(make: Any = None) -> None:
     from wavemare.data.loader import ResumableLoader, evaluation_batches
     from wavemare.simulation import SimulatedPipeline
 
-    text = read_text(
-        source,
-        arguments,
-        "gpt" if name == "gpt" else "bert",
-        tokenizer=arguments.tokenizer,
-        vocab_size=arguments.trained_vocabulary,
-    )
+    kind: Literal["gpt", "bert"] = "gpt" if name == "gpt" else "bert"
+    text = read_text(source, arguments, kind, tokenizer=arguments.tokenizer)
     if text.split is not None:
         reason = "a simulation reads no data in Megatron's order"
         raise ConfigError("--data", arguments.data, reason, "Give one text")
@@ -112,13 +107,10 @@ def main(make: Any = None) -> None:
         data_world_size=1,
         seed=arguments.seed,
     )
-    recording.tokens = pipeline.micro_batches * pipeline.micro_batch_size
-    recording.tokens *= arguments.sequence_length
-    recording.config = config
-    losses: list[float] = []
-    if saved:
-        losses += go_on(saved, pipeline, batches, recording)
-    with recording:
+    samples = pipeline.micro_batches * pipeline.micro_batch_size
+    losses, seconds = go_on(saved, pipeline, batches) if saved else ([], 0.0)
+    tokens = samples * arguments.sequence_length
+    with recording.training(None, tokens=tokens, seconds=seconds, config=config):
         for step in range(pipeline.global_steps + 1, arguments.max_steps + 1):
             rate = pipeline.learning_rate
             with recording.step(step):
@@ -130,7 +122,7 @@ def main(make: Any = None) -> None:
                 loss = pipeline.evaluate(
                     evaluation_batches(validation, _EVALUATED_AT_ONCE, limit=arguments.eval_samples)
                 )
-                recording.run.log(step, eval_loss=loss)
+                recording.log_eval(step, eval_loss=loss)
             if step % arguments.save_interval == 0 and step < arguments.max_steps:
                 state = {
                     "replay": pipeline.replay.state_dict(),
@@ -173,16 +165,18 @@ def read_checkpoint(arguments: Any, config: Any) -> dict[str, Any]:
     return state
 
 
-def go_on(saved: dict[str, Any], pipeline: Any, batches: Any, recording: Recording) -> list[float]:
-    """Put all of a run as it was at its checkpoint; return the losses that are not logged yet."""
+def go_on(saved: dict[str, Any], pipeline: Any, batches: Any) -> tuple[list[float], float]:
+    """Put all of a run as it was at its checkpoint.
+
+    Returns:
+        The losses that are not logged yet, and the training time so far in seconds.
+    """
     import torch
 
     pipeline.replay.load_state_dict(saved["replay"])
     batches.load_state_dict(saved["loader"])
     torch.set_rng_state(saved["random"])
-    recording.seconds = saved["seconds"]
-    losses: list[float] = saved["losses"]
-    return losses
+    return saved["losses"], saved["seconds"]
 
 
 def _checkpoint(arguments: Any) -> Path:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -43,6 +44,7 @@ from wavemare.pipeline.plan.files import GivenPlan
 
 if TYPE_CHECKING:
     from wavemare.engine import DualPipeVEngine, Engine, PipelineEngine
+    from wavemare.engine.health.watchdog import Watchdog
 
 logger = logging.getLogger("wavemare")
 
@@ -120,31 +122,40 @@ def initialize(
     values = read_config(args, config, config_params)
     check_complete(values)
     ours = WavemareConfig.of(values)
-    watchdog = acquire(ours.watchdog) if SECTION in values and ours.watchdog.enabled else None
+    with _watched(ours, watches=SECTION in values) as (watchdog, made):
+        if dist_init_required is not False:
+            init_distributed(distributed_port)
+        if watchdog is not None and dist.is_initialized():
+            watchdog.meet()
+        result = _build(
+            values,
+            ours,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            mpu=mpu,
+            args=args,
+            training_data=training_data,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            mesh_param=mesh_param,
+            given=config if config is not None else config_params,
+            plan=plan,
+            made=made,
+        )
+    result[0].watchdog = watchdog
+    return result
+
+
+@contextmanager
+def _watched(ours: WavemareConfig, *, watches: bool) -> Iterator[tuple[Watchdog | None, list[Any]]]:
+    """Give the watchdog, if there is one, and a list for process groups; undo both on errors."""
+    watchdog = acquire(ours.watchdog) if watches and ours.watchdog.enabled else None
     made: list[Any] = []
     try:
         with naming_compiler(), PROGRESS.doing("initialize"):
-            if dist_init_required is not False:
-                init_distributed(distributed_port)
-            if watchdog is not None and dist.is_initialized():
-                watchdog.meet()
-            result = _build(
-                values,
-                ours,
-                model=model,
-                optimizer=optimizer,
-                model_parameters=model_parameters,
-                lr_scheduler=lr_scheduler,
-                mpu=mpu,
-                args=args,
-                training_data=training_data,
-                dist_init_required=dist_init_required,
-                collate_fn=collate_fn,
-                mesh_param=mesh_param,
-                given=config if config is not None else config_params,
-                plan=plan,
-                made=made,
-            )
+            yield watchdog, made
             if watchdog is not None:  # DeepSpeed has made groups
                 watchdog.extend_deadline()
     except BaseException:
@@ -152,8 +163,6 @@ def initialize(
             watchdog.release(notify=False)
         destroy_groups(made)
         raise
-    result[0].watchdog = watchdog
-    return result
 
 
 def _build(

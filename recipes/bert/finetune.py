@@ -8,60 +8,54 @@ By default it learns to tell which standard-library package a snippet comes from
 With a pretrained model and a table of one's own (TSV, CSV or JSONL)::
 
     wavemare train bert/finetune -- --model runs/bert-pretrain/model --data reviews.tsv
+
+``finetune.json`` has the batch, the optimizer, the learning rate and the layout: two stages with
+1F1B. ``--set`` changes it (docs/recipes.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import wavemare
+from wavemare.data.classification import majority_baseline, prepare_encoded, scores
 from wavemare.data.loader import ResumableLoader
 from wavemare.data.sources import resolve
+from wavemare.engine import Interruption
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
-from wavemare.observe.recording import Recording
-from wavemare.training.arguments import (
-    ModelArguments,
-    TrainArguments,
-    option,
-    parse_arguments,
-)
-from wavemare.training.models import (
-    Evaluation,
-    check_model_folder,
-    count_parameters,
-    load_classifier,
-    read_model_config,
-    start_up_panel,
-)
+from wavemare.observe import Recording, print_rank_0
+from wavemare.training.arguments import ModelArguments, TrainArguments, option, parse_arguments
+from wavemare.training.balance import balanced_config
+from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
+from wavemare.training.evaluation import count_samples, evaluation_loader
+from wavemare.training.models import check_model_folder, load_classifier, model_config_of
 from wavemare.training.samples import classify
-from wavemare.training.setup import (
-    connect,
-    leave,
-    load_run,
-    prepare,
-    save_run,
-    seed_dropout,
-    wait_for_data,
-)
+from wavemare.training.setup import connect, leave, read_setup, seed_dropout, wait_for_data
+from wavemare.training.start import count_parameters, print_start
+from wavemare.training.text import read_labelled_texts
+
+MODEL = str(Path(__file__).with_name("model.json"))
 
 
 @dataclass(frozen=True)
 class FinetuneArguments(ModelArguments, TrainArguments):
-    """Options of BERT finetuning."""
+    """Options of BERT fine-tuning, beside those of all recipes (``--data``, ``--set``, ...)."""
 
     output: str = option("runs/bert-finetune", "run folder")
     model: str | None = option(
         None, "Hugging Face folder to start from; a new small model if omitted"
     )
-    model_config: str = option(
-        str(Path(__file__).with_name("model.json")), "transformers configuration of a new model"
-    )
+    model_config: str = option(MODEL, "transformers configuration of a new model")
     label_column: str = option("label", "column of the labels")
+    sequence_length: int = option(128, "tokens per sample")
     max_steps: int = option(300, "optimizer steps")
+    eval_interval: int = option(100, "steps between evaluations")
+    save_interval: int = option(200, "steps between checkpoints")
+    log_interval: int = option(5, "steps per line of metrics.jsonl")
+    seed: int = option(1234, "seed of weights, data order and dropout")
 
 
 def main() -> None:
@@ -69,89 +63,74 @@ def main() -> None:
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
     check_options(args)
-    setup = prepare(args)
-    model_config: dict[str, Any] = {}
-    if args.model is not None:
-        check_model_folder(args.model, args.sequence_length)
-    else:
-        model_config = read_model_config(args.model_config, args.sequence_length, args)
+    setup = read_setup(args)  # the JSON, checked for this number of processes
+    model_config = model_config_of(args) if args.model is None else {}
     source = resolve(args.data)
+    # The run folder: metrics, events and results. Warnings are recorded from here on.
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
-    # The texts and the model, whole on every process.
-    connect(setup)  # before the model: it seeds the weights alike on all processes
-
-    from wavemare.data.classification import (
-        majority_baseline,
-        prepare_classification,
-        prepare_encoded,
-    )
-
-    cache = Path(args.cache).expanduser()
-    columns = {"text_column": args.text_column, "label_column": args.label_column}
-    corpus = prepare_classification(source, cache, **columns)
-    tokenizer, model = load_classifier(
-        args, corpus, model_config, setup.section.tensor_parallel.size
-    )
-    samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
+    # Texts and model, whole on every process. One process of each host reads the texts.
+    connect(setup)  # also seeds the weights of the model alike on all processes
+    corpus = read_labelled_texts(source, args)
+    num_classes = len(corpus.label_names)
+    tokenizer, model = load_classifier(args, corpus, model_config, setup.tensor_parallel)
+    train, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
     wait_for_data(setup)  # a collective would time out while one host still reads
-    facts = {
-        "name": corpus.name,
-        "texts": f"{len(samples)} to train, {len(validation)} for validation",
-        "classes": ", ".join(corpus.label_names),
-    }
-    panel = start_up_panel(setup, model, facts)
-    recording.screen.panel("wavemare: BERT classification", panel)
+    print_start("BERT classification", setup, model, corpus.describe())
 
-    # The engine. The JSON decides the layout, the optimizer and the learning rate.
-    engine, *_ = wavemare.initialize(model=model, config=setup.config_for(model))
-    recording.screen.note(setup.layout or engine.layout)
-    seed_dropout(engine, args.seed)  # before load_run, which restores what was saved
-    batches = ResumableLoader.of(engine, samples, seed=args.seed)
-    evaluation = Evaluation(engine, validation)
-    classes = len(corpus.label_names)
-    recording.engine = engine
-    recording.tokens = engine.train_batch_size() * args.sequence_length
-    if setup.resume:
-        load_run(setup, engine, batches, recording)
+    # Engine. The JSON decides the layout, the optimizer and the learning rate.
+    config, layout = balanced_config(setup, model)  # --balance auto measures the devices
+    engine, *_ = wavemare.initialize(model=model, config=config)
+    print_rank_0(layout or engine.layout)
+    seed_dropout(engine, args.seed)  # a checkpoint restores its own random numbers
 
-    # Training, until the last step or SIGTERM.
-    from wavemare.engine import Interruption
+    # Batches, from the start or from where the newest checkpoint stopped.
+    train_loader = ResumableLoader.of(engine, train, seed=args.seed)
+    eval_loader = evaluation_loader(engine, validation, setup.eval_samples)
+    final_loader = evaluation_loader(engine, validation, setup.final_samples)
+    seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
 
+    # Training, until the last step or SIGTERM, which stops all processes after the same step.
+    tokens_per_step = engine.train_batch_size() * args.sequence_length
     losses: list[Any] = []
-    stop = False
-    with recording, Interruption(lead=engine.step_lead) as interruption:
+    stopped = False
+    with (
+        recording.training(engine, tokens=tokens_per_step, seconds=seconds),
+        Interruption(lead=engine.step_lead) as interruption,
+    ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
-                losses.append(engine.train_batch(batches))
-            stop = step < args.max_steps and interruption.stops_after(step)
-            last = stop or step == args.max_steps
+                losses.append(engine.train_batch(train_loader))
+            stopped = step < args.max_steps and interruption.stops_after(step)
+            last = stopped or step == args.max_steps
+
             if last or step % args.log_interval == 0:
-                # Reading a loss waits for the device: not every step.
-                recording.log(step, loss=float(sum(losses) / len(losses)))
+                recording.log(step, loss=float(sum(losses) / len(losses)))  # waits for the device
                 losses.clear()
+
             if step % args.eval_interval == 0 and not last:
-                with recording.paused():  # of the weights as they are, without a drain
-                    recording.run.log(step, **measure(evaluation, setup.eval_samples, classes))
+                with recording.paused():  # each stage evaluates the weights that it has
+                    recording.log_eval(step, **evaluate(engine, eval_loader, num_classes))
+
             if last or step % args.save_interval == 0:
-                save_run(setup, engine, batches, recording)
-            if stop:
+                save_checkpoint(setup, engine, train_loader, recording, layout)
+
+            if stopped:
                 recording.stopped(step)
                 break
         engine.finish_saving()
 
-    # Evaluation, export, and the model's answer for a text.
-    if not stop:
-        engine.synchronize()  # what is evaluated is what is exported
-        found = measure(evaluation, setup.final_samples, classes)
-        recording.run.log(args.max_steps, **found)
-        folder = setup.folder / "model"
-        wavemare.save_pretrained(engine, folder, tokenizer=tokenizer)
+    # Evaluation, export and the model's answer for a text.
+    if not stopped:
+        engine.synchronize()  # asynchronous stages finish: what is evaluated is exported
+        found = evaluate(engine, final_loader, num_classes)
+        recording.log_eval(args.max_steps, **found)
+        wavemare.save_pretrained(engine, setup.model_folder, tokenizer=tokenizer)
         if setup.rank == 0:
             text, label = corpus.validation[0]["text"], corpus.validation[0]["label"]
-            answer = f"{classify(folder, text)} (it is {corpus.label_names[label]})"
-            recording.screen.note(f"\n{text[:300]}\n-> {answer}\n")
-        figures = {**found, **evaluation.counts(setup.final_samples)}
+            answer = f"{classify(setup.model_folder, text)} (it is {corpus.label_names[label]})"
+            print(f"\nThe model in {setup.model_folder} classifies:\n{text[:300]}\n-> {answer}\n")
+        figures = {**found, **count_samples(engine, final_loader, validation)}
         figures["parameters"] = count_parameters(setup, model)
         majority = majority_baseline(corpus)
         figures |= {f"majority {name}": value for name, value in majority.items()}
@@ -160,29 +139,29 @@ def main() -> None:
 
 
 def check_options(args: FinetuneArguments) -> None:
-    """Refuse options that have no effect.
+    """Refuse options that cannot work here.
 
     Raises:
         ConfigError: ``--split`` is given.
+        ModelError: The folder ``--model`` holds no model that is long enough.
     """
     if args.split is not None:
         reason = (
             "labelled texts are no Megatron data, and their validation part is chosen by its hash"
         )
         raise ConfigError("--split", args.split, reason, "Leave it out")
+    if args.model is not None:
+        check_model_folder(args.model, args.sequence_length)
 
 
-def measure(evaluation: Any, num_samples: int | None, num_classes: int) -> Mapping[str, float]:
-    """Return loss, accuracy and macro F1 on validation samples, the same on all ranks."""
+def evaluate(engine: Any, loader: Any, num_classes: int) -> dict[str, float]:
+    """Return loss, accuracy and macro F1 of a loader's samples, the same on all ranks."""
     import torch
     from torch import distributed
 
-    from wavemare.data.classification import scores
-
-    engine = evaluation.engine
     confusion = torch.zeros(num_classes, num_classes, dtype=torch.long, device=engine.device)
     losses = []
-    for batch in evaluation.batches(num_samples):
+    for batch in loader:
         loss, logits = engine.eval_batch(iter([batch]), return_logits=True, num_micro_batches=1)
         losses.append(float(loss))
         if logits is not None:  # in a pipeline the last stage has them

@@ -8,8 +8,8 @@ last fifth of the steps::
     wavemare train llama
     wavemare train llama -- --model_config recipes/llama/model_135m.json --vocab_size 49152
 
-``pretrain.json`` trains two asynchronous stages (PipeMare); ``--set`` changes it (docs/recipes.md).
-``model_experts.json`` is a mixture of experts.
+``pretrain.json`` has the batch, the optimizer and the layout: two asynchronous stages (PipeMare).
+``--set`` changes it (docs/recipes.md). ``model_experts.json`` is a mixture of experts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
+from wavemare.engine import Interruption
 from wavemare.failure import run_main
-from wavemare.observe.recording import Recording
+from wavemare.observe import Recording, print_rank_0
 from wavemare.training.arguments import (
     ModelArguments,
     TokenizerArguments,
@@ -31,42 +32,32 @@ from wavemare.training.arguments import (
     option,
     parse_arguments,
 )
-from wavemare.training.models import (
-    Evaluation,
-    count_parameters,
-    describe_model,
-    export,
-    max_positions,
-    new_causal_model,
-    start_up_panel,
-    tokenizer_of,
-)
+from wavemare.training.balance import balanced_config
+from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
+from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
+from wavemare.training.models import export, model_config_of, new_causal_model, tokenizer_of
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import (
-    connect,
-    leave,
-    load_run,
-    prefer_bf16,
-    prepare,
-    save_run,
-    seed_dropout,
-    wait_for_data,
-)
+from wavemare.training.setup import connect, leave, read_setup, seed_dropout, wait_for_data
+from wavemare.training.start import count_parameters, print_start
 from wavemare.training.text import find_text, read_text
+
+MODEL = str(Path(__file__).with_name("model.json"))
 
 
 @dataclass(frozen=True)
 class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
-    """Options of Llama pretraining."""
+    """Options of Llama pretraining, beside those of all recipes (``--data``, ``--set``, ...)."""
 
-    causal = True
+    causal = True  # continues text, as the models in Megatron's checkpoints do
 
     output: str = option("runs/llama-pretrain", "run folder")
+    model_config: str = option(MODEL, "transformers configuration of the model")
+    sequence_length: int = option(128, "tokens per sample")
     max_steps: int = option(200, "optimizer steps")
+    eval_interval: int = option(100, "steps between evaluations")
     save_interval: int = option(100, "steps between checkpoints")
-    model_config: str = option(
-        str(Path(__file__).with_name("model.json")), "transformers configuration of the model"
-    )
+    log_interval: int = option(5, "steps per line of metrics.jsonl")
+    seed: int = option(1234, "seed of weights, data order and dropout")
     prompt: str | None = option(None, "start of the sample text; by default a validation text's")
 
 
@@ -74,83 +65,84 @@ def main() -> None:
     """Pretrain, evaluate, export and sample."""
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(PretrainArguments)
-    setup = prepare(args)
     source = find_text(args)
-    model_config = describe_model(args)
+    model_config = model_config_of(args)
+    setup = read_setup(args, prefers_bf16=True)  # the JSON, checked for this number of processes
+    # The run folder: metrics, events and results. Warnings are recorded from here on.
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
-    # The text. One process of each host reads and tokenizes it; the others take it from the cache.
-    connect(setup)  # before the model: it seeds the weights alike on all processes
-    prefer_bf16(setup)  # before anything reads the configuration
-    size = args.trained_vocabulary
-    text = read_text(source, args, "gpt", tokenizer=tokenizer_of(args), vocab_size=size)
-    samples, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
+    # Text. One process of each host reads and tokenizes it; the others take it from the cache.
+    connect(setup)  # also seeds the weights of the model alike on all processes
+    text = read_text(source, args, "gpt", tokenizer=tokenizer_of(args))
+    train, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
     wait_for_data(setup)  # a collective would time out while one host still reads
 
-    # The model: new on every process, or a checkpoint's, of which each process reads its own part.
-    model = new_causal_model(args, model_config, text.tokenizer, setup.section.tensor_parallel.size)
+    # Model: new, or a checkpoint's, of which each process reads its own part.
+    model = new_causal_model(args, model_config, text.tokenizer, setup.tensor_parallel)
     text.check_fits(args.sequence_length, model.config)
-    prompt = text.check_prompt(args.prompt, max_positions(model.config))
-    panel = start_up_panel(setup, model, text.describe(), "warm-up, constant, decay")
-    recording.screen.panel("wavemare: Llama pretraining", panel)
+    prompt = text.choose_prompt(args.prompt, model.config)
+    print_start("Llama pretraining", setup, model, text.describe(), "warm-up, constant, decay")
 
-    # The engine. The JSON decides the layout and the optimizer, and may name a learning rate.
-    config = setup.config_for(model)
-    rate = None if "scheduler" in config else learning_rate(args.max_steps)
-    engine, *_ = wavemare.initialize(model=model, config=config, lr_scheduler=rate)
-    recording.screen.note(setup.layout or engine.layout)
-    seed_dropout(engine, args.seed)  # before load_run, which restores what was saved
-    # Data in Megatron's order has its own.
-    batches = ResumableLoader.of(engine, samples, seed=args.seed, shuffle=text.split is None)
-    evaluation = Evaluation(engine, validation)
-    recording.engine = engine
-    recording.tokens = engine.train_batch_size() * args.sequence_length
-    if setup.resume:
-        load_run(setup, engine, batches, recording)
+    # Engine. The JSON decides the layout and the optimizer, and may have a scheduler of its own.
+    config, layout = balanced_config(setup, model)  # --balance auto measures the devices
+    scheduler = None if "scheduler" in config else scheduler_of(args.max_steps)
+    engine, *_ = wavemare.initialize(model=model, config=config, lr_scheduler=scheduler)
+    print_rank_0(layout or engine.layout)
+    seed_dropout(engine, args.seed)  # a checkpoint restores its own random numbers
 
-    # Training, until the last step or SIGTERM.
-    from wavemare.engine import Interruption
+    # Batches, from the start or from where the newest checkpoint stopped.
+    train_loader = ResumableLoader.of(engine, train, seed=args.seed, shuffle=text.shuffles)
+    eval_loader = evaluation_loader(engine, validation, setup.eval_samples)
+    final_loader = evaluation_loader(engine, validation, setup.final_samples)
+    seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
 
+    # Training, until the last step or SIGTERM, which stops all processes after the same step.
+    tokens_per_step = engine.train_batch_size() * args.sequence_length
     losses: list[Any] = []
-    stop = False
-    with recording, Interruption(lead=engine.step_lead) as interruption:
+    stopped = False
+    with (
+        recording.training(engine, tokens=tokens_per_step, seconds=seconds),
+        Interruption(lead=engine.step_lead) as interruption,
+    ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
-                losses.append(engine.train_batch(batches))
-            stop = step < args.max_steps and interruption.stops_after(step)
-            last = stop or step == args.max_steps
+                losses.append(engine.train_batch(train_loader))
+            stopped = step < args.max_steps and interruption.stops_after(step)
+            last = stopped or step == args.max_steps
+
             if last or step % args.log_interval == 0:
-                # Reading a loss waits for the device: not every step.
-                recording.log(step, loss=float(sum(losses) / len(losses)))
+                recording.log(step, loss=float(sum(losses) / len(losses)))  # waits for the device
                 losses.clear()
+
             if step % args.eval_interval == 0 and not last:
-                with recording.paused():  # of the weights as they are, without a drain
-                    recording.run.log(step, eval_loss=evaluation.loss(setup.eval_samples))
+                with recording.paused():  # each stage evaluates the weights that it has
+                    recording.log_eval(step, eval_loss=evaluate(engine, eval_loader))
+
             if last or step % args.save_interval == 0:
-                save_run(setup, engine, batches, recording)
-            if stop:
+                save_checkpoint(setup, engine, train_loader, recording, layout)
+
+            if stopped:
                 recording.stopped(step)
                 break
         engine.finish_saving()
 
     # Evaluation, export and a sample of what the model writes.
-    if not stop:
-        engine.synchronize()  # what is evaluated is what is exported
-        loss = evaluation.loss(setup.final_samples)
-        recording.run.log(args.max_steps, eval_loss=loss)
-        folder = setup.folder / "model"
-        export(args, engine, folder, text.tokenizer)
+    if not stopped:
+        engine.synchronize()  # asynchronous stages finish: what is evaluated is exported
+        eval_loss = evaluate(engine, final_loader)
+        recording.log_eval(args.max_steps, eval_loss=eval_loss)
+        export(args, engine, setup.model_folder, text.tokenizer)
         if setup.rank == 0:
-            recording.screen.note(f"\n{continue_text(folder, prompt, args.seed)}\n")
-        figures = {"eval_loss": loss, **evaluation.counts(setup.final_samples)}
+            sample = continue_text(setup.model_folder, prompt, args.seed)
+            print(f"\nThe model in {setup.model_folder} writes:\n{sample}\n", flush=True)
+        figures = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         figures["parameters"] = count_parameters(setup, model)
-        baselines = partial(text.baselines, args.sequence_length, setup.final_samples)
-        recording.finish(figures, baselines)
+        recording.finish(figures, lambda: text.baselines(args.sequence_length, setup.final_samples))
     leave()
 
 
-def learning_rate(steps: int) -> Callable[[Any], Any]:
-    """Return what makes the schedule of an optimizer: a tenth to warm up, a fifth to decay."""
+def scheduler_of(steps: int) -> Callable[[Any], Any]:
+    """Return what makes an optimizer's scheduler: a tenth warms up, the last fifth decays."""
     from transformers import get_wsd_schedule
 
     warmup, decay = max(steps // 10, 1), steps // 5

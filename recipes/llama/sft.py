@@ -7,63 +7,54 @@ of one's own (``messages``, ``prompt`` and ``completion``, or ``text``), and wit
     wavemare train llama/sft -- --model SmolLM2-135M --data chats.jsonl --lora_r 16
 
 Only what the assistant says is trained. Rows are packed, and do not see each other. The loss is the
-mean over all trained tokens of a step.
+mean over all trained tokens of a step. ``sft.json`` has the batch, the optimizer and the layout: a
+whole model on each GPU. ``--set`` changes it (docs/recipes.md).
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
 from wavemare.data.sources import resolve
+from wavemare.engine import Interruption
+from wavemare.engine.launch.group import gather
 from wavemare.errors import ConfigError
 from wavemare.extras import require
 from wavemare.failure import run_main
 from wavemare.files import atomic_write_text
-from wavemare.observe.recording import Recording
-from wavemare.training.arguments import (
-    TokenizerArguments,
-    TrainArguments,
-    option,
-    parse_arguments,
-)
-from wavemare.training.models import (
-    Evaluation,
-    check_packing,
-    check_start,
-    count_parameters,
-    export,
-    load_chat_model,
-    start_up_panel,
-)
+from wavemare.observe import Recording, print_rank_0
+from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
+from wavemare.training.chats import read_chats, weigh_by_tokens
+from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
+from wavemare.training.evaluation import evaluation_loader
+from wavemare.training.models import check_start, export, load_chat_model
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import (
-    connect,
-    leave,
-    load_run,
-    prefer_bf16,
-    prepare,
-    save_run,
-    seed_dropout,
-    wait_for_data,
-)
+from wavemare.training.setup import Setup, connect, leave, read_setup, seed_dropout, wait_for_data
+from wavemare.training.start import count_parameters, print_start
+
+BEST = "best.json"
+"""Of the run folder: the best evaluation, whose model was exported."""
 
 
 @dataclass(frozen=True)
 class SftArguments(TokenizerArguments, TrainArguments):
-    """Options of supervised fine-tuning."""
+    """Options of fine-tuning, beside those of all recipes (``--data``, ``--set``, ...)."""
 
-    causal = True
+    causal = True  # continues text, as the models in Megatron's checkpoints do
 
     output: str = option("runs/llama-sft", "run folder")
     model: str = option("runs/llama-pretrain/model", "Hugging Face folder of model and tokenizer")
+    sequence_length: int = option(256, "tokens per sample")
     max_steps: int = option(100, "optimizer steps")
     eval_interval: int = option(50, "steps between evaluations; the best one's model is exported")
-    sequence_length: int = option(256, "tokens per sample")
+    save_interval: int = option(200, "steps between checkpoints")
+    log_interval: int = option(5, "steps per line of metrics.jsonl")
+    seed: int = option(1234, "seed of weights, data order and dropout")
     no_packing: bool = option(False, "one row per sample")
     long_rows: str = option(
         "cut", "what happens to rows that are too long: cut shortens them, skip leaves them out"
@@ -80,105 +71,75 @@ def main() -> None:
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(SftArguments)
     check_options(args)
-    setup = prepare(args)
     check_start(args)
     source = resolve(args.data)
+    setup = read_setup(args, prefers_bf16=True)  # the JSON, checked for this number of processes
+    setup = replace(setup, config=completed_config(setup.config, args))
+    # The run folder: metrics, events and results. Warnings are recorded from here on.
     recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
 
-    # The model, of which each process reads its own part, and the rows, which one process of each
-    # host formats.
-    connect(setup)  # before the model: it seeds the weights alike on all processes
-    prefer_bf16(setup)  # before anything reads the configuration
-
-    from wavemare.data.chat import (
-        ChatSamples,
-        describe_fates,
-        last_question,
-        mark_trained,
-        prepare_chats,
-    )
-
+    # Model and chats. Each process reads its own part of the weights, and one process of each host
+    # formats the chats.
+    connect(setup)  # also seeds the adapters of the model alike on all processes
     tokenizer, model = load_chat_model(args)
-    packs = not args.no_packing
-    if packs:
-        check_packing(model)
-    cache = Path(args.cache).expanduser()
-    rows, validation_rows = prepare_chats(
-        source, tokenizer, args.sequence_length, cache, long_rows=args.long_rows
-    )
+    chats = read_chats(source, args, tokenizer)
     wait_for_data(setup)  # a collective would time out while one host still reads
-    fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    sizes: dict[str, Any] = {"max_length": args.sequence_length, "fill": fill, "positions": packs}
-    samples = ChatSamples(rows, packs=packs, **sizes)
-    validation = ChatSamples(validation_rows, packs=False, **sizes)
-    facts = {
-        "name": source.name,
-        "rows": f"{len(rows)} to train in {len(samples)} samples, "
-        f"{len(validation_rows)} for validation",
-    }
-    config = complete(setup.config_for(model), lora=args.lora_r is not None, packs=packs)
-    panel = start_up_panel(setup, model, facts)
-    recording.screen.panel("wavemare: supervised fine-tuning", panel)
-    recording.screen.note(describe_fates((rows, validation_rows), args.sequence_length))
-    marked = mark_trained(rows[0], tokenizer)
-    recording.screen.note(f"\nThe first row, with what is trained in »«:\n{marked}\n")
+    print_start("supervised fine-tuning", setup, model, chats.describe())
+    print_rank_0(chats.preview())
 
-    # The engine. The loss of a step is the mean over its trained tokens on all ranks.
-    from wavemare.engine import Interruption
-    from wavemare.hf.steps import TokenMean
-
-    engine, *_ = wavemare.initialize(model=model, config=config)
-    recording.screen.note(engine.layout)
-    seed_dropout(engine, args.seed)  # before load_run, which restores what was saved
-    loader = ResumableLoader.of(engine, samples, seed=args.seed)
-    batches = TokenMean(engine, loader)
-    evaluation = Evaluation(engine, validation)
-    recording.engine = engine
-    recording.tokens = engine.train_batch_size() * args.sequence_length
-    best: dict[str, Any] = {}
-    best_file = setup.folder / "best.json"
-    if setup.resume:
-        load_run(setup, engine, loader, recording)
-        if best_file.is_file():
-            best = json.loads(best_file.read_text())
+    # Engine and batches. The loss of a step is the mean over its trained tokens on all ranks.
+    engine, *_ = wavemare.initialize(model=model, config=setup.config)
+    print_rank_0(engine.layout)
+    seed_dropout(engine, args.seed)  # a checkpoint restores its own random numbers
+    train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
+    eval_loader = evaluation_loader(engine, chats.validation, setup.eval_samples)
+    weighted_batches = weigh_by_tokens(engine, train_loader)
+    best = read_best(setup)
+    seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
 
     # Training, until the last step or SIGTERM. The model of the best evaluation is exported.
-    folder = setup.folder / "model"
+    tokens_per_step = engine.train_batch_size() * args.sequence_length
     losses: list[Any] = []
-    stop = False
-    with recording, Interruption(lead=engine.step_lead) as interruption:
+    stopped = False
+    with (
+        recording.training(engine, tokens=tokens_per_step, seconds=seconds),
+        Interruption(lead=engine.step_lead) as interruption,
+    ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
-                losses.append(engine.train_batch(batches))
-            stop = step < args.max_steps and interruption.stops_after(step)
-            last = stop or step == args.max_steps
+                losses.append(engine.train_batch(weighted_batches))
+            stopped = step < args.max_steps and interruption.stops_after(step)
+            last = stopped or step == args.max_steps
+
             if last or step % args.log_interval == 0:
-                # Reading a loss waits for the device: not every step.
-                recording.log(step, loss=float(sum(losses) / len(losses)))
+                recording.log(step, loss=float(sum(losses) / len(losses)))  # waits for the device
                 losses.clear()
+
             if step == args.max_steps or step % args.eval_interval == 0:
                 with recording.paused():
-                    engine.synchronize()  # what is evaluated is what is exported
-                    loss = batches.loss(evaluation.batches(setup.eval_samples))
-                    recording.run.log(step, eval_loss=loss)
-                    if not best or loss < best["eval_loss"]:
-                        best = {"eval_loss": loss, "step": step}
-                        export(args, engine, folder, tokenizer, merge=args.merge)
+                    engine.synchronize()  # asynchronous stages finish their steps
+                    eval_loss = weighted_batches.loss(eval_loader)
+                    recording.log_eval(step, eval_loss=eval_loss)
+                    if not best or eval_loss < best["eval_loss"]:
+                        best = {"eval_loss": eval_loss, "step": step}
+                        export(args, engine, setup.model_folder, tokenizer, merge=args.merge)
                         if setup.rank == 0:
-                            atomic_write_text(best_file, json.dumps(best))
+                            atomic_write_text(setup.folder / BEST, json.dumps(best))
+
+            # After the evaluation: a run that resumes here evaluates later steps only.
             if last or step % args.save_interval == 0:
-                # After the evaluation: a run that resumes here evaluates later steps only.
-                save_run(setup, engine, loader, recording)
-            if stop:
+                save_checkpoint(setup, engine, train_loader, recording)
+
+            if stopped:
                 recording.stopped(step)
                 break
         engine.finish_saving()
 
     # An answer of the exported model.
-    if not stop:
+    if not stopped:
         if setup.rank == 0:
-            asked = last_question(validation_rows.first, tokenizer)
-            recording.screen.note(f"\n{continue_text(folder, asked, args.seed)}\n")
+            answer = continue_text(setup.model_folder, chats.question(), args.seed)
+            print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
         figures = {"eval_loss": best["eval_loss"], "best step": best["step"]}
         recording.finish({**figures, "parameters": count_parameters(setup, model)})
     leave()
@@ -207,14 +168,22 @@ def check_options(args: SftArguments) -> None:
         require("peft", "--lora_r")
 
 
-def complete(config: dict[str, Any], *, lora: bool, packs: bool) -> dict[str, Any]:
-    """Fill in the learning rate, and what travels through a pipeline."""
+def read_best(setup: Setup) -> dict[str, Any]:
+    """Return step and loss of the best evaluation so far, as rank 0 knows it; empty at first."""
+    file = setup.folder / BEST
+    found = json.loads(file.read_text()) if setup.resume and file.is_file() else {}
+    return dict(gather(found)[0])  # hosts may have a folder each
+
+
+def completed_config(config: dict[str, Any], args: SftArguments) -> dict[str, Any]:
+    """Return the configuration with a learning rate, and with what travels through a pipeline."""
+    config = copy.deepcopy(config)
     rates = config.get("optimizer", {}).get("params", {})
     if rates.get("lr") == "auto":
-        rates["lr"] = 2e-4 if lora else 2e-5
+        rates["lr"] = 2e-5 if args.lora_r is None else 2e-4
     pipeline = config.get("wavemare", {}).get("pipeline")
     if pipeline is not None:
-        pipeline["inputs"] = ["input_ids", "position_ids"] if packs else ["input_ids"]
+        pipeline["inputs"] = ["input_ids"] if args.no_packing else ["input_ids", "position_ids"]
     return config
 
 

@@ -83,8 +83,9 @@ def run(kind: str, file: Path, cache: Path) -> dict[str, int]:
         validation = ChatSamples(held, packs=False, **options)
         tokens = int(train.lengths.sum() + held.lengths.sum())
     else:
-        arguments = PretrainArguments(data=str(file), cache=str(cache), sequence_length=LENGTH)
-        text = read_text(find_text(arguments), arguments, "gpt", vocab_size=VOCABULARY)
+        options = {"data": str(file), "cache": str(cache), "sequence_length": LENGTH}
+        arguments = PretrainArguments(**options, vocab_size=VOCABULARY)
+        text = read_text(find_text(arguments), arguments, "gpt")
         samples, validation = text.causal_samples(LENGTH, 0, 0)
         tokens = sum(store.num_tokens for store in text.single())
         text.baselines(LENGTH, 8192)

@@ -33,19 +33,24 @@ _FILES = ("plan.txt", "trace.json", "plan.svg", "plan.png")
 _TIMES = "forward_ms", "backward_ms", "weight_ms", "step_ms", "send_ms", "collective_ms"
 _SIZES = "stages", "micro_batches", "steps"
 _OF_A_PLAN = "warmup_steps", "drain_interval", "slack", "chunks"
+_SCHEDULE = typer.Option(
+    help="A pipeline: 1f1b, pipemare, inference, interleaved, zb-h1, zbv, auto or file:PATH "
+    "(torch's if it ends in .csv). Waves on one rank: tick-tock, accumulation or in-phase."
+)
+_MEMORY_LIMIT = typer.Option(
+    help="The most activations of a rank, as a share of 1f1b's. The schedule auto keeps to it (1 "
+    "if omitted), others are checked."
+)
+_WEIGHT_MS = typer.Option(
+    help="The part of a split backward pass that computes the gradients of the weights, likewise; "
+    "half of it if omitted."
+)
 
 
 @app.command()
 def show(
     context: typer.Context,
-    schedule: Annotated[
-        str,
-        typer.Option(
-            help="A pipeline: 1f1b, pipemare, inference, interleaved, zb-h1, zbv, auto or "
-            "file:PATH (torch's if it ends in .csv). Waves on one rank: tick-tock, accumulation "
-            "or in-phase."
-        ),
-    ] = "pipemare",
+    schedule: Annotated[str, _SCHEDULE] = "pipemare",
     stages: Annotated[
         int, typer.Option(help="Ranks of the pipeline; of waves: segments, with the head.")
     ] = 4,
@@ -63,24 +68,12 @@ def show(
     chunks: Annotated[
         int | None, typer.Option(min=1, help="Interleaved: stages per rank; 2 if omitted.")
     ] = None,
-    memory_limit: Annotated[
-        float | None,
-        typer.Option(
-            help="The most activations of a rank, as a share of 1f1b's. The schedule auto keeps to "
-            "it (1 if omitted), others are checked."
-        ),
-    ] = None,
+    memory_limit: Annotated[float | None, _MEMORY_LIMIT] = None,
     forward_ms: Annotated[
         str, typer.Option(help="Forward pass: one number per rank, or for each stage (1,1,2,1).")
     ] = "1",
     backward_ms: Annotated[str, typer.Option(help="Backward pass, likewise.")] = "2",
-    weight_ms: Annotated[
-        str | None,
-        typer.Option(
-            help="The part of a split backward pass that computes the gradients of the weights, "
-            "likewise; half of it if omitted."
-        ),
-    ] = None,
+    weight_ms: Annotated[str | None, _WEIGHT_MS] = None,
     step_ms: Annotated[
         str, typer.Option(help="Optimizer step: one number, or one for each rank.")
     ] = "0",

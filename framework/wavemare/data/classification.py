@@ -54,6 +54,14 @@ class LabelledCorpus:
     label_names: tuple[str, ...]
     folder: Path | None = None
 
+    def describe(self) -> dict[str, object]:
+        """Return the rows of a start-up panel about the texts."""
+        return {
+            "name": self.name,
+            "texts": f"{len(self.train)} to train, {len(self.validation)} for validation",
+            "classes": ", ".join(self.label_names),
+        }
+
 
 def load_classification(
     source: Source, *, text_column: str = "text", label_column: str = "label"

@@ -109,7 +109,7 @@ class RecordingCallback(TrainerCallback):
             for name, value in (metrics or {}).items()
             if name.startswith(_EVALUATED) and isinstance(value, int | float)
         }
-        self._recording.run.log(state.global_step, **found)
+        self._recording.log_eval(state.global_step, **found)
         self._called = time.perf_counter()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

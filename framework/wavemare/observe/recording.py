@@ -28,14 +28,19 @@ class Recording:
     """Writes the run folder that `wavemare report` reads, and shows the progress of the training.
 
     Every rank makes one, which records warnings from then on. It trains inside of ``with`` when the
-    engine is built and has loaded its checkpoint. A new run renames an older one in the folder. A
-    continued run (``done`` above 0) cuts off the lines after its checkpoint. A loop that ends by an
-    exception leaves no ``summary.json``, and the report says so. No rank waits for another.
+    engine is built and has loaded its checkpoint::
+
+        with Recording(folder, engine, steps=steps) as recording: ...
+        with recording.training(engine): ...  # of a Recording that was made before the engine
+
+    A new run renames an older one in the folder. A continued run (``done`` above 0) cuts off the
+    lines after its checkpoint. A loop that ends by an exception leaves no ``summary.json``, and the
+    report says so. No rank waits for another.
 
     Args:
         folder: The run folder, which holds nothing else.
         engine: Of `wavemare.initialize`; DeepSpeed's own, whose steps are not recorded action by
-            action; or None. It may be set later, before ``with``.
+            action; or None.
         steps: The last optimizer step.
         done: Optimizer steps done before; by default the engine's count.
         arguments: Options of the script, for ``config.json``.
@@ -45,11 +50,8 @@ class Recording:
         show: Whether rank 0 draws a progress line.
 
     Attributes:
-        run: The folder; its `Run.log` takes values that are measured between steps, such as
-            ``eval_loss``.
-        config: DeepSpeed's configuration, for ``config.json``; the engine's if it is None.
+        run: The folder.
         results: Figures by name, for ``summary.json``.
-        seconds: Training time of the earlier parts of a continued run; `training_seconds` adds it.
         tokens: As given; a loop may set it inside of each step.
         screen: Draws on rank 0 if ``show`` is set.
 
@@ -70,11 +72,11 @@ class Recording:
         checkpoints: str | Path | None = None,
         show: bool = False,
     ) -> None:
-        self.engine = engine
         self.tokens = tokens
         self.results: dict[str, Any] = {}
-        self.seconds = 0.0
-        self.config: Mapping[str, Any] | None = None
+        self._engine = engine
+        self._config: Mapping[str, Any] | None = None
+        self._seconds = 0.0
         self._steps = steps
         self._given_done = done
         self._rate: float | None = None
@@ -106,10 +108,30 @@ class Recording:
         """See `end`; an exception is passed on."""
         self.end(finished=kind is None)
 
+    def training(
+        self,
+        engine: Any,
+        *,
+        tokens: int | None = None,
+        seconds: float = 0.0,
+        config: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Return this recording, to train an engine inside of ``with``.
+
+        Args:
+            engine: As of the class.
+            tokens: As of the class.
+            seconds: Training time of the earlier parts of a continued run.
+            config: DeepSpeed's configuration, for ``config.json``; the engine's if it is None.
+        """
+        self._engine, self.tokens = engine, tokens
+        self._seconds, self._config = seconds, config
+        return self
+
     @property
     def training_seconds(self) -> float:
         """Seconds of this run and of the earlier parts that it continues."""
-        return self.seconds + time.perf_counter() - self._started
+        return self._seconds + time.perf_counter() - self._started
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -126,9 +148,9 @@ class Recording:
             ConfigError: A run that has not ended writes the folder.
         """
         self._done = self._step = self._first()
-        count = 0 if _section(self.engine) is None else self._trace_steps
+        count = 0 if _section(self._engine) is None else self._trace_steps
         count = min(count, self._steps - self._done)
-        begin = max(self._done + 1 + _FIRST_STEPS, _first_async_step(self.engine) + 1)
+        begin = max(self._done + 1 + _FIRST_STEPS, _first_async_step(self._engine) + 1)
         begin = min(begin, self._steps - count + 1)
         self._traced = range(begin, begin + count)
         older = self.run.begin(done=self._done)
@@ -196,7 +218,7 @@ class Recording:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Record an optimizer step, from 1, which is trained inside."""
-        self._rate = _learning_rate(self.engine)  # after the step it is the next one's
+        self._rate = _learning_rate(self._engine)  # after the step it is the next one's
         self._events.step = step
         if step == self._traced.start and self._traced:
             self._trace = StepTrace()
@@ -226,20 +248,26 @@ class Recording:
                 those of ``step_metrics``.
         """
         given = {name: value for name, value in metrics.items() if value is not None}
-        measured = {} if _section(self.engine) is None else dict(self.engine.step_metrics())
+        measured = {} if _section(self._engine) is None else dict(self._engine.step_metrics())
         line: dict[str, float | None] = {"learning_rate": self._rate}
-        if self.engine is not None:
-            norm = self.engine.get_global_grad_norm()
+        if self._engine is not None:
+            norm = self._engine.get_global_grad_norm()
             line["grad_norm"] = None if norm is None else float(norm)
         line["tokens_per_second"] = self._progress.tokens_per_second if self.tokens else None
-        if self.engine is not None:
-            line["samples"] = self.engine.global_samples
+        if self._engine is not None:
+            line["samples"] = self._engine.global_samples
         self.run.log(step, **{**line, **measured, **given})
         used = _most_memory()
         self._events.note("memory", step, bytes=used)
         warnings, latest = self._events.warnings, self._events.latest
         facts = live_facts(measured, memory_bytes=used, warnings=warnings, latest=latest)
         self._progress.show(given.get("loss"), facts)
+
+    def log_eval(self, step: int, **metrics: float | None) -> None:
+        """Write and show figures that are measured between two steps, such as ``eval_loss``."""
+        self.run.log(step, **metrics)
+        known = (f"{name} {value:.4f}" for name, value in metrics.items() if value is not None)
+        self.screen.note("  ".join([f"step {step}", *known]))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -260,7 +288,7 @@ class Recording:
         self._events.note("checkpoint", step, tag=tag, seconds=seconds)
 
     def _first(self) -> int:
-        counted = int(getattr(self.engine, "global_steps", 0))
+        counted = int(getattr(self._engine, "global_steps", 0))
         done = counted if self._given_done is None else self._given_done
         if self._steps < done:
             raise ConfigError("steps", self._steps, f"{done} are done already", "Give more steps")
@@ -273,7 +301,7 @@ class Recording:
             return
         trace.end()
         if save:
-            stage = int(getattr(self.engine, "stage_id", 0))
+            stage = int(getattr(self._engine, "stage_id", 0))
             first = self._traced.start
             try:
                 trace.save(self.run.folder, rank=self._rank, stage=stage, first_step=first)
@@ -282,30 +310,29 @@ class Recording:
 
     def _summarize(self) -> None:
         layout: dict[str, object] = {"processes": environment_world_size()}
-        if self.engine is not None:
+        if self._engine is not None:
             layout |= {
-                "stages": _stages(self.engine),
-                "schedule": _schedule(self.engine),
-                "zero_stage": int(self.engine.zero_optimization_stage()),
-                **_batch(self.engine),
+                "stages": _stages(self._engine),
+                "schedule": _schedule(self._engine),
+                "zero_stage": int(self._engine.zero_optimization_stage()),
+                **_batch(self._engine),
             }
         self.run.summary({"results": self.results, "layout": layout})
 
     def _configuration(self) -> dict[str, Any]:
         known: dict[str, Any] = {"arguments": self._arguments}
-        config = self.config or getattr(self.engine, "config", None)
+        config = self._config or getattr(self._engine, "config", None)
         if config is not None:
             known["deepspeed"] = config
         if self._checkpoints is not None:
             known["checkpoints"] = str(self._checkpoints)
-        if self.engine is not None:
-            known["batch"] = _batch(self.engine)
-        section = _section(self.engine)
+        if self._engine is not None:
+            known["batch"] = _batch(self._engine)
+        section = _section(self._engine)
         if section is not None:
             values = section.model_dump(mode="json")
-            values["pipeline"]["stages"] = _stages(
-                self.engine
-            )  # a PipelineModule may bring its own
+            # A PipelineModule may bring its own.
+            values["pipeline"]["stages"] = _stages(self._engine)
             known[SECTION] = values
         return known
 

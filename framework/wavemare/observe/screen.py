@@ -17,6 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from wavemare.engine.launch.group import environment_rank
 from wavemare.observe.lines import numbered
 
 _CALLS = "sparse_calls_"
@@ -97,6 +98,11 @@ class Screen:
             shown = [f"{k} {v:.4f}" if isinstance(v, float) else str(v) for k, v in parts]
             table.add_row(Text(name), Text(", ".join(shown).strip()))
         self._console.print(table)
+
+
+def print_rank_0(text: object) -> None:
+    """Print a line on global rank 0 alone; None prints nothing."""
+    Screen(rank=environment_rank()).note(text)
 
 
 class Progress:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON configuration of a recipe, with the options' changes and ``--balance``'s layout."""
+"""The JSON configuration of a recipe, with the changes of its options."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from wavemare.engine.config.resolve import SECTION, WavemareConfig, load_config, zero_section
-from wavemare.engine.config.shape import fill_auto, is_enabled
-from wavemare.engine.launch.group import gather
+from wavemare.engine.config.resolve import SECTION, load_config, zero_section
+from wavemare.engine.config.shape import fill_auto
 from wavemare.engine.observe.choices import tell_choice
-from wavemare.errors import ConfigError, PlanError
-from wavemare.files import atomic_write_text, read_json
-from wavemare.parallel.layout.layout import Layout
+from wavemare.errors import ConfigError
+from wavemare.files import read_json
 from wavemare.training import megatron
 from wavemare.training.arguments import TrainArguments
 from wavemare.training.megatron import TABLE
-
-if TYPE_CHECKING:
-    import torch
-
 
 _AUTO_WARMUP = {"warmup_steps": "auto"}
 _OPTIMIZERS = {"adam": ("Adam", "AdamW"), "sgd": ("SGD",)}
@@ -279,172 +273,3 @@ def _put(config: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
             return
         config = place
     config[key] = value
-
-
-AUTO, NONE = "auto", "none"
-
-
-class BalanceController:
-    """The layout of a run, and the configuration that executes it.
-
-    Args:
-        choice: The option ``--balance``.
-        config: DeepSpeed's configuration.
-        folder: The run folder; a measured layout is written there as ``layout.json``.
-        resume: Whether the run continues, by its own layout.
-
-    Attributes:
-        config: DeepSpeed's configuration, completed by the layout as soon as there is one.
-        layout: The layout; None without one.
-        measured: The layout if it was measured in this process, else None.
-
-    Raises:
-        ConfigError: The file cannot be read, or the configuration cannot be balanced.
-        PlanError: The file holds no layout.
-    """
-
-    def __init__(self, choice: str, config: dict[str, Any], folder: Path, *, resume: bool) -> None:
-        self.config = config
-        self.layout: Layout | None = None
-        self.measured: Layout | None = None
-        self._choice = choice
-        self._file = folder / "layout.json"
-        self._measures = choice == AUTO
-        if choice == NONE:
-            return
-        section = WavemareConfig.of(config)
-        if section.parallel.given:
-            reason = "wavemare.parallel already lays out the model"
-            raise ConfigError("--balance", choice, reason, "Leave out one of the two")
-        if choice != AUTO:
-            self._use(_read(Path(choice)))
-        elif resume and self._file.is_file() and section.pipeline.stages > 1:
-            # Weights stay where they are. Replicas alone may be measured again.
-            self._measures = False
-            self._use(_read(self._file))
-
-    @property
-    def shares(self) -> Sequence[int] | None:
-        """Samples per micro-batch of each rank; None for equal ones."""
-        return WavemareConfig.of(self.config).balance.shares
-
-    def measure(self, model: Any, batch: dict[str, int], *, sequence_length: int) -> None:
-        """Measure the devices and make the layout, if the option asks for it; complete `config`.
-
-        Raises:
-            ConfigError: The configuration cannot be balanced.
-            PlanError: The ranks have read different layouts.
-        """
-        if self._choice == NONE:
-            return
-        self._agree()
-        if self._measures:
-            self._measure(model, batch, sequence_length)
-        if self.layout is not None and not type(model).__name__.endswith(
-            "ForSequenceClassification"
-        ):
-            self._weight_by_tokens(self.layout)
-        self.measured = self.layout if self._measures else None
-
-    def _agree(self) -> None:
-        # The run folder may be local to each machine, and hold a layout on some of them.
-        found = gather(None if self.layout is None else self.layout.digest[:12])
-        for rank, theirs in enumerate(found):
-            if theirs != found[0]:
-                reason = (
-                    f"rank 0 has read {found[0] or 'no layout'}, rank {rank} {theirs or 'none'}"
-                )
-                remedy = f"Give all machines the same file, also {self._file} of a run that resumes"
-                raise PlanError("--balance", self._choice, reason, remedy)
-
-    def _measure(self, model: Any, batch: dict[str, int], sequence_length: int) -> None:
-        from wavemare.models.deferred import read_weights
-        from wavemare.models.timing import rank_times
-        from wavemare.parallel.balance import balance_replicas, balance_stages, example_samples
-
-        section = WavemareConfig.of(self.config)
-        if section.tensor_parallel.size > 1:
-            reason = "ranks that share layers wait for each other at each of them"
-            raise ConfigError(
-                "--balance", AUTO, reason, "Put like devices there, and give a layout"
-            )
-        if section.wavelet.mode != "off":
-            reason = "waves scale the losses of micro-batches that are alike on all ranks"
-            mode, remedy = section.wavelet.mode, 'Set it "off", or --balance none'
-            raise ConfigError("wavemare.wavelet.mode", mode, reason, remedy)
-        options: dict[str, Any] = {
-            "zero_stage": int(zero_section(self.config).get("stage", 0)),
-            "sequence_length": sequence_length,
-        }
-        read_weights(model)
-        dtype, pipeline = _half_type(self.config), section.pipeline
-        if pipeline.stages > 1:
-            table = rank_times(
-                model,
-                samples=batch["train_micro_batch_size_per_gpu"],
-                sequence_length=sequence_length,
-                inputs=pipeline.inputs,
-                dtype=dtype,
-            )
-            stages, schedule = pipeline.stages, pipeline.schedule
-            layout = balance_stages(table, batch, stages=stages, schedule=schedule, **options)
-        else:
-            layout = balance_replicas(
-                model,
-                lambda samples: example_samples(model, sequence_length, samples),
-                batch,
-                dtype=dtype,
-                **options,
-            )
-        self._use(layout)
-        if (predicted := layout.predicted) is not None:
-            alone = layout.stages == 1
-            chosen = f"shares {layout.shares}" if alone else f"cuts {layout.cuts}"
-            seconds = predicted.rank_s if alone else predicted.stage_s
-            times = ", ".join(f"{1e3 * each:.3g}" for each in seconds)
-            what = "a step of each rank" if alone else "a micro-batch in each stage"
-            tell_choice("--balance", chosen, f"as measured, {what} then takes {times} ms")
-
-    def save(self, rank: int) -> None:
-        """Write the layout into the run folder, by rank 0."""
-        if self.layout is not None and rank == 0:
-            atomic_write_text(self._file, self.layout.to_json())
-
-    def _use(self, layout: Layout) -> None:
-        self.layout = layout
-        self.config = layout.configure(self.config)
-        section = dict(self.config[SECTION])
-        if self._measures and layout.stages == 1:
-            # No checkpoint is bound to measured shares.
-            section["balance"] = {**section.get("balance", {}), "shares": list(layout.shares)}
-        else:
-            section["parallel"] = {"plan": json.loads(layout.to_json())}
-        self.config = {**self.config, SECTION: section}
-
-    def _weight_by_tokens(self, layout: Layout) -> None:
-        # Samples have different numbers of labels (masked tokens, all but the first of a document).
-        if layout.wavelet and layout.stages == 1:
-            return  # their losses cannot be weighted, and their shares are equal
-        section = dict(self.config[SECTION])
-        section["balance"] = {"mean": "tokens", **section.get("balance", {})}
-        self.config = {**self.config, SECTION: section}
-
-
-def _half_type(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the 16-bit type that a configuration computes in, None for 32 bits."""
-    import torch
-
-    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return next((dtype for name, dtype in types.items() if is_enabled(config, name)), None)
-
-
-def _read(file: Path) -> Layout:
-    try:
-        return Layout.from_json(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "this is not text"
-        remedy = "Give auto, none, or a file that 'wavemare layout search --output' wrote"
-        raise ConfigError("--balance", str(file), f"it cannot be read ({reason})", remedy) from None
-    except PlanError as error:
-        error.key = f"--balance {file}: {error.key}"
-        raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What recipes do with a model: check its files, show, evaluate and sample it."""
+"""What recipes do with a model: check its files, make or load it, and export it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from wavemare.data.loader import evaluation_batches
 from wavemare.data.tokens import check_length
-from wavemare.engine.config.resolve import zero_section
 from wavemare.engine.observe.choices import tell
 from wavemare.errors import ConfigError, ModelError, WavemareError, did_you_mean
 from wavemare.files import read_json
 from wavemare.training.arguments import ModelArguments, TrainArguments
 from wavemare.training.described import check_agreement, described
 from wavemare.training.megatron import MODEL, given
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
-    from wavemare.training.setup import Setup
 
 
 def check_model_folder(folder: str, sequence_length: int, *, causal: bool = False) -> None:
@@ -116,7 +109,7 @@ def _check_names(values: Mapping[str, Any], kind: type, key: str) -> None:
             raise ConfigError(f"{key}: {name}", values[name], reason, remedy)
 
 
-def describe_model(args: Any) -> dict[str, Any]:
+def model_config_of(args: Any) -> dict[str, Any]:
     """Return the configuration of a new model, or of Megatron's checkpoint to start from.
 
     Args:
@@ -320,6 +313,7 @@ def load_chat_model(args: Any) -> tuple[Any, Any]:
 
     Raises:
         ConfigError: The file of the chat template cannot be read.
+        ModelError: The model cannot keep the rows of a packed sample apart.
     """
     from wavemare.data.tokenizer import load_tokenizer
     from wavemare.models.deferred import read_weights
@@ -334,6 +328,8 @@ def load_chat_model(args: Any) -> tuple[Any, Any]:
                 "--chat_template", args.chat_template, f"it cannot be read ({error})", "Name a file"
             ) from None
     model = load_causal_model(args)
+    if not args.no_packing:
+        check_packing(model)
     if args.lora_r is None:
         return tokenizer, model
     from peft import LoraConfig, get_peft_model
@@ -417,102 +413,6 @@ def reraise_model_errors(key: str, value: str) -> Iterator[None]:
         raise ModelError(key, value, reason, "Mend the configuration or the files") from error
 
 
-def start_up_panel(
-    setup: Setup, model: Any, corpus: Mapping[str, object], rate: str | None = None
-) -> dict[str, Mapping[str, object]]:
-    """Return the rows of the start-up panel by group, for a whole transformers model.
-
-    Args:
-        setup: Of the run.
-        model: The model.
-        corpus: What it learns from, by name.
-        rate: How the learning rate changes if the JSON has no scheduler; constant if omitted.
-    """
-    config, batch, section = model.config, setup.batch, setup.section
-    length, samples = setup.arguments.sequence_length, str(batch["train_batch_size"])
-    if section.parallel.given:  # the engine makes its layout, which is shown then
-        layout = {"processes": str(setup.world_size), "layout": "wavemare.parallel's, see below"}
-    else:
-        layout = _layout(setup) | _gradients(setup, model, samples_tokens=int(samples) * length)
-        micro, accumulation = list(batch.values())[1:]
-        samples += f" = {micro} x {accumulation} micro-batches x {setup.data_ranks} replicas"
-    return {
-        "model": {
-            "architecture": type(model).__name__,
-            "parameters": f"{count_parameters(setup, model) / 1e6:.2f} M",
-            "layers x width x heads": f"{config.num_hidden_layers} x {config.hidden_size} x "
-            f"{config.num_attention_heads}",
-        },
-        "layout": layout,
-        "batch": {
-            "samples per step": samples,
-            "tokens per step": batch["train_batch_size"] * length,
-            "steps": setup.arguments.max_steps,
-        },
-        "optimizer": _optimizer(setup.balance.config, rate),
-        "corpus": corpus,
-    }
-
-
-def count_parameters(setup: Setup, model: Any) -> int:
-    """Return the trained parameters of all stages, with the copies of untied weights."""
-    from wavemare.models.convert import tied_weights
-
-    pipeline = setup.section.pipeline
-    untied = tied_weights(model) if pipeline.stages > 1 and pipeline.unties else []
-    own = sum(parameter.numel() for parameter in model.parameters())
-    return own + sum(tie.num_parameters for tie in untied)
-
-
-def _optimizer(config: Mapping[str, Any], rate: str | None) -> dict[str, object]:
-    """Return the rows of the optimizer and its learning rate, as the JSON has them."""
-    optimizer, scheduler = config.get("optimizer", {}), config.get("scheduler", {})
-    return {
-        "type": optimizer.get("type", "none"),
-        "learning rate": f"{optimizer.get('params', {}).get('lr', 'its default')}, "
-        f"{scheduler.get('type') or rate or 'constant'}",
-    }
-
-
-def _layout(setup: Setup) -> dict[str, str]:
-    section = setup.section
-    stages, parts = section.pipeline.stages, section.tensor_parallel.size
-    waves = section.wavelet.mode
-    return {
-        "processes": f"{setup.world_size} = {stages} stages x {setup.data_ranks} replicas"
-        + (f" x {parts} ranks that share layers" if parts > 1 else ""),
-        "schedule": (_schedule(section.pipeline) if stages > 1 else "data parallel")
-        + f", ZeRO {zero_section(setup.balance.config).get('stage', 0)}"
-        + (f", waves {waves}" if waves != "off" else ""),
-    }
-
-
-def _schedule(pipeline: Any) -> str:
-    """Return the name of the schedule, and how many steps are synchronous before it begins."""
-    steps = pipeline.pipemare.warmup_steps if pipeline.schedule == "pipemare" else 0
-    return f"{pipeline.schedule} after {steps} synchronous steps" if steps else pipeline.schedule
-
-
-def _gradients(setup: Setup, model: Any, samples_tokens: int) -> dict[str, str]:
-    """Return how gradients are summed, and how few of them at least are zero.
-
-    ``samples_tokens`` are the tokens of a step over all replicas.
-    """
-    mode = setup.section.sparse_collective.mode
-    if mode == "off":
-        return {}
-    words, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    rows = min(samples_tokens // setup.data_ranks, words.shape[0])
-    sent = whole
-    if head is None or head.weight is not words:
-        sent -= words.numel() - rows * words.shape[1]
-    return {
-        "gradients": f"sparse collective ({mode}): at most {rows} of {words.shape[0]} words in a "
-        f"step of a replica, {100 * sent / whole:.0f} % of the gradients"
-    }
-
-
 def export(args: Any, engine: Any, folder: Path, tokenizer: Any, **options: Any) -> None:
     """Write the trained model: a Hugging Face folder, and Megatron's if the options name one.
 
@@ -535,46 +435,4 @@ def export(args: Any, engine: Any, folder: Path, tokenizer: Any, **options: Any)
             iteration=engine.global_steps,
             consumed_samples=engine.global_samples,
             tokenizer=tokenizer,
-        )
-
-
-class Evaluation:
-    """Validation samples, shared among the data-parallel ranks of an engine.
-
-    Args:
-        engine: Of `wavemare.initialize`.
-        samples: A data set; its items are those of the training.
-
-    Raises:
-        DataError: The samples are fewer than the data-parallel ranks.
-    """
-
-    def __init__(self, engine: Any, samples: Any) -> None:
-        self.engine = engine
-        self._samples = samples
-        self.batches(1)  # too few samples are refused before the training
-
-    def counts(self, num_samples: int | None) -> dict[str, int]:
-        """Return how many validation samples are evaluated of how many there are, as results."""
-        own: Any = self.batches(num_samples).dataset
-        used = len(own) * self.engine.data_world_size
-        return {"eval samples": used, "held-out samples": len(self._samples)}
-
-    def loss(self, num_samples: int | None = None) -> float:
-        """Return the mean loss of samples, spread over the whole set; None for all of them."""
-        batches = self.batches(num_samples)
-        return float(self.engine.eval_batch(iter(batches), num_micro_batches=len(batches)))
-
-    def batches(self, num_samples: int | None = None) -> DataLoader[Any]:
-        """Return this rank's micro-batches, equally many on every rank, at least one.
-
-        Args:
-            num_samples: Samples over all ranks; None for all.
-        """
-        return evaluation_batches(
-            self._samples,
-            self.engine.train_micro_batch_size_per_gpu(),
-            self.engine.data_rank,
-            self.engine.data_world_size,
-            num_samples,
         )

@@ -1,37 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a run before its model, checked once; and how a run continues."""
+"""What is known of a run before its model, checked once; and how its processes meet and leave."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wavemare.engine.checkpoint.manifest import read_manifest, resolve_tag
 from wavemare.engine.config.resolve import WavemareConfig, check_batch_sizes, check_config
 from wavemare.engine.launch.group import (
     ensure_launched,
     environment_rank,
     environment_world_size,
-    job_started,
     may_restart,
     meet,
 )
-from wavemare.errors import CheckpointError, ConfigError
-from wavemare.files import atomic_write_text, remove_leftovers, replace_folder, temporary_sibling
+from wavemare.errors import ConfigError
 from wavemare.observe.quiet import quiet_libraries
-from wavemare.observe.recording import Recording
+from wavemare.observe.screen import print_rank_0
+from wavemare.parallel.layout.layout import Layout
 from wavemare.training.arguments import ALL, TrainArguments
-from wavemare.training.config import BalanceController, resolve_config
-
-_RANK_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI", "SLURM_")
-"""Beginnings of the names by which launchers tell a process its place."""
+from wavemare.training.balance import read_layout, with_layout
+from wavemare.training.checkpoints import check_resume, convert_checkpoint, resumes_after_restart
+from wavemare.training.config import resolve_config
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,8 @@ class Setup:
 
     Attributes:
         arguments: The recipe's options.
-        balance: Holds the DeepSpeed configuration; ``--balance auto`` completes it by measurements.
+        config: DeepSpeed's configuration, with the changes of the options.
+        layout: The layout that ``--balance`` names, or that of the run that continues.
         section: The section ``"wavemare"`` of the configuration.
         batch: DeepSpeed's three batch sizes by their keys.
         resume: Whether the run continues from a checkpoint.
@@ -50,7 +43,8 @@ class Setup:
     """
 
     arguments: TrainArguments
-    balance: BalanceController
+    config: dict[str, Any]
+    layout: Layout | None
     section: WavemareConfig
     batch: dict[str, int]
     resume: bool
@@ -62,6 +56,16 @@ class Setup:
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.arguments.output)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of the trained model, in Hugging Face's format."""
+        return self.folder / "model"
 
     @property
     def num_samples(self) -> int:
@@ -85,32 +89,23 @@ class Setup:
         return None if given == ALL else int(given)
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.folder / "checkpoints"
-
-    @property
-    def layout(self) -> Any:
-        """The layout that ``--balance auto`` has measured for the model; None if none was."""
-        return self.balance.measured
-
-    def config_for(self, model: Any) -> dict[str, Any]:
-        """Return DeepSpeed's configuration for a model.
-
-        ``--balance auto`` measures the devices for it; all ranks call this.
-        """
-        length = self.arguments.sequence_length
-        self.balance.measure(model, self.batch, sequence_length=length)
-        return self.balance.config
-
-    @property
     def data_ranks(self) -> int:
         """Number of processes that read different data."""
         return self.world_size // self.section.model_ranks
 
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of processes that share each layer."""
+        return self.section.tensor_parallel.size
 
-def prepare(arguments: TrainArguments) -> Setup:
-    """Resolve and check the configuration; torch and DeepSpeed are not imported.
+
+def read_setup(arguments: TrainArguments, *, prefers_bf16: bool = False) -> Setup:
+    """Resolve and check the configuration, before torch and DeepSpeed are imported.
+
+    Args:
+        arguments: The recipe's options.
+        prefers_bf16: Whether to compute in bf16 on GPUs, unless the configuration says otherwise.
+            Only torch knows of GPUs: it is then imported at the end.
 
     Raises:
         LaunchError: No launcher started this process.
@@ -118,29 +113,45 @@ def prepare(arguments: TrainArguments) -> Setup:
         PlanError: The layout of ``--balance`` cannot be read.
         CheckpointError: ``--resume`` finds no checkpoint, or a damaged one.
     """
-    resume = arguments.resume or resumes_after_restart(Path(arguments.output))
-    balance = BalanceController(
-        arguments.balance, resolve_config(arguments), Path(arguments.output), resume=resume
-    )
+    folder = Path(arguments.output)
+    resume = arguments.resume or resumes_after_restart(folder)
+    config = resolve_config(arguments)
+    layout = read_layout(arguments, config, resume=resume)
+    if layout is not None:
+        config = with_layout(config, layout)
     ensure_launched()
     rank, world_size = environment_rank(), environment_world_size()
-    section = check_config(balance.config, world_size=world_size)
+    section = check_config(config, world_size=world_size)
     data_ranks = world_size // section.model_ranks
     if may_restart():
-        adapt_accumulation(balance.config, data_ranks)
-    batch = check_batch_sizes(balance.config, data_world_size=data_ranks)
+        adapt_accumulation(config, data_ranks)
+    batch = check_batch_sizes(config, data_world_size=data_ranks)
     quiet_libraries()
     foreign = None
     if resume:
-        folder = Path(arguments.output) / "checkpoints"
-        foreign = check_resume(folder, balance.config, world_size, section.model_ranks)
-    return Setup(arguments, balance, section, batch, resume, foreign, rank, world_size)
+        foreign = check_resume(folder / "checkpoints", config, world_size, section.model_ranks)
+    if prefers_bf16:
+        config = _in_bf16(config, world_size)
+    if foreign is not None:  # it is converted first, by `connect`
+        config = {**config, "checkpoint": {**config.get("checkpoint", {}), "load_universal": True}}
+    return Setup(arguments, config, layout, section, batch, resume, foreign, rank, world_size)
+
+
+def _in_bf16(config: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Return the configuration in bf16, where there are GPUs and it names no 16-bit type."""
+    import torch
+
+    if torch.cuda.is_available() and not config.keys() & {"bf16", "fp16"}:
+        changed = {**config, "bf16": {"enabled": True}}
+        with suppress(ConfigError):  # some features refuse it
+            check_config(changed, world_size=world_size)
+            return changed
+    return config
 
 
 def connect(setup: Setup) -> None:
     """Join the other processes, and seed the weights alike on all of them."""
     import transformers
-    from torch import distributed
 
     import wavemare
 
@@ -149,30 +160,21 @@ def connect(setup: Setup) -> None:
     transformers.set_seed(setup.arguments.seed)
     if setup.foreign is not None:
         if setup.rank == 0:
-            print(f"{setup.foreign} is converted for {setup.world_size} ranks", flush=True)
-            convert_checkpoint(setup.folder / "checkpoints", setup.foreign)
-        store = distributed.distributed_c10d._get_default_store()
-        meet(store, "wavemare/converted", setup.world_size)  # a barrier would not wait for hours
-        setup.balance.config.setdefault("checkpoint", {})["load_universal"] = True
+            print_rank_0(f"{setup.foreign} is converted for {setup.world_size} ranks")
+            convert_checkpoint(setup.checkpoints, setup.foreign)
+        _meet("wavemare/converted", setup.world_size)
 
 
 def wait_for_data(setup: Setup) -> None:
     """Wait until every process has its data, which one host may read for hours."""
+    _meet("wavemare/data", setup.world_size)
+
+
+def _meet(place: str, world_size: int) -> None:
+    """Wait for the other processes, without the time limit that ends a collective."""
     from torch import distributed
 
-    store = distributed.distributed_c10d._get_default_store()
-    meet(store, "wavemare/data", setup.world_size)  # no time limit of a collective ends this
-
-
-def prefer_bf16(setup: Setup) -> None:
-    """Compute in bf16 on GPUs, unless the configuration says otherwise."""
-    import torch
-
-    config, bf16 = setup.balance.config, {"bf16": {"enabled": True}}
-    if torch.cuda.is_available() and not config.keys() & {"bf16", "fp16"}:
-        with suppress(ConfigError):  # some features refuse it
-            check_config({**config, **bf16}, world_size=setup.world_size)
-            config |= bf16
+    meet(distributed.distributed_c10d._get_default_store(), place, world_size)
 
 
 def seed_dropout(engine: Any, seed: int) -> None:
@@ -193,118 +195,8 @@ def leave() -> None:
     distributed.destroy_process_group()
 
 
-def resumes_after_restart(output: Path) -> bool:
-    """Return whether ranks are started again, and this job has saved a checkpoint.
-
-    A checkpoint that is older than the job is of another run.
-    """
-    latest = output / "checkpoints" / "latest"
-    return may_restart() and latest.is_file() and latest.stat().st_mtime >= job_started()
-
-
-def check_resume(
-    checkpoints: Path, config: Mapping[str, Any], world_size: int, model_ranks: int
-) -> str | None:
-    """Check that there is a checkpoint to continue from.
-
-    Returns:
-        Its tag if it has to be converted (`needs_conversion`), else None.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or it is damaged.
-        ConfigError: A universal checkpoint is asked for that is older than the newest one.
-    """
-    universal = bool(config.get("checkpoint", {}).get("load_universal"))
-    latest = checkpoints / ("latest_universal" if universal else "latest")
-    if not latest.is_file():
-        reason = f"there is no checkpoint (no file {latest.name})"
-        remedy = "Start without --resume, or name the run's folder as --output"
-        raise CheckpointError("--resume", str(checkpoints), reason, remedy)
-    if not universal:
-        return needs_conversion(checkpoints, world_size, model_ranks)
-    newest = checkpoints / "latest"
-    if newest.is_file() and newest.stat().st_mtime > latest.stat().st_mtime:
-        reason = "checkpoints have been saved since the universal one was made"
-        remedy = "Remove the key to resume from the newest, or remove the file latest"
-        raise ConfigError("checkpoint.load_universal", True, reason, remedy)
-    return None
-
-
-def needs_conversion(checkpoints: Path, world_size: int, model_ranks: int) -> str | None:
-    """Return the newest checkpoint's tag if another number of data ranks saved it with ZeRO.
-
-    Those of local steps load in another number of replicas as they are.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged.
-    """
-    tag = resolve_tag(checkpoints, None)
-    manifest = read_manifest(checkpoints / tag) if tag is not None else None
-    saved = manifest["topology"] if manifest is not None else {"zero_stage": 0}
-    if not saved["zero_stage"] or "replicas" in saved:
-        return None
-    own = {"world_size": world_size, "data": world_size // model_ranks}
-    other = any(saved[key] != size for key, size in own.items())
-    return tag if other and saved["pipe"] * saved["model"] == model_ranks else None
-
-
-def convert_checkpoint(checkpoints: Path, tag: str) -> None:
-    """Make a universal checkpoint of one, in another process.
-
-    Raises:
-        CheckpointError: The program failed.
-    """
-    universal = checkpoints / f"{tag}_universal"
-    remove_leftovers(checkpoints)
-    partial = temporary_sibling(universal)
-    command = [sys.executable, "-m", "wavemare.universal"]
-    words = ["--input_folder", str(checkpoints / tag), "--output_folder", str(partial)]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
-    done = subprocess.run(
-        [*command, *words], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        shutil.rmtree(partial, ignore_errors=True)
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        reason = f"it cannot be converted for another number of ranks: {''.join(last)}"
-        raise CheckpointError("checkpoint", str(checkpoints / tag), reason, "Use as many ranks")
-    replace_folder(partial, universal)
-    atomic_write_text(checkpoints / "latest_universal", universal.name)
-
-
 def adapt_accumulation(config: dict[str, Any], data_ranks: int) -> None:
     """Let another number of ranks share the same batch, in place: they accumulate more or less."""
     batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     if isinstance(batch, int) and isinstance(micro, int) and batch % (micro * data_ranks) == 0:
         config.pop("gradient_accumulation_steps", None)
-
-
-def load_run(setup: Setup, engine: Any, batches: Any, recording: Recording) -> None:
-    """Go on from the newest checkpoint: engine, order of the data and training time.
-
-    Args:
-        setup: Of the run.
-        engine: The engine.
-        batches: A `wavemare.data.loader.ResumableLoader`.
-        recording: Of the run.
-
-    Raises:
-        CheckpointError: The checkpoint is of another topology or of other data.
-        ConfigError: The checkpoint is past the last step.
-    """
-    _, state = engine.load_checkpoint(str(setup.checkpoints))
-    if engine.global_steps > setup.arguments.max_steps:
-        reason = f"the checkpoint is at step {engine.global_steps} already"
-        raise ConfigError("--max_steps", setup.arguments.max_steps, reason, "Give more steps")
-    batches.load_state_dict({**state["loader"], "consumed_samples": engine.global_samples})
-    recording.seconds = float(state.get("seconds", 0.0))
-    recording.screen.note(f"resumed after step {engine.global_steps}")
-
-
-def save_run(setup: Setup, engine: Any, batches: Any, recording: Recording) -> None:
-    """Save a checkpoint of all that `load_run` needs, and the layout that was measured."""
-    setup.balance.save(setup.rank)
-    step = engine.global_steps
-    state = {"loader": batches.state_dict(), "seconds": recording.training_seconds}
-    with recording.saving(step, f"step-{step:06d}") as tag:
-        engine.save_checkpoint(str(setup.checkpoints), tag, client_state=state)

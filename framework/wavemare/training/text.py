@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from wavemare.data.sources import Kind, Source, resolve
 from wavemare.errors import ConfigError, DataError
-from wavemare.training.arguments import TrainArguments
+from wavemare.training.arguments import ModelArguments, TrainArguments
 
 if TYPE_CHECKING:
+    from wavemare.data.classification import LabelledCorpus
     from wavemare.data.tokens import TokenStore
 
 Baselines = tuple[Mapping[str, Any], Mapping[str, float]]
@@ -55,6 +56,11 @@ class TrainingText:
     train: tuple[TokenStore, ...]
     validation: tuple[TokenStore, ...]
     split: str | None = None
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether the samples are to be shuffled: Megatron's order is complete."""
+        return self.split is None
 
     def check_fits(self, sequence_length: int, model_config: Any) -> None:
         """Check that a model takes all tokens.
@@ -143,12 +149,15 @@ class TrainingText:
         )
         return train, validation
 
-    def check_prompt(self, prompt: str | None, positions: int) -> str:
+    def choose_prompt(self, prompt: str | None, model_config: Any) -> str:
         """Return the start of a text to write: the given one, or the validation text's.
 
         Raises:
             ConfigError: It is empty, or leaves no room in the model.
         """
+        from wavemare.training.models import max_positions
+
+        positions = max_positions(model_config)
         if prompt is None:
             return self.beginning(positions)
         length = len(self.tokenizer(prompt)["input_ids"])
@@ -221,7 +230,6 @@ def read_text(
     kind: Literal["gpt", "bert"],
     *,
     tokenizer: str | None = None,
-    vocab_size: int = 0,
 ) -> TrainingText:
     """Read and tokenise text, or open the tokens of the same text from the cache.
 
@@ -229,8 +237,7 @@ def read_text(
         source: Of `find_text`.
         arguments: The recipe's options.
         kind: Decides the special tokens of a new tokenizer.
-        tokenizer: Hugging Face folder of a tokenizer; a new one is trained if omitted.
-        vocab_size: Tokens of a new byte-level BPE.
+        tokenizer: Hugging Face folder of a tokenizer; a new byte-level BPE is trained if omitted.
 
     Raises:
         DataError: Data or tokenizer are damaged.
@@ -241,12 +248,13 @@ def read_text(
     from wavemare.data.tokenizer import build_once, content_key, load_tokenizer, tokenizer_folder
 
     found: Any = None if tokenizer is None else load_tokenizer(tokenizer)
+    size = arguments.trained_vocabulary if isinstance(arguments, ModelArguments) else 0
     if source.kind is Kind.MEGATRON:
         split = arguments.split or (_SPLIT if source.weights or arguments.data_path else None)
         return _read_megatron(source, split, found)
     cache = Path(arguments.cache).expanduser()
     # One process of a host reads the text; the others are told which entries of the cache it is.
-    made = f"{kind} {vocab_size}" if found is None else definition_of(found)
+    made = f"{kind} {size}" if found is None else definition_of(found)
     settings = ("corpus", _FORMAT_VERSION, made, arguments.text_column, source_key(source))
     entry = cache / f"corpus-{content_key(settings)[:32]}"
 
@@ -254,7 +262,7 @@ def read_text(
         corpus = load_text(source, text_column=arguments.text_column)
         parts, own = {}, found
         if own is None:
-            folder = tokenizer_folder(corpus.train, vocab_size, kind, cache)
+            folder = tokenizer_folder(corpus.train, size, kind, cache)
             own, parts["tokenizer"] = load_tokenizer(folder), folder.name
         for name, documents in (("train", corpus.train), ("validation", corpus.validation)):
             parts[name] = cached_tokens(documents, own, cache).name
@@ -296,3 +304,16 @@ def _read_megatron(source: Source, split: str | None, tokenizer: Any) -> Trainin
         )
     trains, validations = zip(*pairs, strict=True)
     return TrainingText(source, tokenizer, trains, validations, split)
+
+
+def read_labelled_texts(source: Source, arguments: Any) -> LabelledCorpus:
+    """Read the texts of a table with their labels, or open those of the same table from the cache.
+
+    Raises:
+        DataError: See `wavemare.data.classification.load_classification`.
+    """
+    from wavemare.data.classification import prepare_classification
+
+    cache = Path(arguments.cache).expanduser()
+    columns = {"text_column": arguments.text_column, "label_column": arguments.label_column}
+    return prepare_classification(source, cache, **columns)

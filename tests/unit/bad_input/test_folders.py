@@ -12,8 +12,8 @@ from wavemare.engine.checkpoint.manifest import read_manifest, resolve_tag
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.convert import convert
 from wavemare.megatron.store import open_store
+from wavemare.training.checkpoints import needs_conversion
 from wavemare.training.models import check_model_folder
-from wavemare.training.setup import needs_conversion
 
 
 def saved(content):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training loop of one's own leaves in its run folder, and what is told of memory."""
 
+import logging
 import warnings
 from types import SimpleNamespace
 
@@ -65,6 +66,27 @@ def test_a_line_has_what_is_given_and_what_the_engine_tells(tmp_path):
     assert (facts.layout["schedule"], facts.layout["gradient_accumulation_steps"]) == ("1f1b", 4)
     assert facts.summary["results"]["steps"] == 2
     assert [event["step"] for event in facts.events if event["kind"] == "memory"] == [1, 2]
+
+
+def test_a_recording_that_is_older_than_its_engine_gets_it_later(tmp_path, capsys):
+    recording = Recording(tmp_path, steps=2, show=True)
+    logging.getLogger("wavemare").warning("the model is large")
+    with recording.training(pipeline_engine(), tokens=64, seconds=100.0):
+        for step in (1, 2):
+            with recording.step(step), PROGRESS.doing("train_batch"):
+                pass
+        recording.log(2, loss=0.5)
+        recording.log_eval(2, eval_loss=0.25, accuracy=None)
+    trained, evaluated = read_metrics(recording.run.metrics_file)
+    assert evaluated == {"step": 2, "eval_loss": 0.25, "accuracy": None}
+    assert (trained["learning_rate"], trained["grad_norm"], trained["bubble"]) == (0.5, 3.0, 0.25)
+    assert trained["tokens_per_second"] > 0
+    assert "0.2500" in capsys.readouterr().out
+    facts = read_run(tmp_path)
+    assert facts.configuration["deepspeed"] == {"train_batch_size": 8}
+    assert facts.summary["results"]["training seconds"] > 100
+    assert len(facts.trace.ranks[0].steps) == 2
+    assert "the model is large" in [e["text"] for e in facts.events if e["kind"] == "warning"]
 
 
 @pytest.mark.parametrize("tells", ["train_batch", "forward"])

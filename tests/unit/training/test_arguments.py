@@ -23,9 +23,9 @@ from wavemare.training.arguments import parse_arguments
 from wavemare.training.config import resolve_config
 from wavemare.training.models import (
     check_start,
-    describe_model,
     load_chat_model,
     load_classifier,
+    model_config_of,
     read_model_config,
 )
 
@@ -453,7 +453,7 @@ def test_lists_of_megatron_describe_models(name, recipe):
     if (name, recipe) == ("gpt-3", "llama"):  # whose own model has a gate, for which is no option
         return
     arguments = parsed(OF_ALL + words, PretrainArguments if recipe == "gpt" else LlamaArguments)
-    values = describe_model(arguments)
+    values = model_config_of(arguments)
     assert values["model_type"] == family
     config = transformers.AutoConfig.for_model(**values)
     for key, value in expected.items():
@@ -500,7 +500,7 @@ def test_what_is_not_done_is_refused_by_its_option(words, key):
     def run():
         arguments = parsed(words)
         resolve_config(arguments)
-        describe_model(arguments)
+        model_config_of(arguments)
 
     with pytest.raises(ConfigError) as caught:
         run()

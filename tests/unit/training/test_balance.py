@@ -8,7 +8,9 @@ import torch.distributed as dist
 from support.refusals import refuses
 from wavemare.errors import ConfigError, PlanError
 from wavemare.parallel.layout.layout import Layout
-from wavemare.training.config import BalanceController
+from wavemare.training.arguments import TrainArguments
+from wavemare.training.balance import balanced_config, read_layout
+from wavemare.training.setup import Setup
 
 PLAN = Layout(data_parallel=2, global_batch=8, shares=(5, 3))
 STAGES = Layout(stages=2, cuts=(0, 2, 4), num_layers=4, global_batch=8, shares=(8,))
@@ -22,7 +24,10 @@ def balancing(folder, choice, config=None, plan=None, *, resume=False):
     if plan is not None:
         (folder / "layout.json").write_text(plan.to_json())
         choice = choice or str(folder / "layout.json")
-    return BalanceController(choice, config or {}, folder, resume=resume)
+    arguments = TrainArguments(balance=choice, output=str(folder), sequence_length=8)
+    layout = read_layout(arguments, config or {}, resume=resume)
+    known = {"config": config or {}, "layout": layout, "section": None, "batch": {}}
+    return Setup(arguments, **known, resume=resume, foreign=None, rank=0, world_size=2)
 
 
 def ranks_that_read(monkeypatch, *digests):
@@ -38,14 +43,14 @@ def test_a_plan_on_some_machines_only_is_refused_before_anything_is_measured(mon
     config = {"wavemare": {"pipeline": {"stages": 2}}}
     resumed = balancing(tmp_path, "auto", config, STAGES, resume=True)
     with refuses(PlanError, "--balance", "auto") as caught:
-        resumed.measure(LanguageModel(), {}, sequence_length=8)
+        balanced_config(resumed, LanguageModel())
     assert "rank 1" in str(caught.value)
 
 
 def test_unlike_files_are_refused(monkeypatch, tmp_path):
     ranks_that_read(monkeypatch, "0123456789ab")
     with refuses(PlanError, "--balance", str(tmp_path / "layout.json")) as caught:
-        balancing(tmp_path, None, plan=PLAN).measure(LanguageModel(), {}, sequence_length=8)
+        balanced_config(balancing(tmp_path, None, plan=PLAN), LanguageModel())
     assert "rank 1 0123456789ab" in str(caught.value)
 
 
@@ -53,7 +58,7 @@ def test_what_auto_would_drop_is_refused(monkeypatch, tmp_path):
     ranks_that_read(monkeypatch, None)
     waves = balancing(tmp_path, "auto", {"wavemare": {"wavelet": {"mode": "sync"}}})
     with refuses(ConfigError, "wavemare.wavelet.mode", "sync"):
-        waves.measure(LanguageModel(), {}, sequence_length=8)
+        balanced_config(waves, LanguageModel())
     with refuses(ConfigError, "--balance", "auto"):
         balancing(tmp_path, "auto", {"wavemare": {"parallel": {"stages": 2}}})
 
@@ -76,7 +81,7 @@ def test_speeds_are_those_of_the_jobs_own_type(monkeypatch, tmp_path, config, dt
         return PLAN
 
     monkeypatch.setattr("wavemare.parallel.balance.balance_replicas", measure)
-    found = balancing(tmp_path, "auto", config)
-    found.measure(LanguageModel(), {}, sequence_length=8)
+    found, layout = balanced_config(balancing(tmp_path, "auto", config), LanguageModel())
+    assert layout == PLAN
     assert asked == [{"zero_stage": zero, "sequence_length": 8, "dtype": dtype}]
-    assert found.config["wavemare"]["balance"]["shares"] == [5, 3]
+    assert found["wavemare"]["balance"] == {"mean": "tokens", "shares": [5, 3]}

@@ -15,7 +15,7 @@ from wavemare.data.tokenizer import train_tokenizer
 from wavemare.errors import ConfigError, DataError
 from wavemare.recipes.gpt.pretrain import PretrainArguments
 from wavemare.training.arguments import parse_arguments
-from wavemare.training.models import Evaluation
+from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
 from wavemare.training.setup import Setup
 from wavemare.training.text import find_text, read_text
 
@@ -25,7 +25,7 @@ def test_samples_are_those_of_the_engines_ranks():
         engine = SimpleNamespace(
             data_rank=rank, data_world_size=ranks, train_micro_batch_size_per_gpu=lambda: 4
         )
-        return Evaluation(engine, torch.arange(100)).batches(8)
+        return evaluation_loader(engine, torch.arange(100), 8)
 
     assert [batch.tolist() for batch in batches(1, 2)] == [[50, 62, 75, 87]]
     with refuses(DataError, "--data", 100):
@@ -52,13 +52,17 @@ def test_validation_samples_are_read_one_batch_after_the_other():
         train_micro_batch_size_per_gpu=lambda: 2,
         eval_batch=eval_batch,
     )
-    evaluation = Evaluation(engine, Samples())
-    assert evaluation.loss() == 4  # of 6 before the last batch is asked for
-    assert read == [0, 1, 2, 3, 4, 5]
-    for samples in (None, 0, 3, 4, 99):
+    loader = evaluation_loader(engine, Samples())
+    for _ in range(2):  # a loader is used again
         read.clear()
-        evaluation.loss(samples)
-        assert evaluation.counts(samples) == {"eval samples": len(read), "held-out samples": 6}
+        assert evaluate(engine, loader) == 4  # of 6 before the last batch is asked for
+        assert read == [0, 1, 2, 3, 4, 5]
+    for limit in (None, 0, 3, 4, 99):
+        read.clear()
+        loader = evaluation_loader(engine, Samples(), limit)
+        evaluate(engine, loader)
+        counts = {"eval samples": len(read), "held-out samples": 6}
+        assert count_samples(engine, loader, Samples()) == counts
 
 
 @pytest.mark.parametrize(
@@ -72,8 +76,8 @@ def test_validation_samples_are_read_one_batch_after_the_other():
 )
 def test_the_last_evaluation_is_bounded_unless_all_is_asked_for(words, samples):
     arguments = parse_arguments(PretrainArguments, ["--deepspeed_config=x", *words.split()])
-    batch = {"train_batch_size": 16}
-    setup = Setup(arguments, None, None, batch, resume=False, foreign=None, rank=0, world_size=1)
+    known = {"config": {}, "layout": None, "section": None, "batch": {"train_batch_size": 16}}
+    setup = Setup(arguments, **known, resume=False, foreign=None, rank=0, world_size=1)
     assert setup.final_samples == samples
 
 
@@ -104,8 +108,8 @@ def test_data_without_validation_documents_is_refused(tmp_path):
 def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
     (tmp_path / "tales.txt").write_text("Once upon a time there was a sea.\n" * 40)
     options = {"data": str(tmp_path / "tales.txt"), "cache": str(tmp_path / "cache")}
-    arguments = PretrainArguments(**options)
-    text = read_text(find_text(arguments), arguments, "gpt", vocab_size=300)
+    arguments = PretrainArguments(**options, vocab_size=300)
+    text = read_text(find_text(arguments), arguments, "gpt")
     whole = text.tokenizer.decode(text.validation[0].tokens.tolist())
     beginnings = [text.beginning(positions) for positions in (64, 3)]
     assert all(whole.startswith(one) for one in beginnings)
@@ -114,8 +118,8 @@ def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
 
 def read_lines(tmp_path):
     options = {"data": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache")}
-    arguments = PretrainArguments(**options)
-    return read_text(find_text(arguments), arguments, "gpt", vocab_size=300)
+    arguments = PretrainArguments(**options, vocab_size=300)
+    return read_text(find_text(arguments), arguments, "gpt")
 
 
 def tokens_of(text):

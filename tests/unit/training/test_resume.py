@@ -10,24 +10,20 @@ from torch import distributed as dist
 
 from support.refusals import refuses
 from wavemare.errors import ConfigError
+from wavemare.recipes.llama.sft import BEST, read_best
 from wavemare.training.arguments import TrainArguments
-from wavemare.training.setup import (
-    Setup,
-    adapt_accumulation,
-    connect,
-    load_run,
-    resumes_after_restart,
-)
+from wavemare.training.checkpoints import load_checkpoint, resumes_after_restart
+from wavemare.training.setup import Setup, adapt_accumulation, connect
 
 
 def test_no_time_limit_counts_while_the_first_rank_converts(tmp_path, monkeypatch):
-    done, place = threading.Event(), {"world_size": 2, "folder": tmp_path, "foreign": "tag"}
+    done, place = threading.Event(), {"world_size": 2, "checkpoints": tmp_path, "foreign": "tag"}
     here = "wavemare.training.setup"
     monkeypatch.setattr(f"{here}.convert_checkpoint", lambda *_: time.sleep(0.5) or done.set())
     for name in ("wavemare.init_distributed", "transformers.set_seed", f"{here}.quiet_libraries"):
         monkeypatch.setattr(name, lambda *_: None)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    place |= {"arguments": SimpleNamespace(seed=0), "balance": SimpleNamespace(config={})}
+    place |= {"arguments": SimpleNamespace(seed=0)}
     first, other = (SimpleNamespace(rank=rank, **place) for rank in range(2))
     thread = threading.Thread(target=connect, args=(first,))
     thread.start()
@@ -48,7 +44,7 @@ def test_only_checkpoints_of_the_same_job_are_resumed(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     assert not resumes_after_restart(tmp_path)  # before the first checkpoint
     latest.write_text("step-000010")
-    monkeypatch.setattr("wavemare.training.setup.job_started", lambda: time.time() + age)
+    monkeypatch.setattr("wavemare.training.checkpoints.job_started", lambda: time.time() + age)
     assert resumes_after_restart(tmp_path) == resumes
 
 
@@ -61,9 +57,28 @@ def test_the_batch_is_accumulated_over_fewer_ranks():
     assert config == sizes
 
 
+def continued(arguments):
+    known = {"config": {}, "layout": None, "section": None, "batch": {}}
+    return Setup(arguments, **known, resume=True, foreign=None, rank=0, world_size=1)
+
+
 def test_a_run_that_is_past_the_last_step_is_not_continued():
     engine = SimpleNamespace(global_steps=20, load_checkpoint=lambda folder: (folder, {}))
     arguments = TrainArguments(max_steps=19)
-    setup = Setup(arguments, None, None, {}, resume=True, foreign=None, rank=0, world_size=1)
     with refuses(ConfigError, "--max_steps", 19):
-        load_run(setup, engine, None, None)
+        load_checkpoint(continued(arguments), engine, None)
+
+
+def test_a_host_without_the_file_knows_the_best_evaluation_of_rank_0(tmp_path, monkeypatch):
+    """Else its ranks would export, which takes all ranks, where the others do not."""
+    best = {"eval_loss": 1.5, "step": 10}
+
+    def gather(found, own, group=None):
+        found[:] = [best, own]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    setup = continued(TrainArguments(output=str(tmp_path)))
+    assert read_best(setup) == best
+    (tmp_path / BEST).write_text('{"eval_loss": 1.25, "step": 5}')  # of another run there
+    assert read_best(setup) == best

@@ -16,8 +16,8 @@ from wavemare.training.arguments import parse_arguments
 from wavemare.training.models import (
     check_packing,
     check_start,
-    describe_model,
     load_causal_model,
+    model_config_of,
     new_causal_model,
     tokenizer_of,
 )
@@ -54,13 +54,13 @@ def test_a_checkpoint_of_megatron_starts_a_run(model, tmp_path, kind):
     start = f"--load {tmp_path} --finetune --attention-dropout 0.25"
     args = parsed(f"{start} --num-layers 2 --qk-layernorm", kind)
     if kind is PretrainArguments:
-        found = new_causal_model(args, describe_model(args), None)
+        found = new_causal_model(args, model_config_of(args), None)
     else:
         check_start(args)
         found = load_causal_model(args)
     assert found.config.attention_dropout == 0.25
     check_same(found, model)
-    check = describe_model if kind is PretrainArguments else check_start
+    check = model_config_of if kind is PretrainArguments else check_start
     for words in ("--num-layers 3", "--seq-length 256"):
         with pytest.raises(ConfigError):
             check(parsed(f"{start} {words}", kind))

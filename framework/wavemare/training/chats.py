@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the ``--data`` option to the samples of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wavemare.data.chat import ChatSamples, EncodedRows
+    from wavemare.data.loader import ResumableLoader
+    from wavemare.data.sources import Source
+    from wavemare.hf.steps import TokenMean
+
+
+@dataclass(frozen=True)
+class TrainingChats:
+    """Rows to train on and to validate on, with their tokenizer.
+
+    Attributes:
+        source: Origin of the rows.
+        tokenizer: Has formatted them.
+        max_length: Tokens of a sample.
+        rows: To train on.
+        validation_rows: To validate on.
+        train: Samples of the rows, packed if the options say so.
+        validation: Samples of one validation row each.
+    """
+
+    source: Source
+    tokenizer: Any
+    max_length: int
+    rows: EncodedRows
+    validation_rows: EncodedRows
+    train: ChatSamples
+    validation: ChatSamples
+
+    def describe(self) -> dict[str, object]:
+        """Return the panel's rows about the data."""
+        return {
+            "name": self.source.name,
+            "rows": f"{len(self.rows)} to train in {len(self.train)} samples, "
+            f"{len(self.validation_rows)} for validation",
+        }
+
+    def preview(self) -> str:
+        """Return the text of the first row with its trained tokens in »«, and what was cut."""
+        from wavemare.data.chat import describe_fates, mark_trained
+
+        fates = describe_fates((self.rows, self.validation_rows), self.max_length)
+        row = mark_trained(self.rows[0], self.tokenizer)
+        return f"{fates or ''}\n\nThe first row, with what is trained in »«:\n{row}\n".lstrip("\n")
+
+    def question(self) -> str:
+        """Return what the assistant is asked by the first validation row."""
+        from wavemare.data.chat import last_question
+
+        return last_question(self.validation_rows.first, self.tokenizer)
+
+
+def read_chats(source: Source, arguments: Any, tokenizer: Any) -> TrainingChats:
+    """Format and tokenize rows, or open those of the same data from the cache.
+
+    Args:
+        source: Of `wavemare.data.sources.resolve`.
+        arguments: The options of the recipe.
+        tokenizer: With a chat template where the rows are chats.
+
+    Raises:
+        DataError: See `wavemare.data.chat.prepare_chats`.
+    """
+    from wavemare.data.chat import ChatSamples, prepare_chats
+
+    length, packs = arguments.sequence_length, not arguments.no_packing
+    cache = Path(arguments.cache).expanduser()
+    rows, validation_rows = prepare_chats(
+        source, tokenizer, length, cache, long_rows=arguments.long_rows
+    )
+    fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    train = ChatSamples(rows, length, fill, packs=packs, positions=packs)
+    validation = ChatSamples(validation_rows, length, fill, packs=False, positions=packs)
+    return TrainingChats(source, tokenizer, length, rows, validation_rows, train, validation)
+
+
+def weigh_by_tokens(engine: Any, loader: ResumableLoader) -> TokenMean:
+    """Return a loader's micro-batches, so that the loss of a step is the mean over its labels.
+
+    ``loss`` of what is returned is that mean for an `evaluation_loader`.
+    """
+    from wavemare.hf.steps import TokenMean
+
+    return TokenMean(engine, loader)
