@@ -144,15 +144,17 @@ def share_draws(loader: DataLoader[Any], data_rank: int) -> None:
     A data set that is iterated draws the order itself: only the collator draws by data rank.
 
     Args:
-        loader: Changed; its sampler is wrapped in a `SharedOrder`.
+        loader: Changed, once; its sampler is wrapped in a `SharedOrder`.
         data_rank: Of the model.
     """
     if isinstance(loader.dataset, IterableDataset):
-        loader.collate_fn = _OwnDraws(loader.collate_fn, data_rank)
+        if not isinstance(loader.collate_fn, _OwnDraws):
+            loader.collate_fn = _OwnDraws(loader.collate_fn, data_rank)
         return
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    # torch refuses to set it.
-    vars(loader)[name] = SharedOrder(getattr(loader, name), data_rank)
+    order = getattr(loader, name)
+    if not isinstance(order, SharedOrder):
+        vars(loader)[name] = SharedOrder(order, data_rank)  # torch refuses to set it
 
 
 class SharedOrder(BatchSampler):

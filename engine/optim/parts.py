@@ -8,7 +8,8 @@ that a part of a matrix would not step as it does within the matrix.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from wavemare.engine.checkpoint.random_state import seeded
 from wavemare.engine.experts import is_divided
+from wavemare.engine.launch.group import gather
 from wavemare.engine.optim.policy import POLICY
 from wavemare.engine.parts import split_weights
 from wavemare.errors import ConfigError
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 _MATRIX, _EXPERTS = (4, 4), (4, 4, 4)
 _STEPS = 4
+_READS_WHOLE = "it reads whole tensors for a step"
+_UNTRIED = "it could not be tried on parts of tensors"
 _NEAR = 1e-3
 """Of the largest change of an element: how far parts may be off."""
 
@@ -32,9 +36,28 @@ _NEAR = 1e-3
 def check_parts(engine: EngineMixin) -> None:
     """Refuse an optimizer that reads whole tensors, if ranks hold parts of those that it steps.
 
+    All ranks call it.
+
     Raises:
-        ConfigError: A weight is a part of a layer that ranks split, or of experts.
+        ConfigError: A weight is a part of a layer that ranks split, or of experts, and the
+            optimizer does not step parts as it steps whole tensors, or cannot be tried.
     """
+    settings, own = engine.settings, _refused_key(engine)
+    divides = max(settings.tensor_parallel.size, settings.expert_parallel.size) > 1
+    # Stages may have unlike parameter groups.
+    found = [refused for refused in (gather(own) if divides else [own]) if refused]
+    if not found:
+        return
+    key, name, reason = found[0]
+    reason += ", and each rank holds a part of them"
+    remedy = f"Use AdamW, or another optimizer of single elements, or no wavemare.{key}"
+    if settings.pipeline.pipemare.optimizer_policy == "auto":
+        remedy = f'Set {POLICY} to "keep", and use AdamW, or no wavemare.{key}'
+    raise ConfigError("optimizer", name, reason, remedy)
+
+
+def _refused_key(engine: EngineMixin) -> tuple[str, str, str] | None:
+    """Return the key that gives ranks parts, the optimizer's name and the reason; None if right."""
     optimizer = getattr(engine, "basic_optimizer", None)
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     matrices = [(_MATRIX, 0), (_MATRIX, 1)], [p.requires_grad for p in split_weights(engine.module)]
@@ -42,20 +65,16 @@ def check_parts(engine: EngineMixin) -> None:
     for key, (ways, found) in (("tensor_parallel", matrices), ("expert_parallel", experts)):
         if optimizer is None or not any(found):
             continue
-        if not all(steps_parts(optimizer, shape, side) for shape, side in ways):
-            name = type(optimizer).__name__
-            reason = "it reads whole tensors for a step, and each rank holds a part of them"
-            remedy = f"Use AdamW, or another optimizer of single elements, or no wavemare.{key}"
-            if engine.settings.pipeline.pipemare.optimizer_policy == "auto":
-                remedy = f'Set {POLICY} to "keep", and use AdamW, or no wavemare.{key}'
-            raise ConfigError("optimizer", name, reason, remedy)
+        reasons = [reason for way in ways if (reason := refusal_of_parts(optimizer, *way))]
+        if reasons:
+            return key, type(optimizer).__name__, reasons[0]
+    return None
 
 
-def steps_parts(optimizer: Any, shape: tuple[int, ...], side: int) -> bool:
-    """Return whether an optimizer steps two halves of a tensor as it steps the whole one.
+def refusal_of_parts(optimizer: Any, shape: tuple[int, ...], side: int) -> str:
+    """Return why an optimizer must not step halves of tensors; empty if it steps them as whole.
 
-    It is tried with each of its parameter groups, on tensors of its own. An optimizer that cannot
-    be tried is taken to do so.
+    It is tried with each of its parameter groups, on tensors of its own.
 
     Args:
         optimizer: Stays as it is.
@@ -63,9 +82,11 @@ def steps_parts(optimizer: Any, shape: tuple[int, ...], side: int) -> bool:
         side: On which it is cut.
     """
     if type(optimizer).__module__.startswith("deepspeed.ops."):  # compiled, for its own tensors
-        return "lamb" not in type(optimizer).__name__.lower()
+        return _READS_WHOLE if "lamb" in type(optimizer).__name__.lower() else ""
     with seeded(0):
-        before, *gradients = torch.randn(1 + _STEPS, *shape)
+        numbers = torch.randn(1 + _STEPS, *shape)
+    held = (p for group in optimizer.param_groups for p in group["params"] if not p.is_meta)
+    before, *gradients = numbers.to(next((p.device for p in held), numbers.device))
     for group in optimizer.param_groups:
         rate = {} if group.get("lr") is None else {"lr": 0.01}  # that of a warm-up may be 0
         options = {**group, **rate}
@@ -75,12 +96,14 @@ def steps_parts(optimizer: Any, shape: tuple[int, ...], side: int) -> bool:
                 _stepped(optimizer, options, *_half(number, side, before, gradients))
                 for number in (0, 1)
             ]
-        except Exception:
-            continue
+        except Exception as error:
+            return f"{_UNTRIED} ({type(error).__name__}: {error})"
         change = (whole - before).abs().max()
+        if not change:  # it steps others than its own groups say
+            return _UNTRIED
         if (torch.cat(halves, side) - whole).abs().max() > _NEAR * change:
-            return False
-    return True
+            return _READS_WHOLE
+    return ""
 
 
 def _half(
@@ -93,15 +116,41 @@ def _stepped(
     optimizer: Any, options: dict[str, Any], before: Tensor, gradients: Iterable[Tensor]
 ) -> Tensor:
     """Return what a copy of an optimizer makes of a tensor."""
+    try:
+        return _stepped_by(_emptied, optimizer, options, before, gradients)
+    except Exception:  # its constructor makes the state of each weight
+        return _stepped_by(_made_anew, optimizer, options, before, gradients)
+
+
+def _stepped_by(
+    copy: Callable[[Any, dict[str, Any]], Any],
+    optimizer: Any,
+    options: dict[str, Any],
+    before: Tensor,
+    gradients: Iterable[Tensor],
+) -> Tensor:
     weight = nn.Parameter(before.clone())
-    own = object.__new__(type(optimizer))
-    hooks: dict[str, Any] = {
-        name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")
-    }
-    vars(own).update({**vars(optimizer), **hooks})
-    own.state, own.param_groups = defaultdict(dict), [{**options, "params": [weight]}]
+    own = copy(optimizer, {**options, "params": [weight]})
     with torch.enable_grad():
         for gradient in gradients:
             weight.grad = gradient.clone()
             type(own).step(own)
     return weight.detach()
+
+
+def _made_anew(optimizer: Any, group: dict[str, Any]) -> Any:
+    """Return an optimizer of the same kind and one parameter group."""
+    known = signature(type(optimizer)).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
+    return type(optimizer)([group], **defaults)
+
+
+def _emptied(optimizer: Any, group: dict[str, Any]) -> Any:
+    """Return a copy with one parameter group and no state."""
+    own = object.__new__(type(optimizer))
+    hooks: dict[str, Any] = {
+        name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")
+    }
+    vars(own).update({**vars(optimizer), **hooks})
+    own.state, own.param_groups = defaultdict(dict), [group]
+    return own

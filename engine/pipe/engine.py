@@ -33,6 +33,7 @@ from wavemare.engine.pipe.plans import agreed_plan, peer_of
 from wavemare.engine.pipe.staged import StagedEngine
 from wavemare.engine.pipe.timers import timed
 from wavemare.engine.pipe.update import Handlers, Update
+from wavemare.engine.same_batches import UNKNOWN, Marks, check
 from wavemare.errors import CommError, DataError, NumericsError, WavemareError
 from wavemare.pipeline.plan.files import GivenPlan
 from wavemare.pipeline.plan.orders import forward_only
@@ -103,7 +104,8 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         self.feed.use(self.data_iterator)
         # By stage and number.
         self._micro_batches: dict[tuple[int, int], MicroBatch] = {}
-        self._labels: dict[int, Any] = {}
+        self._labels: dict[int, tuple[Any, Marks]] = {}
+        self._first = 0  # number of the step's first micro-batch
         asynchronous = plan is None and self.settings.pipeline.is_asynchronous
         if plan is None and self.settings.pipeline.schedule == "auto":
             self._search = PlanSearch(self)
@@ -191,7 +193,6 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         self._failed = None
         try:
             if plan is None:
-                self._compare_batches()
                 self.update.train()
                 if self._search is not None:
                     self._search.after_step()
@@ -214,6 +215,7 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         self.begin_messages(part.receives, part.send_slots)
         self.run_actions(part.actions, keep=False)
         self.link.flush()
+        self.link.await_later_stages()  # else one that fails would not join the loss's broadcast
 
     def begin_messages(
         self, receives: Sequence[Action], slots: int, *, first: int = 0, may_end: bool = True
@@ -229,6 +231,7 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         if not first:
             self._micro_batches.clear()
             self._labels.clear()
+        self._first = first
         self.link.begin(receives, slots, first=first, may_end=may_end)
 
     def run_actions(
@@ -308,17 +311,19 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
             reason = "the last stage has fewer micro-batches than the first stage read"
             remedy = "Give the first and last stage iterators over the same data"
             raise DataError("data_iter", f"micro-batch {action.micro_batch}", reason, remedy)
+        marks = self._marks_of(batch, action.micro_batch - self._first)
         if action.stage == 0:
-            inputs = () if batch is None else self.passes.first_inputs(batch[0])
-            micro_batch = MicroBatch(inputs=inputs, batch=batch, ended=batch is None)
+            inputs = () if batch is None else self.passes.first_inputs(batch.inputs)
+            micro_batch = MicroBatch(inputs, ended=batch is None, batch=batch, marks=marks)
             self._micro_batches[action.place] = micro_batch
         if batch is not None and self.is_last_stage():
-            self._labels[action.micro_batch] = batch[1]
+            self._labels[action.micro_batch] = batch.labels, marks
 
     def _receive_activation(self, action: Action) -> None:
         header, inputs = self.link.receive_activation(action)
         ended = self.update.read_activation_header(action, header)
-        micro_batch = MicroBatch(inputs=() if ended else inputs, ended=ended)
+        marks: Any = tuple(header[-len(UNKNOWN) :]) or UNKNOWN
+        micro_batch = MicroBatch(() if ended else inputs, ended=ended, marks=marks)
         self._micro_batches[action.place] = micro_batch
 
     def _forward(self, action: Action) -> None:
@@ -333,7 +338,10 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         if self._is_chunked:
             self.module.activate(stage)
         if is_last:
-            micro_batch.labels = self._labels.pop(action.micro_batch)
+            micro_batch.labels, own = self._labels.pop(action.micro_batch)
+            if any(own):
+                first = self.grid.pp_group[self._homes[0]]
+                check([(first, micro_batch.marks), (self.global_rank, own)])
         with (trains and self.update.forward_context(action)) or nullcontext():
             self.passes.forward(micro_batch, is_last=is_last)
         if trains:
@@ -344,7 +352,8 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
             self.fwd_outputs.append(loss.detach() if single else [t.detach() for t in loss])
         if self._hands_over(stage):
             following = stage + 1, action.micro_batch
-            self._micro_batches[following] = MicroBatch(inputs=as_leaves(micro_batch.outputs))
+            inputs = as_leaves(micro_batch.outputs)
+            self._micro_batches[following] = MicroBatch(inputs, marks=micro_batch.marks)
         elif trains and not is_last:
             outputs = micro_batch.differentiable_outputs
             self.link.expect_grad(action, self.update.grads_expected(action, outputs))
@@ -425,16 +434,6 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         return loss
 
     # --- data -------------------------------------------------------------------------------------
-
-    def _compare_batches(self) -> None:
-        """Before the first step, compare what the ranks of this pipeline are about to read.
-
-        A later step of an asynchronous pipeline may have failed on one rank alone.
-        """
-        if self.same_batches is not None and self.same_batches.is_due():
-            if self.same_batches.is_first:
-                reads = self.is_first_stage() or self.is_last_stage()
-                self.same_batches.compare(*((self.feed.peek() if reads else None) or (None, None)))
 
     def _read(self, iterator: Iterator[Any]) -> Any:
         self.data_iterator = iterator

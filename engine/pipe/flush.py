@@ -84,7 +84,7 @@ class Flush(Update):
 
     def activation_header(self, action: Action, micro_batch: MicroBatch) -> list[Any]:
         """Return the numbers that go with an activation."""
-        return [] if action.micro_batch else [float(micro_batch.ended)]
+        return [] if action.micro_batch else [float(micro_batch.ended), *micro_batch.marks]
 
     def read_activation_header(self, action: Action, header: list[float]) -> bool:
         """Take these numbers; return whether the data has ended."""

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_tb
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from wavemare.engine.same_batches import UNKNOWN, Marks
 from wavemare.errors import DataError
 
 Tensors = Tensor | tuple[Tensor, ...]
@@ -21,6 +22,20 @@ Tensors = Tensor | tuple[Tensor, ...]
 
 class DataEndedError(Exception):
     """The data had ended before a step or an evaluation, on all ranks of the pipeline."""
+
+
+class Batch(NamedTuple):
+    """A micro-batch as a stage reads it.
+
+    Args:
+        inputs: Nested tensors, on the rank's device.
+        labels: Likewise.
+        given: Both as the iterator gave them, which may be on the host.
+    """
+
+    inputs: Any
+    labels: Any
+    given: tuple[Any, Any]
 
 
 @dataclass
@@ -36,6 +51,7 @@ class MicroBatch:
         loss: On the last stage; scalar.
         grads: Of the outputs, from the next stage.
         version: Of the weights that the forward pass used.
+        marks: Of the batch, as the first stage read it.
     """
 
     inputs: Tensors = ()
@@ -46,6 +62,7 @@ class MicroBatch:
     loss: Any = None
     grads: list[Tensor] = field(default_factory=list)
     version: int = 0
+    marks: Marks = UNKNOWN
 
     @property
     def differentiable_outputs(self) -> list[Tensor]:
@@ -140,7 +157,6 @@ class Feed:
         self._iterator: Iterator[Any] | None = None
         self._ended: Iterator[Any] | None = None
         self._waiting: deque[Any] = deque()
-        self._error: Exception | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -166,9 +182,6 @@ class Feed:
         """
         if self._waiting:
             return self._waiting.popleft()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
         if self._iterator is None:
             reason = "there is no iterator, and initialize had no training_data"
             raise DataError("data_iter", None, reason, "Give train_batch an iterator")
@@ -177,18 +190,6 @@ class Feed:
         except StopIteration:
             self._ended = self._iterator
             raise
-
-    def peek(self) -> Any:
-        """Return the next batch, which stays the next one; None if `next` will raise."""
-        try:
-            batch = self.next()
-        except StopIteration:
-            return None
-        except Exception as error:
-            self._error = error
-            return None
-        self.put_back([batch])
-        return batch
 
     def prefetch(self, count: int) -> None:
         """Read until so many batches are waiting, or the data ends."""

@@ -456,6 +456,22 @@ class PeerLink:
             if sender != self._rank == receiver and not self._from[sender].has_ended:
                 self.receive_activation(Action(Kind.RECV_ACTIVATION, stage + 1, number))
 
+    def await_later_stages(self) -> None:
+        """Wait until the ranks of later stages have come here, too, or fail where they have failed.
+
+        Word goes from the rank of the last stage to all others, each of which waits for the one
+        that follows its own last stage.
+        """
+        last = {rank: stage for stage, rank in enumerate(self._homes)}
+        awaited = {rank: self._homes[stage + 1 : stage + 2] for rank, stage in last.items()}
+        for sender in awaited[self._rank]:
+            self._from[sender].post(None, _NUMBER_ALONE)
+            self._from[sender].wait()
+        for receiver, senders in awaited.items():
+            if self._rank in senders:
+                self._to[receiver].send(_NUMBER_ALONE.pack([1.0], (), self._device))
+        self.flush()
+
     def _is_gate(self, receive: Receive) -> bool:
         """Return whether a message may be the notice that no other comes in this step."""
         kind, _, micro_batch = receive

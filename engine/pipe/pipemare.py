@@ -49,7 +49,7 @@ class PipeMare(Update):
         ConfigError: The optimizer, or the grid of ranks, needs more than one stage.
     """
 
-    activation_numbers = 2  # whether the data has ended, and the squared norm
+    activation_numbers = Update.activation_numbers + 1  # the squared norm
     in_each_activation = True
     trains_short_steps = clips_alone = True
 
@@ -232,7 +232,7 @@ class PipeMare(Update):
 
     def activation_header(self, action: Action, micro_batch: MicroBatch) -> list[Any]:
         """Return the numbers that go with an activation."""
-        return [float(micro_batch.ended), self._norms.up_to_here]
+        return [float(micro_batch.ended), self._norms.up_to_here, *micro_batch.marks]
 
     def read_activation_header(self, action: Action, header: list[float]) -> bool:
         """Take these numbers; return whether the data has ended."""

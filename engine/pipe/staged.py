@@ -13,7 +13,8 @@ from torch import Tensor
 from wavemare.engine.base import EngineMixin
 from wavemare.engine.experts import expert_group
 from wavemare.engine.observe.progress import PROGRESS
-from wavemare.engine.pipe.micro_batch import to_device
+from wavemare.engine.pipe.micro_batch import Batch, to_device
+from wavemare.engine.same_batches import UNKNOWN, Marks, is_due
 from wavemare.engine.seams import fail_group
 from wavemare.errors import ConfigError, DataError
 
@@ -26,6 +27,8 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
 
     def _next_batch(self) -> Any:
         batch = super()._next_batch()
+        if batch is None:  # there is no iterator
+            return None
         if isinstance(batch, Mapping):
             if not hasattr(self.module, "split_batch"):
                 reason = "a batch is a mapping, and a PipelineModule takes (inputs, labels)"
@@ -33,7 +36,26 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
                 raise DataError("data_iter", sorted(batch), reason, remedy)
             batch = self.module.split_batch(batch)
         # Here once: DeepSpeed's own copies let a GPU's host wait for the passes that are queued.
-        return to_device(batch, self.device, detach=True)
+        given = (*batch[:2], None)[:2]  # a stage may read inputs alone
+        inputs, labels = to_device(given, self.device, detach=True)
+        return Batch(inputs, labels, given)
+
+    def _marks_of(self, batch: Batch | None, number: int) -> Marks:
+        """Return what the last stage compares: of the first micro-batch of each step alone.
+
+        Args:
+            batch: That this rank has read; None if there was none.
+            number: Of the micro-batch, from the first one of the present step.
+
+        Raises:
+            DataError: Ranks that split layers have read different ones.
+        """
+        step, place = divmod(number, self.micro_batches)
+        if batch is None or self.same_batches is None or place:
+            return UNKNOWN
+        is_evaluation = not torch.is_grad_enabled()
+        may_wait = is_evaluation or is_due(self.global_steps + step + 1)
+        return self.same_batches.read(batch.given, may_wait=may_wait)
 
     def _start_timers(self, timer_names: Sequence[str]) -> None:
         # DeepSpeed's pipeline starts those of a backward pass, and so do its hooks of outputs.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from wavemare.engine.pipe.micro_batch import MicroBatch
+from wavemare.engine.same_batches import UNKNOWN
 from wavemare.pipeline.plan.plan import Action, Kind
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Update:
         clips_alone: Whether it clips without DeepSpeed.
     """
 
-    activation_numbers = 1
+    activation_numbers = 1 + len(UNKNOWN)  # whether the data has ended, and the batch's marks
     in_each_activation = trains_short_steps = clips_alone = False
     grad_numbers = 0
 
@@ -76,7 +77,7 @@ class Update:
         """See the result of a backward pass."""
 
     def activation_header(self, action: Action, micro_batch: MicroBatch) -> list[Any]:
-        """Return the numbers that go with an activation."""
+        """Return the numbers that go with an activation, the marks of its batch last."""
         raise NotImplementedError
 
     def read_activation_header(self, action: Action, header: list[float]) -> bool:

@@ -11,6 +11,7 @@ CASES = [
     "sparse",
     "tokens",
     "resumed",
+    "own_loader",
     "refusals",
     "tensor_parallel",
     "own_optimizer",
@@ -70,6 +71,12 @@ def test_ranks_that_share_a_model_read_the_same_batches(results):
         assert result["tensor_parallel"]["counted"] == [flos * 22 / 24, parameters]
         assert stock["whole logits"]
         assert not result["tensor_parallel"]["whole logits"]  # for the loss alone
+
+
+def test_the_collator_of_a_loader_of_ones_own_draws_by_rank(results):
+    one, other = (result["own_loader"] for result in results)
+    assert len(set(one)) == len(one) == len(other) == 6
+    assert not set(one) & set(other)
 
 
 def test_an_optimizer_that_the_file_does_not_name_trains_a_split_model(results):

@@ -4,12 +4,14 @@
 import pytest
 
 CASES = ["first/1f1b", "last/zbv", "first/pipemare", "last/pipemare", "loader/zb-h1"]
-CASES += ["loader/pipemare", "optimizer/1f1b"]
+CASES += ["loader/pipemare", "optimizer/1f1b", "evaluation/1f1b", "evaluation/pipemare"]
+CASES += ["evaluation/interleaved"]
 REPLICAS = ["first/1f1b", "last/zb-h1"]
 REASONS = {
     "loader": "OSError: the disk has gone",
     "first": "OutOfMemoryError: no memory for this pass",
     "last": "OutOfMemoryError: no memory for this pass",
+    "evaluation": "OutOfMemoryError: no memory for this pass",
     "optimizer": "OutOfMemoryError: no memory for this step",
 }
 

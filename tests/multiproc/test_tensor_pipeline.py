@@ -37,6 +37,12 @@ def test_split_asynchronous_stages_train_like_whole_ones(launch_once):
     for result in results:
         half = result["gpt2-101 bf16"]
         assert half["norms"][0] == pytest.approx(half["norms"][1], rel=0.02)
+        # With "keep", as the refusal says, the runs above train.
+        assert result["policy"] == results[0]["policy"]
+        assert result["policy"].startswith("ConfigError: optimizer = 'Muon'")
+        assert "wavemare.pipeline.pipemare.optimizer_policy" in result["policy"]
+        (said,) = result["apart"]
+        assert "hold one model, and read different batches" in said
     half = results[0]["gpt2-101 bf16"]
     assert half["difference"] < 0.05 * half["moved"]
     assert half["moved"] > 0.02

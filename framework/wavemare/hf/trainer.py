@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch import distributed as dist
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer import Trainer as StockTrainer
@@ -24,6 +25,7 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from wavemare.accelerate import Accelerator, check_joined, model_ranks_of, rows_that_count
 from wavemare.api import initialize
+from wavemare.engine.checkpoint.random_state import share_draws
 from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.labels import counts_items
 from wavemare.engine.launch.group import gather, leave_out_shared_memory
@@ -216,13 +218,22 @@ class Trainer(StockTrainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         self._epoch = kwargs["epoch"]
+        loader = kwargs["train_dataloader"]
+        is_prepared = getattr(loader, "_is_accelerate_prepared", False)
+        if self._reads_alike and isinstance(loader, DataLoader) and not is_prepared:
+            share_draws(loader, self.accelerator.data_rank)  # as those that are prepared
         return super()._run_epoch(*args, **kwargs)
+
+    @property
+    def _reads_alike(self) -> bool:
+        """Whether a `StepFeed` reads, so that all ranks draw the same order."""
+        return self.trains_whole_steps or model_ranks_of(self.accelerator) > 1
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Return the micro-batches of the next step, the same on all that share a model."""
-        if not self.trains_whole_steps and model_ranks_of(self.accelerator) == 1:
+        if not self._reads_alike:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._feed is None or self._feed.source is not epoch_iterator:
             self._feed = StepFeed(

@@ -160,6 +160,30 @@ def resumed():
     return found
 
 
+def own_loader():
+    """What the collator of a loader that the script made itself draws on this rank."""
+    drawn = []
+
+    def noisy(rows):
+        drawn.append(torch.rand(()).item())
+        return pad(rows)
+
+    class WithLoader(wavemare.hf.Trainer):
+        def get_train_dataloader(self):
+            data = torch.utils.data
+            sampler = data.DistributedSampler(self.train_dataset)
+            return data.DataLoader(
+                self.train_dataset, batch_size=2, sampler=sampler, collate_fn=noisy
+            )
+
+    WithLoader(
+        model=MODELS["gpt2"](),
+        args=arguments("own-loader", json_file(1, {"wavelet": {"mode": "sync"}})),
+        train_dataset=Rows("gpt2", 22),
+    ).train()
+    return drawn
+
+
 def refusals():
     def message(config, optimizer_class=None, **changes):
         model = MODELS["gpt2"]()
@@ -200,6 +224,7 @@ CASES = {
     "own_optimizer": own_optimizer,
     "named_optimizer": named_optimizer,
     "resumed": resumed,
+    "own_loader": own_loader,
     "refusals": refusals,
 }
 

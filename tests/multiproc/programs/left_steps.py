@@ -23,15 +23,18 @@ BAD_CALL = 2 * MICRO + 2  # of the third step, also where the first stage is one
 
 
 class Failing(torch.nn.Module):
-    """The identity, which fails in one pass on one rank."""
+    """The identity, which fails in one pass of training or evaluation on one rank."""
 
-    def __init__(self, rank):
+    def __init__(self, rank, *, trains=True):
         super().__init__()
         self.fails, self.calls = torch.distributed.get_rank() == rank, 0
+        self.trains = trains
 
     def forward(self, x):
+        if self.fails and not (self.trains or self.training):
+            raise torch.OutOfMemoryError("no memory for this pass")
         self.calls += self.training
-        if self.fails and self.calls == BAD_CALL:
+        if self.trains and self.fails and self.calls == BAD_CALL:
             self.calls += 1
             raise torch.OutOfMemoryError("no memory for this pass")
         return x
@@ -52,12 +55,13 @@ def start(where, schedule):
     torch.manual_seed(5)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)]
     homes = homes_of(PipelineConfig(schedule=schedule), STAGES)
-    if where in ("first", "last"):
+    if where in ("first", "last", "evaluation"):
         # Of the last replica; ranks of one stage follow each other.
         replicas = torch.distributed.get_world_size() // STAGES
         stage = 0 if where == "first" else len(homes) - 1
         rank = (homes[stage] + 1) * replicas - 1
-        layers[-(where == "last")] = torch.nn.Sequential(layers[-(where == "last")], Failing(rank))
+        place, failing = -(where != "first"), Failing(rank, trains=where != "evaluation")
+        layers[place] = torch.nn.Sequential(layers[place], failing)
     chunked = len(homes) > STAGES
     kind = {"kind": partial(ChunkedPipelineModule, homes=homes)} if chunked else {}
     optimizer = partial(FailingOptimizer, lr=0.1) if where == "optimizer" else None
@@ -85,9 +89,12 @@ def run(where, schedule, folder):
     if saves:
         engine.save_checkpoint(folder)
     found = {"losses": losses, "heard": [], "weights": weights_digest(engine)}
-    for _ in range(2):
+    calls = [partial(engine.train_batch, data)] * 2
+    if where == "evaluation":
+        calls[0] = partial(engine.eval_batch, sine_batches(WIDTH, seed=3))
+    for call in calls:
         try:
-            engine.train_batch(data)
+            call()
         except Exception as error:
             found["heard"].append(f"{type(error).__name__}: {error}")
     found["saved"] = refusal(lambda: engine.save_checkpoint(f"{folder}-later"))

@@ -7,6 +7,7 @@ Arguments: folder, and a JSON object of [scenario, settings] by name.
 import json
 import sys
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 
 import deepspeed
@@ -429,27 +430,33 @@ EPOCH = 20
 def shuffled(settings, *, draws):
     """Ranks shuffle apart, alike, or alike until an epoch ends after which one has drawn more.
 
-    Returns what was said, and at which step.
+    With ``evaluation`` they shuffle the rows of an evaluation apart. Returns what was said, and at
+    which step.
     """
     engine = start(gpt2(), **settings)
     generator = torch.Generator().manual_seed(3)
     rows = torch.randint(0, VOCABULARY, (EPOCH, LENGTH), generator=generator)
     torch.manual_seed(1000 + (dist.get_rank() if draws == "apart" else 0))
-    seed = torch.Generator().manual_seed(5) if draws == "alike" else None
-    loader = torch.utils.data.DataLoader(rows, batch_size=MICRO, shuffle=True, generator=seed)
+    alike = draws in ("alike", "evaluation")
+    seed = torch.Generator().manual_seed(5) if alike else None
+    load = partial(torch.utils.data.DataLoader, rows, batch_size=MICRO, shuffle=True)
 
-    def data():
+    def data(loader):
         while True:
             for tokens in loader:
                 yield {"input_ids": tokens, "labels": tokens}
-            if draws != "alike":
+            if not alike:
                 torch.rand(dist.get_rank())  # as dropout of other stages does
 
-    batches, said = data(), "accepted"
+    batches, said = data(load(generator=seed)), "accepted"
     for step in range(8):
         if step == 5:
             engine.save_checkpoint(f"{sys.argv[1]}/shuffled")
-        said = refusal(lambda: engine.train_batch(batches))
+        if step == 3 and draws == "evaluation":
+            torch.rand(dist.get_rank())
+            said = refusal(lambda: engine.eval_batch(data(load())))
+        else:
+            said = refusal(lambda: engine.train_batch(batches))
         if said != "accepted":
             break
     engine.destroy()

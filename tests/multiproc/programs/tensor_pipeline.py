@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import DEVICE, difference, leave, train_plainly, weights_digest
+from common import DEVICE, difference, leave, refusal, train_plainly, weights_digest
 from deepspeed.utils import groups
 from tensor_models import batch, build
 
@@ -102,7 +102,22 @@ def asynchronous(names):
                 **seen(engine, name, weights),
             }
         result[f"{name} bf16"] = half_step(name)
+        chosen = {"schedule": "pipemare", "pipemare": {"optimizer_policy": "auto"}}
+        result["policy"] = refusal(lambda name=name, chosen=chosen: start(name, chosen))
+        result["apart"] = read_apart(name)
     return result
+
+
+def read_apart(name):
+    """The ranks that split a stage read alike at first; in later steps those of one place do."""
+    engine = start(name, {"schedule": "pipemare"})
+    alike, own = (
+        batches(name),
+        itertools.islice(batches(name), torch.distributed.get_rank() % 2, None),
+    )
+    train_on = [alike] * 2 + [own] * 3
+    said = [refusal(lambda data=data: engine.train_batch(data)) for data in train_on]
+    return [sentence for sentence in said if sentence != "accepted"][:1]
 
 
 def half_step(name):

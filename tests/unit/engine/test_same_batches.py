@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""By what ranks of one model tell that they have read the same micro-batch."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from support.refusals import refuses
+from wavemare.engine.same_batches import COMPARED_EACH, UNKNOWN, check, is_due, marks_of
+from wavemare.errors import DataError
+
+SHAPES = [(2, 3), (3, 1), (64, 784), (63, 785), (4096, 3), (5000, 64), (2, 100_000)]
+
+
+def of_rows(rows):
+    return marks_of(rows, None, on_device=False)[0]
+
+
+def bordered(shape):
+    """Rows that are zero but in their middle, as pictures of digits are."""
+    rows, length = shape
+    generator = torch.Generator().manual_seed(1)
+    found = torch.zeros(shape)
+    middle = slice(length // 3, 2 * length // 3 + 1)
+    found[:, middle] = torch.rand(rows, len(range(length)[middle]), generator=generator)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_other_rows_have_other_marks(shape, dtype):
+    rows = (1000 * bordered(shape)).to(dtype)
+    again = of_rows(rows.clone())
+    assert again == of_rows(rows) == of_rows(rows.t().contiguous().t())
+    assert 0 < again == int(again) < 2**53
+    assert of_rows(rows.roll(1, 0)) not in (0, again)
+
+
+def test_rows_are_found_in_whatever_a_loader_gives():
+    rows = torch.arange(6).view(2, 3)
+    parts = [{"b": rows, "a": rows + 1}, {"a": rows + 1, "b": rows}, [rows + 1, (rows,)]]
+    assert len({of_rows(part) for part in parts}) == 1
+    assert of_rows({"a": rows, "b": rows + 1}) != of_rows(parts[0])
+    beside = {"name": "text", "count": 3, "rows": rows, "sparse": torch.ones(2).to_sparse()}
+    assert of_rows(beside) == of_rows(rows)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [None, (), torch.zeros(3, 2), torch.full((4,), -100), torch.zeros(1), torch.empty(0), "text"],
+    ids=repr,
+)
+def test_placeholders_tell_nothing(part):
+    assert of_rows(part) == 0
+    assert marks_of(part, part, on_device=True) == UNKNOWN
+
+
+def test_a_class_of_one_row_tells_something():
+    assert of_rows(torch.tensor([3])) not in (0, of_rows(torch.tensor([2])))
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [(0, (1.0, 2.0)), (3, (1.0, 2.0))],
+        [(0, (1.0, 0.0)), (3, (0.0, 2.0))],  # each has a placeholder
+        [(0, (1.0, 2.0)), (3, (1.0, 7.0))],  # labels with what their loss depends on
+        [(0, (1.0, 2.0)), (3, (7.0, 2.0))],  # pictures that are cut otherwise
+        [(0, (1.0, 0.0)), (3, (7.0, 0.0))],
+        [(0, UNKNOWN), (3, (1.0, 2.0)), (4, UNKNOWN)],
+    ],
+)
+def test_ranks_may_differ_in_the_part_that_they_do_not_need(found):
+    check(found)
+
+
+def test_ranks_that_differ_in_both_parts_are_named():
+    with refuses(DataError, "data_iter"):
+        check([(0, (1.0, 2.0)), (3, (7.0, 8.0))])
+    with pytest.raises(DataError, match="ranks 4 and 6 "):
+        check([(2, UNKNOWN), (4, (1.0, 2.0)), (5, (1.0, 2.0)), (6, (7.0, 8.0))])
+
+
+def test_ranks_that_wait_for_each_other_compare_within_a_bounded_number_of_passes():
+    compared = [number for number in range(1, 10 * COMPARED_EACH) if is_due(number)]
+    assert compared[:8] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert max(b - a for a, b in pairwise(compared)) == COMPARED_EACH
