@@ -263,6 +263,13 @@ class Muon(MatrixOptimizer):
         """Return whether a tensor has two sides, in a group that is stepped by Muon."""
         return len(shape) == SIDES and bool(group["use_muon"])
 
+    def scale(self, group: Mapping[str, Any], shape: Shape) -> float:
+        """Return the factor that ``adjust_lr_fn`` names."""
+        rows, columns = shape
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1, rows / columns))
+
     def updates(
         self, group: Mapping[str, Any], pieces: Sequence[Piece]
     ) -> Iterator[tuple[Piece, Tensor | None]]:
@@ -290,27 +297,22 @@ _SMALLEST = 1e-7  # torch's
 def _step_stack(
     group: Mapping[str, Any], matrices: Sequence[Piece]
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """Yield the updates of matrices of one shape, or of its transpose."""
-    grads, momentum = [piece.matrix() for piece in matrices], group["momentum"]
-    for piece, grad in zip(matrices, grads, strict=True):
+    """Yield the updates of matrices of one shape, or of its transpose: in bf16."""
+    momentum, (short, long) = group["momentum"], sorted(matrices[0].shape)
+    first = matrices[0].grad
+    stack = first.new_empty(len(matrices), short, long, dtype=torch.bfloat16)
+    for place, piece in zip(stack, matrices, strict=True):
+        grad = piece.matrix()
         if "momentum_buffer" not in piece.state:
             piece.state["momentum_buffer"] = torch.zeros_like(grad)
-    averages = [piece.state["momentum_buffer"] for piece in matrices]
-    torch._foreach_lerp_(averages, grads, 1 - momentum)
-    if group["nesterov"]:
-        averages = list(torch._foreach_lerp(grads, averages, momentum))
-    short, long = sorted(matrices[0].shape)
-    stack = grads[0].new_empty(len(matrices), short, long, dtype=torch.bfloat16)
-    for place, average in zip(stack, averages, strict=True):
-        place.copy_(average.mT if len(average) > short else average)
+        average = piece.state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        if group["nesterov"]:
+            average = torch.lerp(grad, average, momentum)
+        # Rounded first: half of the memory is then read across.
+        place.copy_(average.bfloat16().mT if len(average) > short else average)
     stack = orthogonalize(stack, group["ns_steps"])
     for piece, found in zip(matrices, stack, strict=True):
-        rows, columns = piece.shape
-        update = (found.mT if rows > short else found).to(grads[0].dtype)
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            yield piece, update.mul_(0.2 * math.sqrt(max(rows, columns)))
-        else:
-            yield piece, update.mul_(math.sqrt(max(1, rows / columns)))
+        yield piece, found.mT.contiguous() if len(piece.grad.view(piece.shape)) > short else found
 
 
 def orthogonalize(stack: Tensor, steps: int) -> Tensor:
