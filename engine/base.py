@@ -118,8 +118,10 @@ class EngineMixin(CheckpointMixin):
         if self.settings.pipeline.is_asynchronous:
             refresh_by_stage(getattr(self, "basic_optimizer", None), self.stage_id, self.num_stages)
 
-    can_replace_optimizer = False
-    """Whether a load may go on with another optimizer than this one, that of the checkpoint."""
+    @property
+    def can_replace_optimizer(self) -> bool:
+        """Whether a load may go on with another optimizer than this one, the checkpoint's."""
+        return False
 
     def replace_optimizer(self, written: Written) -> None:
         """Go on as a checkpoint was written; all ranks call it.

@@ -318,18 +318,56 @@ def _step_stack(
 def orthogonalize(stack: Tensor, steps: int) -> Tensor:
     """Return the Newton-Schulz iteration of matrices: about U V^T of each U S V^T.
 
-    The products of each matrix are those of ``torch.optim.Muon``, in its order.
+    The products of a matrix that is nearly square are those of ``torch.optim.Muon``, in its order,
+    to the bit. Others go by their Gram matrices, with about the rounding error of torch's products:
+    with four columns for each row that takes three quarters of the operations.
 
     Args:
         stack: (matrices, rows, columns), bf16, rows <= columns; it is overwritten.
         steps: Of the iteration.
     """
-    a, b, c = _NEWTON_SCHULZ
     norms = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True)
     stack.div_(norms.clamp_(min=_SMALLEST))
+    if stack.shape[2] >= _OBLONG * stack.shape[1]:
+        return _by_gram(stack, steps)
+    a, b, c = _NEWTON_SCHULZ
     for _ in range(steps):
         gram = torch.bmm(stack, stack.mT)
         stack = torch.baddbmm(
             stack, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), stack, beta=a
         )
+    return stack
+
+
+_OBLONG = 2
+"""Columns for each row from which on the Gram matrix takes fewer operations."""
+
+
+_SPAN = 2
+"""Steps for which a Gram matrix is good: after 3, small singular values may become large."""
+
+
+def _by_gram(stack: Tensor, steps: int) -> Tensor:
+    """Iterate on the Gram matrices G = X X^T, whose sides are the short ones.
+
+    A step is X' = P X with P = a + b G + c G^2, so that G' = P G P, and all factors commute. The
+    rounding of G may grow by a^2 in a step, so that G is soon made of X again.
+    """
+    a, b, c = _NEWTON_SCHULZ
+    done = 0
+    while done < steps:
+        count = min(_SPAN, steps - done)
+        gram, product = torch.bmm(stack, stack.mT), None
+        for left in reversed(range(count)):
+            poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # P - a
+            if product is None:
+                product = poly.clone()
+                product.diagonal(dim1=1, dim2=2).add_(a)
+            else:
+                product = torch.baddbmm(product, poly, product, beta=a)
+            if left:
+                half = torch.baddbmm(gram, poly, gram, beta=a)
+                gram = torch.baddbmm(half, half, poly, beta=a)
+        assert product is not None
+        stack, done = torch.bmm(product, stack), done + count
     return stack

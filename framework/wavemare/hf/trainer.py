@@ -44,7 +44,7 @@ _REMEDY = "Leave that out, or train data-parallel without waves"
 _ZERO_WEIGHTS = 3
 
 
-class _EngineScheduler(DeepSpeedSchedulerWrapper):  # type: ignore[misc]
+class _EngineScheduler(DeepSpeedSchedulerWrapper):
     """Shows an engine's scheduler, which is another one after a load that replaced the optimizer.
 
     Args:

@@ -153,6 +153,7 @@ def _command(
     changes = [
         f"{_PIPELINE}.schedule=pipemare",
         f"{_PIPEMARE}.warmup_steps={round(system.warmup * shape.steps)}",
+        f"{_PIPEMARE}.optimizer_policy=keep",
         *system.settings,
     ]
     if system.correction is not None:
