@@ -39,8 +39,8 @@ class DiscrepancyCorrection(Section):
     """``off`` takes the newest weights and holds no copies, ``exact`` keeps copies of the last
     versions, ``ema`` estimates them from the mean of the last changes. With ``predict``, backward
     passes use the newest weights, and forward passes predict them (SpecTrain, PipeOptim). ``auto``
-    is what runs have shown to be best for the optimizer and the staleness (docs/asynchronous.md);
-    with AdamW and others it is ``exact`` on a stage with a staleness up to 2, and ``ema`` beyond."""
+    is what runs have shown to be best for the optimizer and the staleness (docs/asynchronous.md):
+    with AdamW and others ``exact`` on a stage with a staleness up to 2, and ``ema`` beyond."""
 
     decay: float | None = Field(default=None, gt=0, lt=1)
     """The paper's D: the mean's decay is ``D ** (1 / staleness)``. If omitted, the decay is

@@ -283,6 +283,8 @@ def _outer(model: nn.Module) -> Iterator[nn.Parameter]:
     if isinstance(model, deepspeed.PipelineModule) and _has_head(model):
         local = getattr(model, "local_layers", lambda: model.forward_funcs)
         last = local()[-1]
+        while isinstance(last, nn.Sequential) and len(last):  # a part that holds blocks, too
+            last = last[-1]
         if isinstance(last, nn.Module):  # a function of tied weights: an embedding's
             yield from last.parameters()
 

@@ -70,6 +70,7 @@ def test_stages_step_their_own_matrices(launch_once, engine):
         for zero in (0, 1)
     ]
     cases += [{**cases[i], "clip": 0.05} for i in (4, 5)]
+    cases += [{**cases[4], "grouped": True}]
     found = run(launch_once, cases)
     assert [rank[0]["stage"] for rank in found] == [0, 1]
     for stage, results in enumerate(found):
@@ -84,6 +85,7 @@ def test_stages_step_their_own_matrices(launch_once, engine):
         assert cut["losses"] == pytest.approx(clipped["losses"], abs=0.02)
         assert cut["losses"][-1] < cut["losses"][0] - 0.2
         assert muon["muon"] == [True, False]
+        check_equal(results[14], muon)  # blocks stay hidden in a part that ends with the head
         assert muon["rates"] == [0.05, 0.01]
         # The embedding's and the head's weights, biases and norms go to AdamW.
         assert {len(shape) for shape in muon["shapes"][0]} == {2}
