@@ -32,8 +32,8 @@ from wavemare.training import megatron
 TESTS = Path(__file__).parents[1] / "tests"
 RESULTS = Path(__file__).with_name("results")
 PAGES = (
-    Path(__file__).with_name("asynchronous.md"),
     Path(__file__).with_name("configuration.md"),
+    Path(__file__).with_name("asynchronous.md"),
     Path(__file__).with_name("models.md"),
     Path(__file__).with_name("schedules.md"),
     Path(__file__).with_name("huggingface.md"),

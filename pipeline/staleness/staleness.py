@@ -184,7 +184,7 @@ def policy_offer(worst: int, mean: float) -> str | None:
     adam, name = measured("AdamW", worst), policy_optimizer(worst)
     row = measured(name, worst)
     lag = (
-        f"AdamW learns worse from gradients up to {worst} steps old ({mean:.2f} on average): its "
+        f"AdamW learns worse from gradients up to {_steps(worst)} old ({mean:.2f} on average): its "
         f"loss was {adam.gap:.0%} above that of synchronous steps {_at(adam)}"
     )
     found = f"{row.gap:+.1%} {_at(row)}" if row.at else f"not measured at {worst} steps yet"
@@ -203,4 +203,8 @@ def policy_offer(worst: int, mean: float) -> str | None:
 
 
 def _at(row: Measured) -> str:
-    return f"in runs with gradients up to {row.at} step{'s' * (row.at > 1)} old"
+    return f"in runs with gradients up to {_steps(row.at)} old"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count > 1)}"
