@@ -279,8 +279,9 @@ def corrections(_: str) -> str:
         mode = "by memory" if row.correction == "auto" else f"`{row.correction}`"
         limit = "any" if row.up_to == math.inf else f"up to {row.up_to:g}"
         source = f"[`{row.source}`](results/{row.source})" if row.source else "not measured"
-        rows.append([row.optimizer or "any other", limit, mode, source])
-    heads = ["optimizer", "staleness", "`auto` is", "runs"]
+        memory = "" if math.isnan(row.memory) else f"{row.memory:g}"
+        rows.append([row.optimizer or "any other", limit, mode, memory, source])
+    heads = ["optimizer", "staleness", "`auto` is", "memory, weights", "runs"]
     return _markdown([heads, ["---"] * len(heads), *rows])
 
 

@@ -47,7 +47,7 @@ class Measured:
 
 
 MEASURED = (
-    Measured("Muon", 1, "off", 1, 0.005, 1.99, "async-quality-muon.json"),
+    Measured("Muon", 1, "predict", 1, 0.001, 3.68, "async-quality-muon.json"),
     Measured("Muon", 2, "off"),
     Measured("Muon", math.inf, "auto", 7, 0.291, 3.72, "async-quality-table.json"),
     Measured("SOAP", 1, "predict", 1, -0.005, 12.52, "async-quality-8x8.json"),
