@@ -58,7 +58,7 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     causal = True
 
     output: str = option("runs/gpt-pretrain", "run folder")
-    max_steps: int = option(500, "optimizer steps")
+    max_steps: int = option(250, "optimizer steps")
     save_interval: int = option(250, "steps between checkpoints")
     model_config: str = option(
         str(Path(__file__).with_name("model.json")), "transformers configuration of the model"
