@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from benchmarks.local_steps.request import BASELINE, WARMED
 from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.pipeline.staleness.staleness import MEASURED, largest_staleness
+from wavemare.simulation.quality import SYSTEMS
 from wavemare.training import megatron
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -39,6 +40,7 @@ PAGES = (
     Path(__file__).with_name("huggingface.md"),
     Path(__file__).with_name("megatron.md"),
     Path(__file__).with_name("performance.md"),
+    RESULTS / "async-quality.md",
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
     RESULTS / "whale.md",
@@ -246,10 +248,11 @@ def staleness(pattern: str) -> str:
         rate = next((after for word, after in pairwise(words) if word == "--lr"), "")
         for row in result.get("rows", ()):
             own = row.get("own_gap")
-            if own is None or "system" not in row or row["system"].startswith("flush"):
+            if own is None or row.get("system") not in SYSTEMS or row["system"].startswith("flush"):
                 continue
             stages, micro_batches, name = row["stages"], row["micro_batches"], row["system"]
-            worst, mean = largest_staleness(stages, micro_batches)
+            one_step = SYSTEMS[name].delays == "one-step"  # whatever the pipeline is
+            worst, mean = (1, 1.0) if one_step else largest_staleness(stages, micro_batches)
             states = row["memory"]["optimizer"]
             kinds = {"auto": "SOAP" if states > _MOST_OF_MUON else "Muon"}
             shown = f"`{name}` ({kinds[name]})" if name in kinds else f"`{name}`"
