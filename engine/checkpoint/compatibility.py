@@ -240,11 +240,13 @@ def written_with(folder: Path, engine: EngineMixin) -> Written | None:
     kind = _added(theirs) or ("Adam" if theirs in (_ADAM, [*_ADAM, _COMPILED]) else None)
     if theirs == ours or kind not in ("SOAP", "Muon", "Adam"):
         return None
-    feeds_back = any(FEEDBACK in own for own in state.get("state", {}).values())
     first = folder / rank_file(0)  # of the stalest stage
     own = read_file(first).get("engine", {}) if first.is_file() else {}
-    mode = own.get("correction", {}).get("mode")
-    return Written(kind, feeds_back, mode if mode in ("off", "predict", None) else "auto")
+    # Older versions have not saved the two settings, but what they made.
+    feeds_back = any(FEEDBACK in each for each in state.get("state", {}).values())
+    made = own.get("correction", {}).get("mode")
+    made = made if made in ("off", "predict", None) else "auto"
+    return Written(kind, own.get("error_feedback", feeds_back), own.get("correction_mode", made))
 
 
 def check_optimizer(folder: Path, engine: EngineMixin) -> None:

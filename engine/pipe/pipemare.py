@@ -361,7 +361,13 @@ class PipeMare(Update):
 
     def state(self) -> dict[str, Any]:
         """Return what the next step needs beside weights and optimizer."""
-        return {"norms": self._norms.state_dict(), "correction": self._correction.state_dict()}
+        return {
+            "norms": self._norms.state_dict(),
+            "correction": self._correction.state_dict(),
+            # For a resume that keeps them: a stage whose weights are all frozen shows neither.
+            "error_feedback": self._config.error_feedback,
+            "correction_mode": self._config.discrepancy_correction.mode,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load a `state`; another schedule or correction has saved none."""
