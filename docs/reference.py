@@ -6,16 +6,19 @@
 ``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``ratios of`` a table
 of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``duels of``,
 ``schedules of``, ``steps of``, ``gpu of`` result files that match NAME; ``families of``,
-``cells of`` a file of tests; ``options of`` one use of Megatron's options. A test compares the
-pages with what this file would write.
+``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``staleness of`` result
+files that match NAME; ``corrections of`` the engine's table. A test compares the pages with what
+this file would write.
 """
 
 import inspect
 import json
+import math
 import re
 import runpy
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +26,21 @@ from pydantic import BaseModel
 
 from benchmarks.local_steps.request import BASELINE, WARMED
 from wavemare.engine.config.resolve import WavemareConfig
+from wavemare.pipeline.staleness.staleness import MEASURED, largest_staleness
+from wavemare.simulation.quality import SYSTEMS
 from wavemare.training import megatron
 
 TESTS = Path(__file__).parents[1] / "tests"
 RESULTS = Path(__file__).with_name("results")
 PAGES = (
     Path(__file__).with_name("configuration.md"),
+    Path(__file__).with_name("asynchronous.md"),
     Path(__file__).with_name("models.md"),
     Path(__file__).with_name("schedules.md"),
     Path(__file__).with_name("huggingface.md"),
     Path(__file__).with_name("megatron-options.md"),
     Path(__file__).with_name("performance.md"),
+    RESULTS / "async-quality.md",
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
     RESULTS / "whale.md",
@@ -57,6 +64,7 @@ def page(text: str) -> str:
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
     kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
     kinds |= {"times": times, "cells": cells, "gpu": gpu, "options": options}
+    kinds |= {"staleness": staleness, "corrections": corrections}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -227,6 +235,57 @@ def steps(pattern: str) -> str:
                 [*cells, f"{row['ratio']:.2f}", beyond, f"{row['link_bytes_up'] / 2**20:.2f}"]
             )
     return _markdown([[*head, "MiB per rank"], ["---"] * 6, *rows])
+
+
+def staleness(pattern: str) -> str:
+    """Return a row for each asynchronous system of ``simulate --systems``, the freshest first.
+
+    A system that several files measured at the same sizes and rate stands once, with most seeds.
+    """
+    found: dict[tuple[Any, ...], tuple[int, list[str]]] = {}
+    for result in _results(pattern):
+        words = str(result.get("command", "")).replace("--micro-batches", "--micro_batches").split()
+        rate = next((after for word, after in pairwise(words) if word == "--lr"), "")
+        for row in result.get("rows", ()):
+            own = row.get("own_gap")
+            if own is None or row.get("system") not in SYSTEMS or row["system"].startswith("flush"):
+                continue
+            stages, micro_batches, name = row["stages"], row["micro_batches"], row["system"]
+            one_step = SYSTEMS[name].delays == "one-step"  # whatever the pipeline is
+            worst, mean = (1, 1.0) if one_step else largest_staleness(stages, micro_batches)
+            states = row["memory"]["optimizer"]
+            kinds = {"auto": "SOAP" if states > _MOST_OF_MUON else "Muon"}
+            shown = f"`{name}` ({kinds[name]})" if name in kinds else f"`{name}`"
+            model = "BERT" if "bert" in words else "GPT"
+            rate_of = str(row.get("rate", rate))
+            key = worst, mean, model, stages, micro_batches, row["steps"], shown, rate_of
+            memory = states + row["memory"]["correction"]
+            cells = [f"{worst} ({mean:.2f})", f"{model}, P={stages}, M={micro_batches}"]
+            cells += [shown, rate_of, str(row["steps"]), str(row["seeds"])]
+            cells += [f"{100 * own:+.1f} %", f"{memory:.1f}"]
+            if row["seeds"] > found.get(key, (0, []))[0]:
+                found[key] = row["seeds"], cells
+    heads = ["staleness, largest (mean)", "pipeline", "optimizer", "rate", "steps", "seeds"]
+    heads += ["gap of the loss", "memory, weights"]
+    rows = [cells for _, (_, cells) in sorted(found.items())]
+    return _markdown([heads, ["---"] * 4 + ["---:"] * 4, *rows])
+
+
+_MOST_OF_MUON = 5
+"""Weights of states beyond which the policy has taken SOAP."""
+
+
+def corrections(_: str) -> str:
+    """Return what ``discrepancy_correction`` ``auto`` is, by optimizer and staleness."""
+    rows = []
+    for row in MEASURED:
+        mode = "by memory" if row.correction == "auto" else f"`{row.correction}`"
+        limit = "any" if row.up_to == math.inf else f"up to {row.up_to:g}"
+        source = f"[`{row.source}`](results/{row.source})" if row.source else "not measured"
+        memory = "" if math.isnan(row.memory) else f"{row.memory:g}"
+        rows.append([row.optimizer or "any other", limit, mode, memory, source])
+    heads = ["optimizer", "staleness", "`auto` is", "memory, weights", "runs"]
+    return _markdown([heads, ["---"] * len(heads), *rows])
 
 
 def gpu(pattern: str) -> str:

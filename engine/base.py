@@ -37,6 +37,7 @@ from wavemare.engine.optim.optimizers import (
     refresh_by_stage,
 )
 from wavemare.engine.optim.parts import check_parts
+from wavemare.engine.optim.policy import Written
 from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.ranks import Ranks
 from wavemare.engine.same_batches import SameBatches, attach_same_batches
@@ -93,9 +94,7 @@ class EngineMixin(CheckpointMixin):
         hold_grid(kwargs.get("mpu"), self)
         super().__init__(*args, **kwargs)
         hold_grid(self.mpu, self)  # DeepSpeed's own tensor parallelism makes one
-        describe_partitions(self)
-        if settings.pipeline.is_asynchronous:
-            refresh_by_stage(getattr(self, "basic_optimizer", None), self.stage_id, self.num_stages)
+        self.describe_optimizer()
         parts = self.zero_optimization_partition_weights() or self._replicas is not None
         self.loaded_weights = LoadedWeights(None if parts else self)
         balance = attach_balance(self, settings.balance)
@@ -112,6 +111,25 @@ class EngineMixin(CheckpointMixin):
         # The guard is the last: it looks at the gradients that the step takes.
         features = (self.same_batches, balance, self.sparse, replicas, self.guard)
         self.features = tuple(filter(None, features))
+
+    def describe_optimizer(self) -> None:
+        """Tell an optimizer of matrices what it steps, and on which stage."""
+        describe_partitions(self)
+        if self.settings.pipeline.is_asynchronous:
+            refresh_by_stage(getattr(self, "basic_optimizer", None), self.stage_id, self.num_stages)
+
+    @property
+    def can_replace_optimizer(self) -> bool:
+        """Whether a load may go on with another optimizer than this one, the checkpoint's."""
+        return False
+
+    def replace_optimizer(self, written: Written) -> None:
+        """Go on as a checkpoint was written; all ranks call it.
+
+        Raises:
+            NotImplementedError: The engine cannot.
+        """
+        raise NotImplementedError
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Return a micro-batch's loss for its backward pass, as the features change it."""

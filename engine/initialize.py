@@ -14,7 +14,6 @@ from typing import Any
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import config as stock
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.utils import groups
@@ -30,16 +29,17 @@ from wavemare.engine.config.resolve import (
     refuse_misspelt_section,
     zero_section,
 )
-from wavemare.engine.config.shape import BATCH_KEYS, ZERO_WEIGHTS, is_enabled, offloads
+from wavemare.engine.config.shape import BATCH_KEYS, ZERO_WEIGHTS, is_enabled
 from wavemare.engine.data_parallel import Engine
 from wavemare.engine.experts import forget_expert_groups
-from wavemare.engine.launch.group import compiled_ops_enabled, gather
+from wavemare.engine.launch.group import gather
 from wavemare.engine.optim.optimizers import (
     clipping_limit,
     ratio_keeping_scheduler,
     take_optimizer,
+    without_compiled_optimizer,
 )
-from wavemare.engine.optim.policy import advise, check_replaceable
+from wavemare.engine.optim.policy import advise, check_replaceable, is_policys
 from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.engine.pipe.plans import agreed_plan
 from wavemare.engine.pipe.staged import DualPipeVEngine
@@ -94,7 +94,7 @@ def build_engine(
     if replaces_experts:
         forget_expert_groups(config["expert_parallel"].get("autoep_size", 1), 1)
     with (
-        dispatch_to(_engines(ours, model, plan)),
+        dispatch_to(_engines(config, ours, model, plan)),
         finding_recorders() if replaces_experts else nullcontext(),
         _naming_experts(config),
     ):
@@ -147,10 +147,10 @@ def resolve(
     if dist.get_rank() == 0:
         for warning in misplaced_keys(config):
             logger.warning(warning)
-    config, ours = _with_sizes(config, ours, model, mpu, mesh_param, plan)
     check_replaceable(ours, optimizer)
+    config, ours = _with_sizes(config, ours, model, mpu, mesh_param, plan, optimizer)
     config, optimizer = take_optimizer(config, model, optimizer)
-    config = _without_compiled_optimizer(_without_elastic_files(config), optimizer)
+    config = without_compiled_optimizer(_without_elastic_files(config), optimizer)
     return config, ours, optimizer
 
 
@@ -199,7 +199,9 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
     return load_config(given)
 
 
-def _engines(ours: WavemareConfig, model: Any, plan: GivenPlan | None) -> Mapping[str, Any]:
+def _engines(
+    config: Mapping[str, Any], ours: WavemareConfig, model: Any, plan: GivenPlan | None
+) -> Mapping[str, Any]:
     """Return `ENGINES` with our sections, and the pipeline's with the plan that was given."""
     engines = {name: partial(engine, settings=ours) for name, engine in ENGINES.items()}
     schedule = ours.pipeline.schedule
@@ -211,7 +213,9 @@ def _engines(ours: WavemareConfig, model: Any, plan: GivenPlan | None) -> Mappin
             f"{type(model).__name__} is no pipeline of one stage per rank",
             "Give a PipelineModule, or a transformers model and 2 or more stages",
         )
-    return {**engines, "PipelineEngine": partial(PipelineEngine, settings=ours, plan=plan)}
+    given = config if is_policys(config) else None
+    pipeline = partial(PipelineEngine, settings=ours, plan=plan, given=given)
+    return {**engines, "PipelineEngine": pipeline}
 
 
 def _with_sizes(
@@ -221,6 +225,7 @@ def _with_sizes(
     mpu: Any,
     mesh_param: Any,
     plan: GivenPlan | None,
+    optimizer: Any,
 ) -> tuple[dict[str, Any], WavemareConfig]:
     """Return the configuration with batch sizes, and with the optimizer of the policy."""
     world_size = dist.get_world_size()
@@ -258,7 +263,9 @@ def _with_sizes(
     # DeepSpeed would complete them itself, with one micro-batch per step.
     config = config | {k: n for k, n in sizes.items() if asynchronous or config.get(k) == "auto"}
     if asynchronous:
-        config, advice = advise(config, stages=length, micro_batches=micro_batches)
+        config, advice = advise(
+            config, stages=length, micro_batches=micro_batches, optimizer=optimizer
+        )
         advice.tell()
         return config, WavemareConfig.of(config)
     if length == 1 and mpu is None:
@@ -368,33 +375,6 @@ def _stages(model: Any, ours: WavemareConfig) -> int:
             "Remove the key, or build the model with that number of stages",
         )
     return built * int(grid.get_slice_parallel_world_size())
-
-
-def _without_compiled_optimizer(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """On a CPU, let torch step as DeepSpeed's FusedAdam would, without compiling that first."""
-    chosen = config.get("optimizer") or {}
-    parameters = chosen.get("params", {})
-    if (
-        optimizer is not None
-        or get_accelerator().device_name() != "cpu"
-        or compiled_ops_enabled()
-        or offloads(zero_section(config))
-        or str(chosen.get("type", "")).lower() not in ("adam", "adamw")
-        or "torch_adam" in parameters
-        # torch's has no such choices
-        or parameters.get("bias_correction") is False
-        or parameters.get("set_grad_none") is False
-    ):
-        return config
-    config = copy.deepcopy(config)
-    parameters = config["optimizer"].setdefault("params", {})
-    for name in ("bias_correction", "set_grad_none"):
-        parameters.pop(name, None)
-    parameters.setdefault("weight_decay", 0.0)  # FusedAdam's default; torch's AdamW has another
-    parameters["torch_adam"] = True
-    if dist.get_rank() == 0:
-        logger.info("optimizer: torch's Adam (WAVEMARE_COMPILED_OPS=1 compiles DeepSpeed's)")
-    return config
 
 
 def _without_elastic_files(config: dict[str, Any]) -> dict[str, Any]:

@@ -37,10 +37,11 @@ class DiscrepancyCorrection(Section):
     """PipeMare's T2: backward passes with the weights that the forward pass saw."""
 
     mode: Literal["auto", "off", "exact", "ema", "predict"] = "auto"
-    """``off`` takes the newest weights, ``exact`` keeps copies of the last versions, ``ema``
-    estimates them from the mean of the last changes; ``auto`` is ``off`` on a stage without
-    staleness, ``exact`` up to a staleness of 2 and ``ema`` beyond. With ``predict``, backward
-    passes use the newest weights, and forward passes predict them (SpecTrain, PipeOptim)."""
+    """``off`` takes the newest weights and holds no copies, ``exact`` keeps copies of the last
+    versions, ``ema`` estimates them from the mean of the last changes. With ``predict``, backward
+    passes use the newest weights, and forward passes predict them (SpecTrain, PipeOptim). ``auto``
+    is what runs have shown to be best for the optimizer and the staleness (docs/asynchronous.md):
+    with AdamW and others ``exact`` on a stage with a staleness up to 2, and ``ema`` beyond."""
 
     decay: float | None = Field(default=None, gt=0, lt=1)
     """For ``ema``: the paper's D. The decay of the mean is ``D ** (1 / staleness)``. If omitted, it

@@ -52,6 +52,7 @@ from wavemare.engine.checkpoint.compatibility import (
     topology,
     untied_weights,
     without_replicas,
+    written_with,
 )
 from wavemare.engine.checkpoint.files import (
     FROM_AN_ENGINE,
@@ -67,20 +68,22 @@ from wavemare.engine.checkpoint.files import (
 from wavemare.engine.checkpoint.manifest import (
     FORMAT,
     as_tag,
+    rank_file,
     read_manifest,
     resolve_tag,
     verify_contents,
 )
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
-from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group
+from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group, tidy
 from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import LoadedWeights, adapt
+from wavemare.engine.optim.policy import Written
 from wavemare.engine.parts import own_part, part_of
 from wavemare.engine.seams import destroy_groups, replaced
 from wavemare.errors import CheckpointError, ModelError
-from wavemare.files import remove_leftovers, temporary_sibling
+from wavemare.files import temporary_sibling
 
 if TYPE_CHECKING:
     from wavemare.engine.base import EngineMixin
@@ -198,12 +201,12 @@ class CheckpointMixin(DeepSpeedEngine):
         files = RankFiles(self.global_rank, background=background, zipped=zipped)
         owner = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
         if owner:
-            files.attempt(str(folder), lambda: _tidy(folder, (folder / tag).parent))
+            files.attempt(str(folder), lambda: tidy(folder, (folder / tag).parent))
         with own_part(), self._writes_to(files), self.without_expert_files():
             super().save_checkpoint(save_dir, partial, state, False, exclude_frozen_parameters)
         own = {**random_state(), "engine": self.extra_state(), "shapes": shapes(self)}
         own["held"] = adapt(self).held_names()
-        files.take(own, str(folder / partial / _rank_file(self.global_rank)))
+        files.take(own, str(folder / partial / rank_file(self.global_rank)))
         save = Save(
             files=files,
             folder=folder,
@@ -288,16 +291,18 @@ class CheckpointMixin(DeepSpeedEngine):
             check_universal(load_dir, self)
             tag = _universal_tag(Path(load_dir), tag)
         else:
-            place = Path(load_dir)
-            tag, manifest = agree(place, lambda: _find(place, tag, self, whole=whole))
-        own: dict[str, Any] = {}
-        folder = Path(load_dir, str(tag))
+            find = partial(_find, Path(load_dir), tag, self, whole=whole)
+            tag, manifest = agree(Path(load_dir), find)
+        own, folder = dict[str, Any](), Path(load_dir, str(tag))
         if tag is not None:  # before the weights that it held are compared
-            agree(folder, partial(_check, folder, manifest, self, whole=whole))
+            written = agree(folder, partial(_check, folder, manifest, self, whole=whole))
+            if written is not None:
+                self.replace_optimizer(written)
         if manifest is not None:
             strict = load_module_strict and whole
-            read = partial(_read_own, folder, manifest, self, strict=strict, whole=whole)
-            own = agree(folder, read)
+            own = agree(
+                folder, partial(_read_own, folder, manifest, self, strict=strict, whole=whole)
+            )
         same = whole and manifest is not None and manifest["topology"] == topology(self)
         # A pipeline in bf16 without ZeRO saves its optimizer's states as ZeRO does; DeepSpeed would
         # look elsewhere.
@@ -415,8 +420,11 @@ class CheckpointMixin(DeepSpeedEngine):
             self.checkpoint_engine.current = self.checkpoint_engine.part = None
 
 
-def _check(folder: Path, manifest: Any, engine: EngineMixin, *, whole: bool) -> None:
+def _check(folder: Path, manifest: Any, engine: EngineMixin, *, whole: bool) -> Written | None:
     """Check the files of a checkpoint, and that the engine's layers and optimizer can take it.
+
+    Returns:
+        What the engine must go on with in place of its own optimizer.
 
     Raises:
         CheckpointError: A file is damaged, or they cannot.
@@ -424,8 +432,10 @@ def _check(folder: Path, manifest: Any, engine: EngineMixin, *, whole: bool) -> 
     if manifest is not None and engine.settings.checkpoint.verify == "checksums":
         _verify(folder, manifest, engine)
     check_whole(folder, engine)
-    if whole:
+    written = written_with(folder, engine) if whole else None
+    if whole and written is None:
         check_optimizer(folder, engine)
+    return written
 
 
 def _weights_of(tag: str | None, *, universal: bool) -> AbstractContextManager[None]:
@@ -553,7 +563,7 @@ def _read_own(
         if "replicas" not in saved or without_replicas(saved) != without_replicas(topology(engine)):
             return {}
         rank %= saved["data"]
-    own = read_file(folder / _rank_file(rank))
+    own = read_file(folder / rank_file(rank))
     check_shapes(folder, own.get("shapes"), engine, strict=strict)
     check_held(folder, own.get("held"), engine, whole=whole)
     return own
@@ -566,13 +576,6 @@ def _verify(folder: Path, manifest: Mapping[str, Any], engine: EngineMixin) -> N
         sizes = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
         part, parts = engine.local_rank, int(next(filter(None, sizes), "1"))
     verify_contents(folder, manifest, part=part, parts=parts)
-
-
-def _tidy(*folders: Path) -> None:
-    """Make folders, and remove what killed saves have left in them."""
-    for folder in dict.fromkeys(folders):
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
 
 
 def _manifest(engine: EngineMixin, runs: list[str]) -> dict[str, Any]:
@@ -589,7 +592,3 @@ def _manifest(engine: EngineMixin, runs: list[str]) -> dict[str, Any]:
         "untied": untied_weights(engine),
         "plan": None if plan is None else {"digest": plan.digest, "layout": layout},
     }
-
-
-def _rank_file(rank: int) -> str:
-    return f"wavemare_rank_{rank:05d}_state.pt"

@@ -14,12 +14,14 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from torch import Tensor
 
 from wavemare.engine.checkpoint.files import read_file
-from wavemare.engine.checkpoint.manifest import MANIFEST
+from wavemare.engine.checkpoint.manifest import MANIFEST, rank_file
 from wavemare.engine.config.shape import ZERO_WEIGHTS
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.optim.optimizers import is_added
+from wavemare.engine.optim.policy import POLICY, Written
 from wavemare.engine.parts import split_weights
 from wavemare.errors import CheckpointError
+from wavemare.pipeline.optim.matrix_optimizer import FEEDBACK
 
 if TYPE_CHECKING:
     from wavemare.engine.base import EngineMixin
@@ -33,6 +35,7 @@ WHOLE = "whole-tensors"
 _ADDED = {"shampoo_beta": "SOAP", "ns_steps": "Muon", "momentum_decay": "NAdam"}
 _TELLING = ("betas", "eps", "momentum", *_ADDED, _COMPILED)
 """Settings by whose presence optimizers differ that would read each other's states wrongly."""
+_ADAM = ["betas", "eps"]
 
 
 class TopologyError(CheckpointError, ZeRORuntimeException):
@@ -211,6 +214,41 @@ def _some(names: set[str]) -> str:
     return f"{first} and {len(others)} others" if others else first
 
 
+def _optimizer_state(folder: Path) -> Any:
+    """Return the states of the first rank's optimizer, mapped; None if there is no file."""
+    patterns = ("zero/optimizer_state.pt", "*optim_states.pt", "mp_rank_*_model_states.pt")
+    files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    if not files:
+        return None
+    # Mapped, so that tensors are not read; the older format of torch cannot be.
+    state = read_file(files[0], mmap=zipfile.is_zipfile(files[0]))
+    while isinstance(state, Mapping) and (key := next((k for k in _WRAPPERS if k in state), None)):
+        state = state[key]
+    return state
+
+
+def written_with(folder: Path, engine: EngineMixin) -> Written | None:
+    """Return what the policy ``auto`` goes on with in place of its own choice; None for that one.
+
+    Also None where it cannot: `check_optimizer` then refuses.
+    """
+    basic, state = getattr(engine, "basic_optimizer", None), _optimizer_state(folder)
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if basic is None or not groups or not engine.can_replace_optimizer:
+        return None
+    theirs, ours = _telling(groups[0]), _telling(basic.param_groups[0])
+    kind = _added(theirs) or ("Adam" if theirs in (_ADAM, [*_ADAM, _COMPILED]) else None)
+    if theirs == ours or kind not in ("SOAP", "Muon", "Adam"):
+        return None
+    first = folder / rank_file(0)  # of the stalest stage
+    own = read_file(first).get("engine", {}) if first.is_file() else {}
+    # Older versions have not saved the two settings, but what they made.
+    feeds_back = any(FEEDBACK in each for each in state.get("state", {}).values())
+    made = own.get("correction", {}).get("mode")
+    made = made if made in ("off", "predict", None) else "auto"
+    return Written(kind, own.get("error_feedback", feeds_back), own.get("correction_mode", made))
+
+
 def check_optimizer(folder: Path, engine: EngineMixin) -> None:
     """Refuse the states of another optimizer, whoever wrote them.
 
@@ -220,14 +258,9 @@ def check_optimizer(folder: Path, engine: EngineMixin) -> None:
         CheckpointError: Another optimizer wrote it, or it is an elastic one.
     """
     basic = getattr(engine, "basic_optimizer", None)
-    patterns = ("zero/optimizer_state.pt", "*optim_states.pt", "mp_rank_*_model_states.pt")
-    files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
-    if basic is None or not files:
+    state = None if basic is None else _optimizer_state(folder)
+    if basic is None or state is None:
         return
-    # Mapped, so that tensors are not read; the older format of torch cannot be.
-    state = read_file(files[0], mmap=zipfile.is_zipfile(files[0]))
-    while isinstance(state, Mapping) and (key := next((k for k in _WRAPPERS if k in state), None)):
-        state = state[key]
     if isinstance(state, list):
         reason = "it was saved with elastic_checkpoint, which keeps no learning rates"
         remedy = f"Save it without that key, or {_WEIGHTS_ALONE}"
@@ -235,15 +268,14 @@ def check_optimizer(folder: Path, engine: EngineMixin) -> None:
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     if not groups:
         return
-    pair = groups[0], basic.param_groups[0]
-    theirs, ours = ([k for k in _TELLING if k in group] for group in pair)
+    theirs, ours = _telling(groups[0]), _telling(basic.param_groups[0])
     if theirs == ours or (not theirs and keeps_adam_alone(engine)):  # one for any Adam
         return
     remedy, kind = "Resume with the optimizer that saved it", _added(theirs)
     if kind is not None:
         remedy = f'Resume with "optimizer": {{"type": "{kind}", ...}} and the settings of that run'
     elif _added(ours) and engine.settings.pipeline.pipemare.optimizer_policy == "auto":
-        remedy = 'Resume with wavemare.pipeline.pipemare.optimizer_policy "keep"'
+        remedy = f'Resume with {POLICY} "keep"'
     if theirs == [*ours, _COMPILED]:
         remedy = (
             'Set WAVEMARE_COMPILED_OPS=1 and leave out "torch_adam", or offload as that run did'
@@ -272,6 +304,10 @@ def count_alone(optimizer: Any) -> None:
 _WEIGHTS_ALONE = "load the weights alone (load_optimizer_states=False)"
 
 
+def _telling(group: Mapping[str, Any]) -> list[str]:
+    return [name for name in _TELLING if name in group]
+
+
 def _added(settings: list[str]) -> str | None:
     return next((kind for setting, kind in _ADDED.items() if setting in settings), None)
 
@@ -282,7 +318,7 @@ def _name(settings: list[str]) -> str:
         return kind
     if _COMPILED in settings:
         return "DeepSpeed's FusedAdam or DeepSpeedCPUAdam"
-    if settings == ["betas", "eps"]:
+    if settings == _ADAM:
         return "torch's Adam or AdamW"
     return f"an optimizer with {' and '.join(settings) or 'neither betas nor momentum'}"
 

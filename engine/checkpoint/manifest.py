@@ -237,3 +237,8 @@ def _records(manifest: Mapping[str, Any]) -> dict[str, FileRecord]:
         else FileRecord(int(value), "")
         for name, value in manifest["files"].items()
     }
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's own state: of its random generators, and of its engine."""
+    return f"wavemare_rank_{rank:05d}_state.pt"

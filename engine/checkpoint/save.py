@@ -26,7 +26,12 @@ from wavemare.engine.checkpoint.files import RankFiles
 from wavemare.engine.checkpoint.manifest import MANIFEST, FileRecord, checksum, keep_last
 from wavemare.engine.launch.group import gather
 from wavemare.errors import CheckpointError
-from wavemare.files import atomic_write_text, replace_folder, sync_folder
+from wavemare.files import (
+    atomic_write_text,
+    remove_leftovers,
+    replace_folder,
+    sync_folder,
+)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 logger = logging.getLogger("wavemare")
@@ -197,3 +202,10 @@ def _free(folder: Path) -> str:
         return f"{shutil.disk_usage(folder).free:,} bytes are free there"
     except OSError as error:
         return f"{folder} cannot be read ({error.strerror})"
+
+
+def tidy(*folders: Path) -> None:
+    """Make folders, and remove what killed saves have left in them."""
+    for folder in dict.fromkeys(folders):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, get_gradient_clipping
 from torch import Tensor, nn
 
-from wavemare.engine.config.shape import ZERO_WEIGHTS
+from wavemare.engine.config.shape import ZERO_WEIGHTS, offloads, zero_section
+from wavemare.engine.launch.group import compiled_ops_enabled
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import ConfigError, did_you_mean
 from wavemare.pipeline.optim.matrix_optimizer import SIDES, MatrixOptimizer
@@ -78,6 +82,33 @@ def _check_name(kind: Any) -> None:
     torchs = (name for name, value in vars(torch.optim).items() if isinstance(value, type))
     remedy = did_you_mean(str(kind), ["SOAP", *DEEPSPEED_OPTIMIZERS, *torchs])
     raise ConfigError("optimizer.type", kind, "there is no optimizer of that name", remedy)
+
+
+def without_compiled_optimizer(config: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """On a CPU, let torch step as DeepSpeed's FusedAdam would, without compiling that first."""
+    chosen = config.get("optimizer") or {}
+    parameters = chosen.get("params", {})
+    if (
+        optimizer is not None
+        or get_accelerator().device_name() != "cpu"
+        or compiled_ops_enabled()
+        or offloads(zero_section(config))
+        or str(chosen.get("type", "")).lower() not in ("adam", "adamw")
+        or "torch_adam" in parameters
+        # torch's has no such choices
+        or parameters.get("bias_correction") is False
+        or parameters.get("set_grad_none") is False
+    ):
+        return config
+    config = copy.deepcopy(config)
+    parameters = config["optimizer"].setdefault("params", {})
+    for name in ("bias_correction", "set_grad_none"):
+        parameters.pop(name, None)
+    parameters.setdefault("weight_decay", 0.0)  # FusedAdam's default; torch's AdamW has another
+    parameters["torch_adam"] = True
+    if dist.get_rank() == 0:
+        logger.info("optimizer: torch's Adam (WAVEMARE_COMPILED_OPS=1 compiles DeepSpeed's)")
+    return config
 
 
 def make_muon(model: nn.Module, params: Mapping[str, Any]) -> Callable[[Any], Muon]:
@@ -252,6 +283,8 @@ def _outer(model: nn.Module) -> Iterator[nn.Parameter]:
     if isinstance(model, deepspeed.PipelineModule) and _has_head(model):
         local = getattr(model, "local_layers", lambda: model.forward_funcs)
         last = local()[-1]
+        while isinstance(last, nn.Sequential) and len(last):  # a part that holds blocks, too
+            last = last[-1]
         if isinstance(last, nn.Module):  # a function of tied weights: an embedding's
             yield from last.parameters()
 

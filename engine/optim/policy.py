@@ -17,16 +17,22 @@ from wavemare.errors import ConfigError
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.optim.matrix_optimizer import check_betas
 from wavemare.pipeline.staleness.staleness import (
-    MUON_STALENESS,
     largest_staleness,
+    max_staleness,
+    measured,
     policy_offer,
+    policy_optimizer,
+    resolve_mode,
     staleness_warning,
 )
+from wavemare.section import Section
 
 _BETAS = (0.9, 0.95)  # SOAP's own defaults
 _ADAM_BETAS = (0.9, 0.999)  # Adam's, in DeepSpeed and torch
 _LONG = 0.95
-POLICY = f"{SECTION}.pipeline.pipemare.optimizer_policy"
+_PIPEMARE = f"{SECTION}.pipeline.pipemare"
+POLICY = f"{_PIPEMARE}.optimizer_policy"
+CORRECTION = f"{_PIPEMARE}.discrepancy_correction.mode"
 # Settings of Adam that SOAP and Muon do not have.
 _IMPLEMENTATION = (
     *("torch_adam", "adam_w_mode", "fused", "foreach", "bias_correction", "amsgrad"),
@@ -35,47 +41,80 @@ _IMPLEMENTATION = (
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What an ``auto`` has become.
+
+    Args:
+        key: Of the configuration.
+        chosen: What is taken.
+        reason: As the end of a sentence.
+    """
+
+    key: str
+    chosen: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Advice:
     """What a user is told about the optimizer of an asynchronous pipeline.
 
     Args:
         warnings: How stale gradients are, and what the policy would do about it.
-        choice: What the policy ``auto`` has become, and why; None where it was not asked.
+        choices: What each ``auto`` that was asked for has become, the policy's last.
     """
 
     warnings: tuple[str, ...] = ()
-    choice: tuple[str, str] | None = None
+    choices: tuple[Choice, ...] = ()
 
     @property
     def lines(self) -> tuple[str, ...]:
         """All of it, one message each."""
-        chosen = () if self.choice is None else (choice_line(POLICY, *self.choice),)
+        chosen = (choice_line(one.key, one.chosen, one.reason) for one in self.choices)
         return (*self.warnings, *chosen)
 
     def tell(self) -> None:
         """Log it on rank 0."""
         for line in self.warnings:
             tell_warning(line)
-        if self.choice is not None:
-            tell_choice(POLICY, *self.choice)
+        for one in self.choices:
+            tell_choice(one.key, one.chosen, one.reason)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a checkpoint was written with.
+
+    Args:
+        optimizer: ``SOAP``, ``Muon``, or ``Adam`` for Adam and AdamW.
+        feeds_back: Whether it corrects updates by `UpdateFeedback`.
+        correction: Mode of the discrepancy correction, ``auto`` for ``exact`` and ``ema``; None if
+            it is unknown.
+    """
+
+    optimizer: str
+    feeds_back: bool
+    correction: str | None
 
 
 def advise(
-    config: Mapping[str, Any], *, stages: int, micro_batches: int
+    config: Mapping[str, Any], *, stages: int, micro_batches: int, optimizer: Any = None
 ) -> tuple[dict[str, Any], Advice]:
-    """Return the configuration of a pipeline with the policy's optimizer, and what to tell.
+    """Return the configuration of a pipeline with what each ``auto`` becomes, and what to tell.
 
     Staleness harms steps along the axes of the weights, such as AdamW's, far more than orthogonal
     ones or steps along the axes of the curvature (arXiv 2606.30634, 2602.03515). With stale
     gradients the policy therefore replaces Adam and AdamW, and corrects updates by
     `UpdateFeedback`: up to a staleness of two steps by `Muon`, which steps matrices at AdamW's rate
-    and decay, and needs no correction of weights; beyond by `SOAP`, of which beta1 is then at least
-    0.95. The policy keeps other optimizers and the user's settings.
+    and decay; beyond by `SOAP`, of which beta1 is then at least 0.95. The policy keeps other
+    optimizers and the user's settings. ``discrepancy_correction`` becomes what is best for the
+    optimizer, see `MEASURED`.
 
     Args:
         config: The whole configuration; it is not changed.
         stages: Length of the pipeline.
         micro_batches: Micro-batches per optimizer step.
+        optimizer: The caller's own, in place of the configuration's.
 
     Returns:
         The configuration, and the advice: nothing for a synchronous pipeline.
@@ -88,27 +127,72 @@ def advise(
     if not pipeline.is_asynchronous:
         return config, Advice()
     sizes = stages, micro_batches, pipeline.pipemare.slack
+    worst, mean = largest_staleness(*sizes)
     warning = staleness_warning(*sizes)
     warnings: tuple[str, ...] = () if warning is None else (warning,)
+    choices: list[Choice] = []
     if pipeline.pipemare.optimizer_policy == "auto":
-        config, chosen, reason = _choose_optimizer(config, pipeline, *sizes[:2])
-        return config, Advice(warnings, (chosen, reason))
-    name = str((config.get("optimizer") or {}).get("type"))
-    offer = policy_offer(*largest_staleness(*sizes)) if _is_adam(name) else None
-    if offer is not None:
-        warnings += (f"pipemare: optimizer_policy keep: {name} stays. {offer}",)
-    return config, Advice(warnings)
+        config, choice = _choose_optimizer(config, pipeline, *sizes)
+        choices.append(choice)
+    name = _name_of(config, optimizer)
+    config, correction = _choose_correction(config, pipeline, name, sizes)
+    if correction is not None:
+        choices.insert(0, correction)
+    if not choices or choices[-1].key != POLICY:
+        offer = policy_offer(worst, mean) if optimizer is None and _is_adam(name) else None
+        if offer is not None:
+            warnings += (f"pipemare: optimizer_policy keep: {name} stays. {offer}",)
+    return config, Advice(warnings, tuple(choices))
+
+
+def is_policys(config: Mapping[str, Any]) -> bool:
+    """Return whether the policy ``auto`` decides on the optimizer of a configuration."""
+    pipeline = WavemareConfig.of(config).pipeline
+    asked = pipeline.is_asynchronous and pipeline.pipemare.optimizer_policy == "auto"
+    return asked and _is_adam(_name_of(config))
 
 
 def _is_adam(name: str) -> bool:
     return name.lower() in ("adam", "adamw")
 
 
+def _name_of(config: Mapping[str, Any], optimizer: Any = None) -> str:
+    if optimizer is not None:
+        return type(optimizer).__name__
+    return str((config.get("optimizer") or {}).get("type"))
+
+
+def _choose_correction(
+    config: dict[str, Any], pipeline: PipelineConfig, name: str, sizes: tuple[int, int, int]
+) -> tuple[dict[str, Any], Choice | None]:
+    """Return the configuration with the correction of an optimizer, and the choice to be told."""
+    given = pipeline.pipemare.discrepancy_correction
+    if given.mode != "auto":
+        return config, None
+    mode = measured(name, largest_staleness(*sizes)[0]).correction
+    if mode != given.mode:
+        chosen = {"discrepancy_correction": {**_set(given), "mode": mode}}
+        config[SECTION] = _with(config[SECTION], chosen)
+    if "mode" not in given.model_fields_set:
+        return config, None
+    stages, *others = sizes
+    stale = [max_staleness(stage, stages, *others) for stage in range(stages)]
+    modes = ", ".join(resolve_mode(mode, steps) for steps in stale)
+    reason = (
+        f"gradients of the stages are up to {', '.join(map(str, stale))} steps old, and the "
+        f"optimizer is {name}"
+    )
+    return config, Choice(CORRECTION, modes, reason)
+
+
 def _choose_optimizer(
-    config: dict[str, Any], pipeline: PipelineConfig, stages: int, micro_batches: int
-) -> tuple[dict[str, Any], str, str]:
+    config: dict[str, Any],
+    pipeline: PipelineConfig,
+    stages: int,
+    micro_batches: int,
+    slack: int,
+) -> tuple[dict[str, Any], Choice]:
     """Return the configuration, what is chosen and why."""
-    settings = pipeline.pipemare
     chosen = config.get("optimizer")
     if not isinstance(chosen, Mapping) or "type" not in chosen:
         raise ConfigError(
@@ -118,12 +202,12 @@ def _choose_optimizer(
             'Name one, such as "optimizer": {"type": "AdamW", ...}, or set the policy to "keep"',
         )
     name = str(chosen["type"])
-    worst, mean = largest_staleness(stages, micro_batches, settings.slack)
+    worst, mean = largest_staleness(stages, micro_batches, slack)
     if not worst:
-        return config, name, "no gradient is stale"
+        return config, Choice(POLICY, name, "no gradient is stale")
     lag = f"gradients are up to {worst} steps old on the first of {stages} stages ({mean:.2f} mean)"
     if not _is_adam(name):
-        return config, name, f"it is the configuration's own choice; {lag}"
+        return config, Choice(POLICY, name, f"it is the configuration's own choice; {lag}")
     if offloads(zero_section(config)):
         raise ConfigError(
             POLICY,
@@ -132,32 +216,75 @@ def _choose_optimizer(
             "needs DeepSpeed's CPUAdam",
             'Leave out zero_optimization.offload_optimizer, or set the policy to "keep"',
         )
-    given = chosen.get("params") or {}
-    params = {key: value for key, value in given.items() if key not in _IMPLEMENTATION}
-    check_betas("optimizer.params.betas", params.get("betas", _BETAS))
-    params.setdefault("weight_decay", _default_decay(name, given))
-    if worst <= MUON_STALENESS:
-        kind = "Muon"
-        # The rest is stepped as before, so that its betas are Adam's own.
-        params = {"betas": list(_ADAM_BETAS), **params, "adjust_lr_fn": "match_rms_adamw"}
+    kind = policy_optimizer(worst)
+    config["optimizer"], told = _replaced(kind, chosen)
+    if kind == "Muon":
         said = [
             f"{lag}, which harms {name}",
             f"it steps hidden matrices at {name}'s lr and weight_decay (match_rms_adamw), and "
             "AdamW the rest with its settings",
         ]
     else:
-        kind, said = "SOAP", [f"it keeps {name}'s settings: {lag}, which harms {name}"]
-        said += _lengthen_average(params)
-    said += _what_is_lost(name, given, params["weight_decay"])
-    config["optimizer"] = {"type": kind, "params": params}
-    own = settings.model_fields_set
-    if "error_feedback" not in own:
+        said = [f"it keeps {name}'s settings: {lag}, which harms {name}"]
+    said += told
+    given = pipeline.pipemare
+    if "error_feedback" not in given.model_fields_set:
         config[SECTION] = _with(config[SECTION], {"error_feedback": True})
         said.append("error_feedback is on")
-    if kind == "Muon" and "discrepancy_correction" not in own:
-        config[SECTION] = _with(config[SECTION], {"discrepancy_correction": {"mode": "off"}})
-        said.append("discrepancy_correction is off")
-    return config, f"{kind} in place of {name}", "; ".join(said)
+    mode = measured(kind, worst).correction
+    if "mode" not in given.discrepancy_correction.model_fields_set and mode != "auto":
+        said.append(f"discrepancy_correction is {mode}")
+    return config, Choice(POLICY, f"{kind} in place of {name}", "; ".join(said))
+
+
+def _replaced(kind: str, chosen: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the section of SOAP or Muon in place of Adam's, and what is to be said of it."""
+    given, name = chosen.get("params") or {}, str(chosen["type"])
+    params = {key: value for key, value in given.items() if key not in _IMPLEMENTATION}
+    check_betas("optimizer.params.betas", params.get("betas", _BETAS))
+    params.setdefault("weight_decay", _default_decay(name, given))
+    said: list[str] = []
+    if kind == "Muon":
+        # The rest is stepped as before, so that its betas are Adam's own.
+        params = {"betas": list(_ADAM_BETAS), **params, "adjust_lr_fn": "match_rms_adamw"}
+    else:
+        said += _lengthen_average(params)
+    said += _what_is_lost(name, given, params["weight_decay"])
+    return {"type": kind, "params": params}, said
+
+
+def as_written(config: Mapping[str, Any], written: Written) -> dict[str, Any]:
+    """Return a configuration with the policy ``auto`` that goes on as a checkpoint was written.
+
+    The user's settings of the section ``pipemare`` stay.
+
+    Args:
+        config: As before `advise`.
+        written: Of the checkpoint, whose numbers replace those of the optimizer at the load.
+    """
+    config = dict(config)
+    if written.optimizer != "Adam":
+        config["optimizer"], _ = _replaced(written.optimizer, config["optimizer"])
+    given = WavemareConfig.of(config).pipeline.pipemare
+    if "error_feedback" not in given.model_fields_set:
+        config[SECTION] = _with(config[SECTION], {"error_feedback": written.feeds_back})
+    correction = given.discrepancy_correction
+    if "mode" not in correction.model_fields_set and written.correction is not None:
+        mode = {"discrepancy_correction": {**_set(correction), "mode": written.correction}}
+        config[SECTION] = _with(config[SECTION], mode)
+    return config
+
+
+def tell_replaced(settings: WavemareConfig, written: Written) -> None:
+    """Say with what a run goes on as its checkpoint was written."""
+    own = settings.pipeline.pipemare
+    feedback = f"error_feedback is {'on' if own.error_feedback else 'off'}"
+    tell_choice(
+        POLICY,
+        written.optimizer,
+        f"it is the checkpoint's optimizer, which a resume keeps; {feedback}, "
+        f"discrepancy_correction is {own.discrepancy_correction.mode}",
+    )
 
 
 def _lengthen_average(params: dict[str, Any]) -> Iterator[str]:
@@ -214,6 +341,11 @@ def check_replaceable(ours: WavemareConfig, optimizer: Any) -> None:
             "optimizer of the configuration",
             'Name the optimizer in the configuration, or set the policy to "keep"',
         )
+
+
+def _set(section: Section) -> dict[str, Any]:
+    """Return the settings that a section of the configuration gives."""
+    return section.model_dump(exclude_unset=True)
 
 
 def _with(section: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

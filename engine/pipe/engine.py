@@ -59,6 +59,7 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
             micro-batches to one; the configuration's schedule if omitted.
         kwargs: DeepSpeed's.
 
+
     Attributes:
         steps_plainly: Whether torch's optimizer steps, without a wrapper of DeepSpeed's.
         recorder: Where this rank's time goes.
@@ -104,15 +105,24 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         self.feed.use(self.data_iterator)
         # By stage and number.
         self._micro_batches: dict[tuple[int, int], MicroBatch] = {}
+<<<<<<< HEAD
         self._labels: dict[int, tuple[Any, Marks]] = {}
         self._first = 0  # number of the step's first micro-batch
         asynchronous = plan is None and self.settings.pipeline.is_asynchronous
+=======
+        self._labels: dict[int, Any] = {}
+>>>>>>> s5
         if plan is None and self.settings.pipeline.schedule == "auto":
             self._search = PlanSearch(self)
+        self.begin_updates()
+        self.link = self._new_link()
+
+    def begin_updates(self) -> None:
+        """Make the plan and the update, which are those of the settings and of the optimizer."""
+        asynchronous = self._given_plan is None and self.settings.pipeline.is_asynchronous
         self._prepare_plan()
         self.passes = StagePasses(self, split=not asynchronous and self.plan.is_split)
         self.update: Update = PipeMare(self) if asynchronous else Flush(self)
-        self.link = self._new_link()
         self._do = timed(self, {**self._handlers(), **self.update.handlers})
 
     def _watches_forwards(self) -> bool:
@@ -527,17 +537,6 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         """
         self.check_whole()
         super().settle()
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint, also after a step that did not end.
-
-        Raises:
-            CommError: Ranks that share stages cannot meet any more.
-        """
-        if not self._has_groups:
-            reason = f"{self.broken}, and the ranks that share a stage were parted"
-            raise CommError("load_checkpoint", args[:1], reason, "Start all processes again")
-        return super().load_checkpoint(*args, **kwargs)
 
     def reset_activation_shape(self) -> None:
         """Forget the shapes of earlier micro-batches; all stages must call it."""

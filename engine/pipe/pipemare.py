@@ -18,7 +18,6 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 from wavemare.engine.launch.group import gather
-from wavemare.engine.observe.choices import tell_choice
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Telemetry
 from wavemare.engine.pipe.micro_batch import DataEndedError, MicroBatch
@@ -29,13 +28,12 @@ from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.plan.orders import SEND_SLOTS, ahead, steps_to_drain
 from wavemare.pipeline.plan.plan import RECEIVES, Action, Kind
 from wavemare.pipeline.staleness.correction import make_correction
-from wavemare.pipeline.staleness.staleness import max_staleness, resolve_mode
+from wavemare.pipeline.staleness.staleness import max_staleness
 
 if TYPE_CHECKING:
     from wavemare.engine.pipe.engine import PipelineEngine
 
 logger = logging.getLogger("wavemare")
-_CORRECTION = "wavemare.pipeline.pipemare.discrepancy_correction.mode"
 
 
 class PipeMare(Update):
@@ -70,7 +68,6 @@ class PipeMare(Update):
         self._loss_sum: Tensor | float = 0.0
         self._mean_loss: Tensor | None = None
         self.sizes_changed()
-        self._tell_correction()
 
     @property
     def handlers(self) -> Handlers:
@@ -338,17 +335,6 @@ class PipeMare(Update):
         self._next = self._since_empty = 0
         self._in_flight, self._end = [], None  # also of a step that did not end
 
-    def _tell_correction(self) -> None:
-        """Say what ``auto`` is on each stage, if the configuration has that word."""
-        engine, settings = self._engine, self._config.discrepancy_correction
-        if settings.mode != "auto" or "mode" not in settings.model_fields_set:
-            return
-        slack, stages = self._config.slack, engine.num_stages
-        stale = [max_staleness(s, stages, engine.micro_batches, slack) for s in range(stages)]
-        modes = ", ".join(resolve_mode("auto", steps) for steps in stale)
-        reason = f"gradients of the stages are up to {', '.join(map(str, stale))} steps old"
-        tell_choice(_CORRECTION, modes, reason)
-
     def _new_correction(self) -> None:
         engine, settings = self._engine, self._config.discrepancy_correction
         slack = self._config.slack
@@ -375,7 +361,13 @@ class PipeMare(Update):
 
     def state(self) -> dict[str, Any]:
         """Return what the next step needs beside weights and optimizer."""
-        return {"norms": self._norms.state_dict(), "correction": self._correction.state_dict()}
+        return {
+            "norms": self._norms.state_dict(),
+            "correction": self._correction.state_dict(),
+            # For a resume that keeps them: a stage whose weights are all frozen shows neither.
+            "error_feedback": self._config.error_feedback,
+            "correction_mode": self._config.discrepancy_correction.mode,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load a `state`; another schedule or correction has saved none."""

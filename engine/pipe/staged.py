@@ -8,22 +8,89 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.config import get_optimizer_name, get_optimizer_params
 from torch import Tensor
 
 from wavemare.engine.base import EngineMixin
+from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.experts import expert_group
 from wavemare.engine.observe.progress import PROGRESS
+<<<<<<< HEAD
 from wavemare.engine.pipe.micro_batch import Batch, to_device
 from wavemare.engine.same_batches import UNKNOWN, Marks, is_due
+=======
+from wavemare.engine.optim.optimizers import take_optimizer, without_compiled_optimizer
+from wavemare.engine.optim.policy import Written, as_written, tell_replaced
+from wavemare.engine.pipe.micro_batch import to_device
+>>>>>>> s5
 from wavemare.engine.seams import fail_group
-from wavemare.errors import ConfigError, DataError
+from wavemare.errors import CommError, ConfigError, DataError
 
 
 class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
-    """What pipeline engines share: batches of transformers, and whole steps alone."""
+    """What pipeline engines share: batches of transformers, and whole steps alone.
 
+    Args:
+        args: DeepSpeed's.
+        given: The configuration, if the policy ``auto`` chooses its optimizer; else None.
+        kwargs: DeepSpeed's, and our own.
+    """
+
+    _groups: list[Any] | None = None
+    """What the optimizer is made of, if a load may replace it."""
     _has_groups = True
     """Whether the groups of ranks that share a stage are open."""
+
+    def __init__(self, *args: Any, given: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._given = given
+        super().__init__(*args, **kwargs)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if self._given is not None:  # copies: optimizers and ZeRO change the groups
+            self._groups = [_copied(each) for each in model_parameters]
+            model_parameters = [_copied(each) for each in self._groups]
+        super()._configure_optimizer(client_optimizer, model_parameters)
+
+    @property
+    def can_replace_optimizer(self) -> bool:
+        """Whether a load may go on with another optimizer than the policy's."""
+        scheduler = self.client_lr_scheduler
+        follows = scheduler is None or callable(scheduler)  # else it belongs to this optimizer
+        alone = self.sparse is None and self.num_replicas == 1
+        return self._groups is not None and follows and alone
+
+    def replace_optimizer(self, written: Written) -> None:
+        """Go on as a checkpoint was written, in place of the policy's choice; all ranks call it."""
+        assert self._given is not None
+        config = as_written(self._given, written)
+        self.settings = WavemareConfig.of(config)
+        self.broken = "a load has replaced the optimizer, and did not end"
+        if hasattr(self.optimizer, "destroy"):
+            self.optimizer.destroy()
+        config, make = take_optimizer(config, self.module, None)
+        config = without_compiled_optimizer(config, make)
+        self.client_optimizer = make
+        self._config.optimizer_name = (get_optimizer_name(config) or "").lower() or None
+        self._config.optimizer_params = get_optimizer_params(config)
+        self._configure_optimizer(make, self._groups)
+        self._configure_lr_scheduler()
+        self.describe_optimizer()
+        self.begin_updates()
+        tell_replaced(self.settings, written)
+
+    def begin_updates(self) -> None:
+        """Make what belongs to the optimizer."""
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint, also after a step that did not end.
+
+        Raises:
+            CommError: Ranks that share stages cannot meet any more.
+        """
+        if not self._has_groups:
+            reason = f"{self.broken}, and the ranks that share a stage were parted"
+            raise CommError("load_checkpoint", args[:1], reason, "Start all processes again")
+        return super().load_checkpoint(*args, **kwargs)
 
     def _next_batch(self) -> Any:
         batch = super()._next_batch()
@@ -119,6 +186,14 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
         self.total_loss: Tensor | None = None
         self.pipe_buffers: dict[str, Any] = {}
         super().destroy()
+
+
+def _copied(group: Any) -> Any:
+    """Return a parameter, or a copy of a group of them."""
+    if not isinstance(group, dict):
+        return group
+    held = group["params"]
+    return {**group, "params": held if isinstance(held, Tensor) else list(held)}
 
 
 class DualPipeVEngine(StagedEngine, deepspeed.DualPipeVEngine):

@@ -20,6 +20,8 @@ from wavemare.errors import CheckpointError, ConfigError, ModelError, check_numb
 
 SIDES = 2
 """Of a matrix."""
+FEEDBACK = "previous_update"
+"""Of an optimizer's state: the update before, if it is corrected by the next one."""
 
 State = dict[str, Any]
 Shape = tuple[int, ...]
@@ -89,6 +91,23 @@ class _Part:
 
 
 @dataclass(frozen=True, eq=False)
+class Feedback:
+    """How a step corrects the one before, see `UpdateFeedback`.
+
+    Args:
+        previous: The update before, as many elements as the weight; the step leaves its own there.
+        extent: The correction is so many times the difference of the two updates.
+    """
+
+    previous: Tensor
+    extent: float
+
+    def of(self, own: slice) -> Feedback:
+        """Return that of some elements of a flat weight."""
+        return Feedback(self.previous[own], self.extent)
+
+
+@dataclass(frozen=True, eq=False)
 class Piece:
     """A tensor, or the elements of one, that this rank steps.
 
@@ -99,6 +118,7 @@ class Piece:
         state: Of the tensor; empty at first.
         is_matrix: Whether it is stepped as a matrix.
         mark: Of a matrix on several ranks, where is left whether it is stepped: ().
+        feedback: What the step corrects of the one before; None for nothing.
     """
 
     weight: Tensor
@@ -107,6 +127,7 @@ class Piece:
     state: State
     is_matrix: bool
     mark: Tensor | None = None
+    feedback: Feedback | None = None
 
     def matrix(self) -> Tensor:
         """Return the gradient of a matrix, in its shape and in fp32 at least."""
@@ -131,9 +152,11 @@ class MatrixOptimizer(Optimizer, ABC):
 
     Attributes:
         has_only_looked: Whether the last step began with a tensor and did not step it.
+        extent: Returns that of the next step's `Feedback`; None for no feedback.
     """
 
     has_only_looked = False
+    extent: Callable[[], float] | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -149,8 +172,12 @@ class MatrixOptimizer(Optimizer, ABC):
     ) -> Iterator[tuple[Piece, Tensor | None]]:
         """Yield the update of each tensor of a parameter group, in any order.
 
-        An update is the weight's decrease at a learning rate of 1; None for no step.
+        An update times `scale` is the weight's decrease at a learning rate of 1; None for no step.
         """
+
+    def scale(self, group: Mapping[str, Any], shape: Shape) -> float:
+        """Return what the update of a matrix of a parameter group is multiplied by."""
+        return 1.0
 
     def set_partition(self, parameter: Tensor, partition: Partition) -> None:
         """Set the tensors of a flat parameter; before the first step."""
@@ -168,13 +195,14 @@ class MatrixOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         self.has_only_looked = False
+        extent = None if self.extent is None else self.extent()
         for group in self.param_groups:
-            self._step(group)
+            self._step(group, extent)
         return loss
 
-    def _step(self, group: Mapping[str, Any]) -> None:
+    def _step(self, group: Mapping[str, Any], extent: float | None) -> None:
         pieces: list[Piece] = []
-        cut: list[tuple[Tensor, Partition, Tensor]] = []
+        cut: list[tuple[Tensor, Partition, Tensor, Feedback | None]] = []
         for parameter in group["params"]:
             grad = parameter.grad
             if grad is None:
@@ -187,28 +215,37 @@ class MatrixOptimizer(Optimizer, ABC):
                     "Make the embedding without sparse=True",
                 )
             partition = self._partitions.get(parameter)
+            feedback = None if extent is None else self._feedback(parameter, extent)
             if partition is None:
                 shape = tuple(grad.shape)
                 state, is_matrix = self.state[parameter], self.is_matrix(group, shape)
-                pieces.append(Piece(parameter, grad, shape, state, is_matrix))
+                pieces.append(Piece(parameter, grad, shape, state, is_matrix, feedback=feedback))
                 continue
             whole = self._whole_gradients(group, partition, grad)
             room = whole.new_zeros(len(partition.shapes) + len(whole)) if len(whole) else whole
-            pieces += self._partition_pieces(group, parameter, partition, whole, room)
+            pieces += self._partition_pieces(group, parameter, partition, whole, room, feedback)
             if len(whole):
-                cut.append((parameter, partition, room))
+                cut.append((parameter, partition, room, feedback))
         for piece, update in self.updates(group, pieces):
             looked = update is None and bool(piece.state)
             self.has_only_looked |= looked
             if piece.mark is None:
-                _apply(group, piece.weight, update)
+                scale = self.scale(group, piece.shape) if piece.is_matrix else 1.0
+                _apply(group, piece.weight, update, scale, piece.feedback)
             elif update is not None:
                 piece.weight.copy_(update.reshape(-1))
                 piece.mark.fill_(_STEPPED)
             elif looked:
                 piece.mark.fill_(_LOOKED)
-        for parameter, partition, room in cut:
-            self._step_cut(group, parameter, partition, room)
+        for each in cut:
+            self._step_cut(group, *each)
+
+    def _feedback(self, parameter: Tensor, extent: float) -> Feedback:
+        """Return what the step corrects of a parameter; the first one has none before it."""
+        state = self.state[parameter]
+        if FEEDBACK not in state:
+            state[FEEDBACK], extent = torch.zeros_like(parameter), 0.0
+        return Feedback(state[FEEDBACK], extent)
 
     def _parts(self, group: Mapping[str, Any], partition: Partition) -> Iterator[tuple[int, _Part]]:
         return partition.parts(lambda shape: self.is_matrix(group, shape))
@@ -220,6 +257,7 @@ class MatrixOptimizer(Optimizer, ABC):
         partition: Partition,
         whole: Tensor,
         room: Tensor,
+        feedback: Feedback | None,
     ) -> Iterator[Piece]:
         """Yield what this rank steps of a flat parameter.
 
@@ -229,6 +267,7 @@ class MatrixOptimizer(Optimizer, ABC):
             partition: Of it.
             whole: Of `_whole_gradients`.
             room: For a mark of each tensor, then for the updates of these matrices.
+            feedback: Of the flat parameter.
         """
         states = self.state[parameter].setdefault("tensors", {})
         grad, marks = parameter.grad, len(partition.shapes)
@@ -240,14 +279,20 @@ class MatrixOptimizer(Optimizer, ABC):
             if part.place is None:
                 own = slice(part.start, part.start + part.count)
                 shape = part.shape if part.is_matrix else (part.count,)
-                yield Piece(parameter[own], grad[own], shape, state, part.is_matrix)
+                piece = parameter[own], grad[own], shape, state, part.is_matrix
+                yield Piece(*piece, feedback=feedback and feedback.of(own))
             else:
                 own = slice(part.place, part.place + math.prod(part.shape))
                 target = room[marks:][own]
                 yield Piece(target, whole[own], part.shape, state, True, room[number])
 
     def _step_cut(
-        self, group: Mapping[str, Any], parameter: Tensor, partition: Partition, room: Tensor
+        self,
+        group: Mapping[str, Any],
+        parameter: Tensor,
+        partition: Partition,
+        room: Tensor,
+        feedback: Feedback | None,
     ) -> None:
         """Step this rank's elements of the matrices that lie on several ranks."""
         dist.all_reduce(room, group=partition.group)
@@ -259,8 +304,9 @@ class MatrixOptimizer(Optimizer, ABC):
             self.has_only_looked |= marks[number] == _LOOKED
             if marks[number] == _STEPPED:
                 first = part.place + part.first
-                own = parameter[part.start : part.start + part.count]
-                _apply(group, own, updates[first : first + part.count])
+                own = slice(part.start, part.start + part.count)
+                update, scale = updates[first : first + part.count], self.scale(group, part.shape)
+                _apply(group, parameter[own], update, scale, feedback and feedback.of(own))
 
     def _whole_gradients(
         self, group: Mapping[str, Any], partition: Partition, grad: Tensor
@@ -353,13 +399,28 @@ def check_betas(key: str, value: Any) -> None:
         check_number(ConfigError, key, beta, 0, 1)
 
 
-def _apply(group: Mapping[str, Any], weight: Tensor, update: Tensor | None) -> None:
+def _apply(
+    group: Mapping[str, Any],
+    weight: Tensor,
+    update: Tensor | None,
+    scale: float,
+    feedback: Feedback | None,
+) -> None:
     if update is None:
         return
-    wide = _wide(weight)
-    wide.mul_(1 - group["lr"] * group["weight_decay"]).add_(
-        update.reshape(wide.shape), alpha=-group["lr"]
-    )
+    wide, update = _wide(weight), update.reshape(weight.shape)
+    rate, decay = group["lr"] * scale, group["lr"] * group["weight_decay"]
+    if feedback is not None and feedback.extent:
+        # In one go over the memory, as it takes as long as all else that is no matrix product.
+        step = torch.mul(wide, -decay).add_(update, alpha=-rate)
+        wide.add_(step, alpha=1 + feedback.extent).sub_(feedback.previous, alpha=feedback.extent)
+        feedback.previous.copy_(step)
+    else:
+        before = None if feedback is None else wide.clone()
+        wide.mul_(1 - decay).add_(update, alpha=-rate)
+        if feedback is not None and before is not None:
+            torch.sub(wide, before, out=before)
+            feedback.previous.copy_(before)
     if wide is not weight:
         weight.copy_(wide)
 

@@ -8,18 +8,77 @@ the number of versions between a micro-batch's forward pass and its backward pas
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from wavemare.errors import PlanError, did_you_mean
 from wavemare.pipeline.plan.orders import ahead
 
 MODES = ("off", "exact", "ema", "predict", "auto")
 """Corrections of the weight discrepancy: none, PipeDream's weight stashing, PipeMare's T2,
-SpecTrain's weight prediction, or whichever of stashing and T2 takes less memory."""
-
-MUON_STALENESS = 2
-"""Up to this staleness the policy takes Muon, beyond SOAP: at 7 steps SOAP learns better."""
+SpecTrain's weight prediction, or whichever of stashing and T2 takes less memory on a stage."""
 
 _EXACT_LIMIT = 2
 """Up to this staleness, stashing takes no more memory than T2."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an optimizer makes of stale gradients, as runs have shown.
+
+    Args:
+        optimizer: The name of its class; empty for all that have no rows of their own.
+        up_to: Of the first stage's largest staleness, in optimizer steps.
+        correction: What ``auto`` is for ``discrepancy_correction``; here ``auto`` goes by the
+            memory of each stage, see `resolve_mode`.
+        at: The largest staleness in the runs; 0 where there were none.
+        gap: Of the validation loss to that of synchronous steps with the same optimizer, relative.
+        memory: States of the optimizer and of the correction, in weights.
+        source: The file in docs/results.
+    """
+
+    optimizer: str
+    up_to: float
+    correction: str
+    at: int = 0
+    gap: float = math.nan
+    memory: float = math.nan
+    source: str = ""
+
+
+MEASURED = (
+    Measured("Muon", 1, "predict", 1, 0.001, 3.68, "async-quality-muon.json"),
+    Measured("Muon", 2, "off"),
+    Measured("Muon", math.inf, "auto", 7, 0.291, 3.72, "async-quality-table.json"),
+    Measured("SOAP", 1, "predict", 1, -0.005, 12.52, "async-quality-8x8.json"),
+    Measured("SOAP", math.inf, "auto", 7, 0.266, 12.41, "async-quality-8x1.json"),
+    Measured("AdamW", 1, "auto", 1, 0.160, 2.0, "async-quality-8x8-naive.json"),
+    Measured("AdamW", math.inf, "auto", 7, 0.448, 2.0, "async-quality-8x1-naive.json"),
+    Measured("", math.inf, "auto"),
+)
+"""By optimizer, then by staleness: one table for the engine, the policy, the simulation, ``wavemare
+plan show`` and docs/asynchronous.md. Muon and SOAP were run with error feedback and the correction
+of their row, AdamW as it is."""
+
+_MUON_STALENESS = 2
+_SAME = {"adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw"}
+
+
+def measured(optimizer: str, worst: int) -> Measured:
+    """Return the row of `MEASURED` for an optimizer and a staleness of the first stage.
+
+    Args:
+        optimizer: Its name in any case, that of the configuration or of its class.
+        worst: As of `largest_staleness`.
+    """
+    name = _SAME.get(optimizer.lower(), optimizer.lower())
+    rows = [row for row in MEASURED if row.optimizer.lower() == name] or MEASURED[-1:]
+    return next(row for row in rows if worst <= row.up_to)
+
+
+def policy_optimizer(worst: int) -> str:
+    """Return what the policy takes in place of Adam: at 7 steps SOAP learns better than Muon."""
+    return "Muon" if worst <= _MUON_STALENESS else "SOAP"
 
 
 def mean_staleness(stage: int, num_stages: int, micro_batches: int, slack: int = 0) -> float:
@@ -122,16 +181,30 @@ def policy_offer(worst: int, mean: float) -> str | None:
     """
     if not worst:
         return None
-    lag = f"AdamW learns worse from gradients up to {worst} steps old ({mean:.2f} on average)"
-    if worst <= MUON_STALENESS:
-        offer = (
-            "steps matrices by Muon with error feedback, at the same lr and weight_decay: the loss "
-            "is about that of a synchronous pipeline with Muon. It costs no memory, and in each "
-            "step as many operations as the passes of 4 tokens for each unit of width"
-        )
-    else:
-        offer = (
-            "takes SOAP with error feedback, which loses less, and needs 5 to 10 more copies of "
-            "the weights and much time in small steps. Smaller micro-batches make gradients fresher"
-        )
-    return f'{lag}. "optimizer_policy": "auto" {offer} (docs/asynchronous.md)'
+    adam, name = measured("AdamW", worst), policy_optimizer(worst)
+    row = measured(name, worst)
+    lag = (
+        f"AdamW learns worse from gradients up to {_steps(worst)} old ({mean:.2f} on average): its "
+        f"loss was {adam.gap:.0%} above that of synchronous steps {_at(adam)}"
+    )
+    found = f"{row.gap:+.1%} {_at(row)}" if row.at else f"not measured at {worst} steps yet"
+    memory = f"{row.memory:.3g} copies of the weights" if row.at else "no more copies of weights"
+    price = {
+        "Muon": "steps matrices by Muon with error feedback, at the same lr and weight_decay. Its "
+        "price is in each step as many operations as the passes of 4 tokens for each unit of width",
+        "SOAP": "takes SOAP with error feedback. Its price is much time in small steps; smaller "
+        "micro-batches make gradients fresher",
+    }[name]
+    return (
+        f'{lag}. "optimizer_policy": "auto" {price}. It holds {memory}, where AdamW holds '
+        f"{adam.memory:.3g}. Its loss to that of synchronous {name}: {found}; "
+        "docs/asynchronous.md has all runs"
+    )
+
+
+def _at(row: Measured) -> str:
+    return f"in runs with gradients up to {_steps(row.at)} old"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count > 1)}"

@@ -50,7 +50,7 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     output: str = option("runs/gpt-pretrain", "run folder")
     model_config: str = option(MODEL, "transformers configuration of the model")
     sequence_length: int = option(128, "tokens per sample")
-    max_steps: int = option(500, "optimizer steps")
+    max_steps: int = option(250, "optimizer steps")
     eval_interval: int = option(100, "steps between evaluations")
     save_interval: int = option(250, "steps between checkpoints")
     log_interval: int = option(5, "steps per line of metrics.jsonl")

@@ -111,7 +111,8 @@ def train(case: dict[str, Any], until: int, run: Path) -> None:
     """Simulate a pipeline in this process."""
     HalvedPipeline.until = until
     system = SYSTEMS[case["system"]]
-    settings = ["wavemare.pipeline.schedule=pipemare", "wavemare.pipeline.pipemare.warmup_steps=0"]
+    settings = ["schedule=pipemare", "pipemare.warmup_steps=0", "pipemare.optimizer_policy=keep"]
+    settings = [f"wavemare.pipeline.{each}" for each in settings]
     if system.correction is not None:
         mode = f"wavemare.pipeline.pipemare.discrepancy_correction.mode={system.correction}"
         settings.append(mode)

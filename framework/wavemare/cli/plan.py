@@ -210,7 +210,7 @@ def _present(
     if form is not None:
         typer.echo(str(plan) if form == "text" else to_csv(plan), nl=False)
     else:
-        typer.echo("\n".join([str(report), *prediction, *_expectation(report)]))
+        typer.echo("\n".join([str(report), *prediction, *_expectation(plan, report)]))
         typer.echo(grid(plan, width=shutil.get_terminal_size().columns))
     if folder is not None:
         _write(plan, timeline, folder)
@@ -219,12 +219,16 @@ def _present(
         typer.echo(f"{start}{folder}: {', '.join(_FILES)}", err=form is not None)
 
 
-def _expectation(report: Report) -> Iterator[str]:
+def _expectation(plan: Plan, report: Report) -> Iterator[str]:
     """Yield what staleness does to the loss, if there is any."""
-    from wavemare.pipeline.staleness.staleness import policy_offer
+    from wavemare.pipeline.plan.orders import SEND_SLOTS
+    from wavemare.pipeline.staleness.staleness import largest_staleness, policy_offer
 
-    stages = zip(report.max_staleness, report.mean_staleness, strict=True)
-    offer = policy_offer(*max(stages, default=(0, 0.0)))
+    if not any(report.max_staleness):
+        return
+    # Of a long run: the few steps of the plan begin without any.
+    sizes = plan.num_stages, plan.micro_batches, plan.send_slots - SEND_SLOTS
+    offer = policy_offer(*largest_staleness(*sizes))
     if offer is not None:
         yield f"loss: {offer}\n"
 

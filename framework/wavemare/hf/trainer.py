@@ -46,6 +46,28 @@ _REMEDY = "Leave that out, or train data-parallel without waves"
 _ZERO_WEIGHTS = 3
 
 
+class _EngineScheduler(DeepSpeedSchedulerWrapper):
+    """Shows an engine's scheduler, which is another one after a load that replaced the optimizer.
+
+    Args:
+        engine: Steps the scheduler.
+        optimizers: As transformers wraps them.
+    """
+
+    def __init__(self, engine: Any, optimizers: Any) -> None:
+        self._engine = engine
+        super().__init__(None, optimizers)
+
+    @property
+    def scheduler(self) -> Any:
+        """The engine's."""
+        return self._engine.lr_scheduler
+
+    @scheduler.setter
+    def scheduler(self, _: Any) -> None:
+        """Leave it to the engine."""
+
+
 class Trainer(StockTrainer):
     """``transformers.Trainer`` that builds its engine by `wavemare.initialize`.
 
@@ -153,7 +175,7 @@ class Trainer(StockTrainer):
         if not self.trains_whole_steps or optimizer is not None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         engine = self.accelerator.deepspeed_engine_wrapped.engine
-        self.lr_scheduler = DeepSpeedSchedulerWrapper(engine.lr_scheduler, self.optimizer)
+        self.lr_scheduler = _EngineScheduler(engine, self.optimizer)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 

@@ -17,7 +17,7 @@ from typing import Any
 from wavemare.errors import LaunchError
 from wavemare.observe.lines import read_metrics
 from wavemare.observe.tables import Column, drawing
-from wavemare.pipeline.staleness.staleness import MUON_STALENESS, largest_staleness
+from wavemare.pipeline.staleness.staleness import largest_staleness, policy_optimizer
 
 _PIPELINE = "wavemare.pipeline"
 _PIPEMARE = f"{_PIPELINE}.pipemare"
@@ -153,6 +153,7 @@ def _command(
     changes = [
         f"{_PIPELINE}.schedule=pipemare",
         f"{_PIPEMARE}.warmup_steps={round(system.warmup * shape.steps)}",
+        f"{_PIPEMARE}.optimizer_policy=keep",
         *system.settings,
     ]
     if system.correction is not None:
@@ -224,7 +225,8 @@ def to_row(name: str, runs: Sequence[Mapping[str, Any]], **parameters: Any) -> d
 def _baseline(name: str, parameters: Mapping[str, Any]) -> str:
     """Return the synchronous system with the optimizer of a system, also if the policy chose it."""
     worst, _ = largest_staleness(*(parameters.get(key, 1) for key in ("stages", "micro_batches")))
-    return "flush-soap" if name == "auto" and worst > MUON_STALENESS else SYSTEMS[name].baseline
+    own = SYSTEMS[name].baseline
+    return f"flush-{policy_optimizer(worst).lower()}" if name == "auto" and worst else own
 
 
 def _gap(

@@ -19,7 +19,15 @@ from wavemare.training import megatron
 from wavemare.training.arguments import TrainArguments
 from wavemare.training.megatron import TABLE
 
+<<<<<<< HEAD
 _AUTO_WARMUP = {"warmup_steps": "auto"}
+=======
+if TYPE_CHECKING:
+    import torch
+
+
+_OF_RECIPES = {"warmup_steps": "auto"}, {"optimizer_policy": "auto"}
+>>>>>>> s5
 _OPTIMIZERS = {"adam": ("Adam", "AdamW"), "sgd": ("SGD",)}
 """DeepSpeed's names of Megatron's optimizers; the last one is taken where the JSON has another."""
 
@@ -248,7 +256,7 @@ def fill_schedules(arguments: TrainArguments, config: dict[str, Any]) -> None:
             raise ConfigError("--lr-decay-iters", decay, reason, f"Give {steps} or more")
         total = "--lr-decay-iters"
     pipeline = config.get(SECTION, {}).get("pipeline", {})
-    if pipeline.get("schedule") != "pipemare" and pipeline.get("pipemare") == _AUTO_WARMUP:
+    if pipeline.get("schedule") != "pipemare" and pipeline.get("pipemare") in _OF_RECIPES:
         del pipeline["pipemare"]  # a recipe's own: --set has chosen another schedule
     values = {
         "scheduler.params.total_num_steps": (decay or steps, total),

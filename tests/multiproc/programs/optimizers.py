@@ -85,8 +85,12 @@ def build(case):
     if case["engine"] == "data":
         model = Whole()
     else:
+        parts = layers()
+        if case.get("grouped"):  # a part is all that a stage has
+            half = len(parts) // 2
+            parts = [torch.nn.Sequential(*parts[:half]), torch.nn.Sequential(*parts[half:])]
         model = deepspeed.PipelineModule(
-            layers(), num_stages=stages, loss_fn=loss_fn, partition_method="uniform"
+            parts, num_stages=stages, loss_fn=loss_fn, partition_method="uniform"
         )
     engine, *_ = wavemare.initialize(model=model, config=config)
     return engine

@@ -11,7 +11,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from support.refusals import refuses
 from wavemare.engine.config.resolve import WavemareConfig
-from wavemare.engine.optim.policy import Advice, advise, check_replaceable
+from wavemare.engine.optim.policy import (
+    Advice,
+    Written,
+    advise,
+    as_written,
+    check_replaceable,
+)
 from wavemare.errors import ConfigError
 from wavemare.optim import Muon
 
@@ -29,7 +35,7 @@ def config(kind="AdamW", params=None, **pipemare):
 def choose_optimizer(values, **sizes):
     """Return the configuration, and the line that says what was chosen."""
     chosen, advice = advise(values, **sizes)
-    return chosen, None if advice.choice is None else advice.lines[-1]
+    return chosen, advice.lines[-1] if advice.choices else None
 
 
 def pipemare_of(values):
@@ -46,11 +52,12 @@ def test_stale_adam_becomes_muon_at_its_rate_and_decay(kind, micro_batches):
     params = {**settings, "adjust_lr_fn": "match_rms_adamw"}
     assert chosen["optimizer"] == {"type": "Muon", "params": params}
     assert pipemare_of(chosen).error_feedback
-    assert pipemare_of(chosen).discrepancy_correction.mode == "off"
+    mode = "predict" if micro_batches == 8 else "off"
+    assert pipemare_of(chosen).discrepancy_correction.mode == mode
     assert given == before
     old = f"up to {8 // micro_batches} steps old"
     assert said.startswith(f"{KEY} auto: Muon in place of {kind}: ")
-    for part in (old, "8 stages", "error_feedback is on", "discrepancy_correction is off"):
+    for part in (old, "8 stages", "error_feedback is on", f"discrepancy_correction is {mode}"):
         assert part in said
 
 
@@ -123,6 +130,53 @@ def test_other_optimizers_stay(kind):
     assert f"auto: {kind}: it is the configuration's own choice" in said
 
 
+@pytest.mark.parametrize(
+    ("kind", "micro_batches", "mode"),
+    [
+        ("Muon", 8, "predict"),
+        ("Muon", 4, "off"),
+        ("SOAP", 8, "predict"),
+        ("SOAP", 4, "auto"),
+        ("SGD", 8, "auto"),
+        ("Muon", 1, "auto"),
+    ],
+)
+def test_the_correction_is_that_of_the_optimizer_and_its_staleness(kind, micro_batches, mode):
+    sizes = {"stages": 8, "micro_batches": micro_batches}
+    silent, advice = advise(config(kind, optimizer_policy="keep"), **sizes)
+    assert pipemare_of(silent).discrepancy_correction.mode == mode
+    assert advice.choices == ()
+    asked = {"optimizer_policy": "keep", "discrepancy_correction": {"mode": "auto", "decay": 0.5}}
+    told, advice = advise(config(kind, **asked), **sizes)
+    chosen = pipemare_of(told).discrepancy_correction
+    assert (chosen.mode, chosen.decay) == (mode, 0.5)
+    (choice,) = advice.choices
+    assert choice.key == "wavemare.pipeline.pipemare.discrepancy_correction.mode"
+    first = choice.chosen.split(", ")[0]
+    assert first == {"auto": "ema" if micro_batches == 1 else "exact"}.get(mode, mode)
+    # An optimizer of the caller's own is known by its class.
+    own = advise(config("AdamW", optimizer_policy="keep"), **sizes, optimizer=Muon([torch.ones(1)]))
+    if kind == "Muon":
+        assert pipemare_of(own[0]).discrepancy_correction.mode == mode
+        assert not own[1].choices
+
+
+def test_a_resume_goes_on_as_it_was_written_but_for_what_the_user_sets():
+    written = Written("SOAP", feeds_back=True, correction="predict")
+    found = as_written(config("AdamW"), written)
+    assert found["optimizer"]["type"] == "SOAP"
+    assert pipemare_of(found).error_feedback
+    assert pipemare_of(found).discrepancy_correction.mode == "predict"
+    own = {"error_feedback": False, "discrepancy_correction": {"mode": "off"}}
+    found = pipemare_of(as_written(config("AdamW", **own), written))
+    assert not found.error_feedback
+    assert found.discrepancy_correction.mode == "off"
+    given = config("AdamW")
+    kept = as_written(given, Written("Adam", feeds_back=False, correction=None))
+    assert kept["optimizer"] == given["optimizer"]
+    assert pipemare_of(kept).discrepancy_correction.mode == "auto"
+
+
 def test_without_staleness_nothing_changes():
     given = config()
     chosen, said = choose_optimizer(given, stages=1, micro_batches=4)
@@ -134,7 +188,7 @@ def test_keeping_stale_adam_says_what_the_policy_would_give():
     for kind in ("AdamW", "Adam"):
         values = config(kind, optimizer_policy="keep")
         kept, advice = advise(values, stages=8, micro_batches=8)
-        assert (kept, advice.choice) == (values, None)
+        assert (kept, advice.choices) == (values, ())
         (line,) = advice.lines
         assert f"{kind} stays" in line
         assert "Muon" in line

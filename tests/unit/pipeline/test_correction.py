@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corrections against plain histories of copies, and PipeMare's formula written out."""
 
+import gc
 import io
 from contextlib import contextmanager
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import Parameter
 
 from support.refusals import refuses
@@ -17,6 +19,7 @@ from wavemare.pipeline.staleness.correction import (
     WeightStashing,
     make_correction,
 )
+from wavemare.pipeline.staleness.replay import Replay
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(7, 5), (3,), (2, 3, 2)]
@@ -182,6 +185,34 @@ def test_a_stage_without_parameters(mode):
     out.backward()
     correction.restore()
     assert x.grad.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "copies_held"), [("off", 0), ("exact", 3), ("ema", 2), ("predict", 2)]
+)
+def test_a_correction_holds_as_many_copies_as_the_simulation_says(mode, copies_held):
+    """Counted among all tensors of the process; `Replay` states the same number."""
+    shape = (23, 29)
+    weight = Parameter(torch.ones(shape))
+
+    def held():
+        gc.collect()
+        alive = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+        same = (each for each in alive if each.shape == shape)
+        return len({each.untyped_storage().data_ptr() for each in same})
+
+    before = held()
+    correction = make_correction(mode, [weight], 3)
+    for _ in range(4):
+        with correction.forward(1):
+            pass
+        correction.before_step()
+        weight.data.add_(1)
+        correction.after_step()
+    assert held() - before == copies_held
+    stage = nn.Linear(shape[1], shape[0], bias=False)
+    replay = Replay([stage], None, torch.optim.AdamW, 1, correction=mode, delays=[3])
+    assert replay.correction_bytes() == [copies_held * stage.weight.nbytes]
 
 
 def test_off_changes_nothing():

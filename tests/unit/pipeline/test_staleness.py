@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learning rate and the correction of stale weights, and the advice on staleness."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wavemare.pipeline.staleness.staleness import (
+    MEASURED,
     MODES,
     bounding_micro_batches,
     ema_decay,
     largest_staleness,
     lr_factor,
     max_staleness,
+    measured,
+    policy_optimizer,
     resolve_mode,
     staleness_warning,
 )
@@ -51,6 +56,40 @@ def test_decay_of_the_estimate():
 def test_modes(mode, resolved):
     assert mode in MODES
     assert [resolve_mode(mode, oldest) for oldest in range(4)] == resolved
+
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+SYSTEM = {"Muon": ("muon+feedback",), "SOAP": ("auto",), "AdamW": ("naive",)}
+
+
+@pytest.mark.parametrize("row", [row for row in MEASURED if row.source], ids=str)
+def test_the_table_says_what_the_result_files_say(row):
+    rows = json.loads((RESULTS / row.source).read_text())["rows"]
+    found = [
+        each
+        for each in rows
+        if each.get("system") in SYSTEM[row.optimizer]
+        and largest_staleness(each["stages"], each["micro_batches"])[0] == row.at
+    ]
+    if row.source == "async-quality-muon.json":  # one seed at two rates, without its baseline
+        found = [each for each in rows if each.get("correction") == row.correction]
+    assert found
+    for each in found:
+        assert sum(each["memory"].values()) == pytest.approx(row.memory, abs=0.01)
+        if "own_gap" in each:
+            assert each["own_gap"] == pytest.approx(row.gap, abs=0.001)
+
+
+def test_each_optimizer_has_a_row_for_any_staleness():
+    for name in ("Muon", "SOAP", "AdamW", "Adam", "FusedAdam", "SGD", "function", ""):
+        for worst in range(40):
+            row = measured(name, worst)
+            assert worst <= row.up_to
+            assert row.optimizer in (name, "", "AdamW")
+            assert row.correction in MODES
+    assert measured("muon", 1) is measured("Muon", 1)
+    assert policy_optimizer(1) == "Muon"
+    assert policy_optimizer(7) == "SOAP"
 
 
 @pytest.mark.parametrize("slack", [0, 1])

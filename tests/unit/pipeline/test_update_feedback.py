@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from wavemare.engine.pipe.stage_optimizer import UpdateFeedback
-from wavemare.pipeline.optim.soap_muon import SOAP
+from wavemare.pipeline.optim.feedback import UpdateFeedback
+from wavemare.pipeline.optim.soap_muon import SOAP, Muon
 
 MAKERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    "muon": lambda p: Muon(p, lr=0.1, weight_decay=0.1),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1, betas=(0.99, 0.999), momentum_decay=0.0),
 }
 makers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
@@ -54,6 +55,35 @@ def test_each_update_is_extended_by_its_difference_to_the_one_before(delay):
         extent = delay if delay <= 1 else math.sqrt(delay)
         wanted = wanted + update + extent * (update - updates[step - 2])
         assert torch.allclose(path[step], wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_muon_which_corrects_while_it_writes_does_what_the_formula_says(adjust):
+    """The twin takes plain steps, from the same weights, and corrects them itself."""
+    shapes = ((6, 4), (5,), (4, 6), (6, 4))
+    settings = {"lr": 0.05, "weight_decay": 0.3, "adjust_lr_fn": adjust}
+    delays = iter((0.0, 0.5, 4.0, 4.0, 0.0, 1.0))
+    own = [Parameter(torch.ones(s, dtype=torch.float64)) for s in shapes]
+    twin = [Parameter(w.detach().clone()) for w in own]
+    fed, plain = Muon(own, **settings), Muon(twin, **settings)
+    now = []
+    UpdateFeedback(fed, lambda: now[-1])
+    former = None
+    generator = torch.Generator().manual_seed(5)
+    for delay in delays:
+        now.append(delay)
+        for a, b in zip(own, twin, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator, dtype=torch.float64)
+            b.grad = a.grad.clone()
+        before = [w.detach().clone() for w in twin]
+        fed.step()
+        plain.step()
+        updates = [w.detach() - b for w, b in zip(twin, before, strict=True)]
+        for w, u, old in zip(twin, updates, former or updates, strict=True):
+            w.data.add_(min(delay, math.sqrt(delay)) * (u - old))
+        former = updates
+        for a, b in zip(own, twin, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("delay", [1.0, 4.0])
