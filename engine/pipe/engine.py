@@ -105,13 +105,8 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         self.feed.use(self.data_iterator)
         # By stage and number.
         self._micro_batches: dict[tuple[int, int], MicroBatch] = {}
-<<<<<<< HEAD
         self._labels: dict[int, tuple[Any, Marks]] = {}
         self._first = 0  # number of the step's first micro-batch
-        asynchronous = plan is None and self.settings.pipeline.is_asynchronous
-=======
-        self._labels: dict[int, Any] = {}
->>>>>>> s5
         if plan is None and self.settings.pipeline.schedule == "auto":
             self._search = PlanSearch(self)
         self.begin_updates()

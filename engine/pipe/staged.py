@@ -15,14 +15,10 @@ from wavemare.engine.base import EngineMixin
 from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.experts import expert_group
 from wavemare.engine.observe.progress import PROGRESS
-<<<<<<< HEAD
-from wavemare.engine.pipe.micro_batch import Batch, to_device
-from wavemare.engine.same_batches import UNKNOWN, Marks, is_due
-=======
 from wavemare.engine.optim.optimizers import take_optimizer, without_compiled_optimizer
 from wavemare.engine.optim.policy import Written, as_written, tell_replaced
-from wavemare.engine.pipe.micro_batch import to_device
->>>>>>> s5
+from wavemare.engine.pipe.micro_batch import Batch, to_device
+from wavemare.engine.same_batches import UNKNOWN, Marks, is_due
 from wavemare.engine.seams import fail_group
 from wavemare.errors import CommError, ConfigError, DataError
 

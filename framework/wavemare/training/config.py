@@ -19,15 +19,7 @@ from wavemare.training import megatron
 from wavemare.training.arguments import TrainArguments
 from wavemare.training.megatron import TABLE
 
-<<<<<<< HEAD
-_AUTO_WARMUP = {"warmup_steps": "auto"}
-=======
-if TYPE_CHECKING:
-    import torch
-
-
 _OF_RECIPES = {"warmup_steps": "auto"}, {"optimizer_policy": "auto"}
->>>>>>> s5
 _OPTIMIZERS = {"adam": ("Adam", "AdamW"), "sgd": ("SGD",)}
 """DeepSpeed's names of Megatron's optimizers; the last one is taken where the JSON has another."""
 
