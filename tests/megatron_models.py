@@ -88,6 +88,11 @@ def logits(model):
     return model(torch.arange(24).view(2, 12) % TOKENS).logits
 
 
+def bits(weight):
+    """The bytes of a tensor."""
+    return weight.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
 def files(folder):
     """The bytes of each file of a folder."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
