@@ -499,8 +499,7 @@ def load_arguments(folder):
     from megatron.core import dist_checkpointing
 
     iteration = (Path(folder) / "latest_checkpointed_iteration.txt").read_text().strip()
-    name = iteration if iteration == "release" else f"iter_{int(iteration):07d}"
-    step = Path(folder) / name
+    step = Path(folder) / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
     return {**ARGUMENTS, **vars(dist_checkpointing.load_common_state_dict(str(step))["args"])}, step
 
 

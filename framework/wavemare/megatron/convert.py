@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import CheckpointError, ModelError, WavemareError, did_you_mean, os_errors
-from wavemare.files import sync_folder
+from wavemare.files import sync_folder, written_through
 from wavemare.megatron.arguments import arguments_of, language_model_of
 from wavemare.megatron.keys import MegatronWeights
 from wavemare.megatron.models import (
@@ -156,12 +156,13 @@ def convert(
     write = _write_hf if to == "hf" else _write_megatron
     with _partial(target, found, to, options) as partial, _progress() as progress:
         _check_space(partial, found, options.dtype)
-        write(partial, found, options, target, progress)
-        written = HfFolder(partial) if to == "hf" else open_checkpoint(partial).weights
-        _compare(found, written, options.dtype, progress)
-        for name in (_RECORD, _FINISHED):
-            (partial / name).unlink(missing_ok=True)
         with os_errors(ModelError, "TARGET", str(target), "it cannot be made", _PLACE):
+            with written_through(partial):
+                write(partial, found, options, target, progress)
+                written = HfFolder(partial) if to == "hf" else open_checkpoint(partial).weights
+                _compare(found, written, options.dtype, progress)
+                for name in (_RECORD, _FINISHED):
+                    (partial / name).unlink(missing_ok=True)
             _name(partial, target)
     count = sum(torch.Size(stored.shape).numel() for _, stored in _each(found))
     said = f"{kind} to {to}: {count:,} parameters, read back without a difference"

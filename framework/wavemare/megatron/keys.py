@@ -393,6 +393,8 @@ class MegatronWeights:
         if row.form is Form.GROUPED_TURNED:
             parts = list(_turned(parts[0]).chunk(3))
         runs = self._runs(row, [len(part) for part in parts])
+        if len(runs) == 1:
+            return parts[0][index]
         return torch.cat([parts[number][first:last] for number, first, last in runs])[index]
 
     def spans(self, name: str) -> Sequence[Span] | None:

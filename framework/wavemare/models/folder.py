@@ -262,8 +262,6 @@ def write_folder(
                     own = weight[piece.index(kept[name].shape)]
                     writer.write(piece.name, own.reshape(entries[piece.name].shape))
             wrote(name, size_of(kept[name]))
-        for writer in files.values():
-            writer.sync()
     if len(shards) > 1:
         metadata = {"total_parameters": model.num_parameters(), "total_size": total}
         index = json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2, sort_keys=True)

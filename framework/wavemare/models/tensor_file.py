@@ -217,10 +217,6 @@ class TensorFileWriter:
             done = os.pwrite(self._file, data, place)
             data, place = data[done:], place + done
 
-    def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
-        os.fsync(self._file)
-
     def close(self) -> None:
         """Close the file; what was not written is zero."""
         os.close(self._file)
