@@ -12,7 +12,7 @@ from support.refusals import refuses
 from wavemare.errors import ModelError
 from wavemare.megatron.keys import HfWeights, MegatronWeights
 from wavemare.models.folder import HfFolder
-from wavemare.models.source import MemorySource, spans_of
+from wavemare.models.source import Cast, MemorySource, spans_of
 from wavemare.models.spans import chunks
 from wavemare.models.tensor_file import TensorFile
 
@@ -138,6 +138,19 @@ def test_where_bytes_lie_in_files(tmp_path, name):
             assert (spans is None) == bool(turned), key
             if spans is not None:
                 assert b"".join(map(bytes, chunks(spans))) == bits(source.read(key)), key
+
+
+def test_what_becomes_another_type_is_not_copied(tmp_path):
+    """Also one of the same length."""
+    model = build("llama").half()
+    model.save_pretrained(tmp_path)
+    folder, wanted = HfFolder(tmp_path), torch.bfloat16
+    there = MegatronWeights(folder, model.config, padded=PADDED, dtype=wanted)
+    for source in (there, Cast(folder, wanted)):
+        assert {spans_of(source, name) for name in source.stored} == {None}
+        assert {weight.dtype for weight in all_of(source).values()} == {wanted}
+    same = Cast(folder, torch.float16)
+    assert all(spans_of(same, name) == folder.spans(name) for name in same.stored)
 
 
 class Counting(MemorySource):
