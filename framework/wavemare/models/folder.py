@@ -251,16 +251,8 @@ def write_folder(
             files[file] = TensorFileWriter(folder / file, {name: entries[name] for name in names})
             stack.callback(files[file].close)
         for name in [name for name in source.stored if name in kept and name not in finished]:
-            is_same = kept[name].dtype is source.stored[name].dtype
-            spans = spans_of(source, name) if is_same else None
-            weight = cast(name, source.read(name), kept[name].dtype) if spans is None else None
-            for piece in pieces[name]:
-                writer = files[file_of[piece.name]]
-                if spans is not None:
-                    writer.copy(piece.name, within(spans, *piece.place(kept[name])))
-                elif weight is not None:
-                    own = weight[piece.index(kept[name].shape)]
-                    writer.write(piece.name, own.reshape(entries[piece.name].shape))
+            writers = [(piece, files[file_of[piece.name]]) for piece in pieces[name]]
+            _write_weight(source, name, kept[name], writers)
             wrote(name, size_of(kept[name]))
     if len(shards) > 1:
         metadata = {"total_parameters": model.num_parameters(), "total_size": total}
@@ -272,6 +264,20 @@ def write_folder(
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+
+
+def _write_weight(
+    source: WeightSource, name: str, kept: Stored, writers: Sequence[tuple[Piece, TensorFileWriter]]
+) -> None:
+    spans = spans_of(source, name) if kept.dtype is source.stored[name].dtype else None
+    if spans is not None:
+        for piece, writer in writers:
+            writer.copy(piece.name, within(spans, *piece.place(kept)))
+        return
+    weight = cast(name, source.read(name), kept.dtype)
+    for piece, writer in writers:
+        own = weight[piece.index(kept.shape)]
+        writer.write(piece.name, own.reshape(piece.shape(kept.shape)))
 
 
 def _typed(
