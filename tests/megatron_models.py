@@ -4,6 +4,8 @@
 import torch
 import transformers
 
+from wavemare.models.spans import chunks
+
 TOKENS, LAYERS = 37, 2
 _SIZES = {
     "vocab_size": TOKENS,
@@ -86,6 +88,12 @@ def build(name, **changes):
 def logits(model):
     """What a model says of some tokens."""
     return model(torch.arange(24).view(2, 12) % TOKENS).logits
+
+
+def lies_at(weight, spans):
+    """Whether the bytes of a tensor are those of parts of files."""
+    numbers = weight.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return numbers.tobytes() == b"".join(map(bytes, chunks(spans)))
 
 
 def files(folder):

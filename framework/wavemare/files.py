@@ -16,10 +16,12 @@ import re
 import secrets
 import shutil
 import socket
+import threading
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +29,7 @@ from wavemare.errors import ConfigError, WavemareError, os_errors
 
 _RENAME_SECONDS = 60.0
 _POLL_SECONDS = 0.01
+_FLUSH_SECONDS = 0.2
 _SIBLING = re.compile(
     r"\.(?P<name>.+)\.wavemare-(?P<machine>[0-9a-f]+)-(?P<pid>[0-9]+)-(?P<start>[0-9]+)"
     r"-[0-9a-f]{8}\.(?P<kind>partial|tmp|old|deleted)"
@@ -203,6 +206,36 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: str | os.PathLike[str]) -> None:
+    """Wait until all files below a folder are on the disk, and their names."""
+    for path in (*Path(folder).rglob("*"), Path(folder)):
+        with suppress(FileNotFoundError):  # of a temporary name
+            sync_folder(path)
+
+
+@contextmanager
+def written_through(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Bring to the disk what is written below a folder, meanwhile; in the end all of it is there.
+
+    Raises:
+        OSError: The disk has failed, or is full.
+    """
+    ended = threading.Event()
+
+    def bring() -> None:
+        while not ended.wait(_FLUSH_SECONDS):
+            sync_tree(folder)
+
+    with ThreadPoolExecutor(1, "disk") as pool:
+        brought = pool.submit(bring)
+        try:
+            yield
+        finally:
+            ended.set()
+        brought.result()
+    sync_tree(folder)
 
 
 def _discard(path: Path) -> None:

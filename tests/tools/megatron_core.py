@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import os
 import tempfile
 from functools import partial
@@ -182,6 +183,7 @@ FAMILIES = {
         "norm_epsilon": 1e-6,
     },
 }
+_OF_OPTIMIZER = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16")
 _BASE = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 
 
@@ -398,13 +400,7 @@ class Training:
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=arguments["lr"],
-                weight_decay=arguments["weight_decay"],
-                adam_beta1=arguments["adam_beta1"],
-                adam_beta2=arguments["adam_beta2"],
-                adam_eps=arguments["adam_eps"],
-                clip_grad=arguments["clip_grad"],
-                bf16=arguments["bf16"],
+                **{name: arguments[name] for name in _OF_OPTIMIZER},
                 params_dtype=torch.bfloat16 if arguments["bf16"] else torch.float32,
                 use_distributed_optimizer=True,
             ),
@@ -503,8 +499,7 @@ def load_arguments(folder):
     from megatron.core import dist_checkpointing
 
     iteration = (Path(folder) / "latest_checkpointed_iteration.txt").read_text().strip()
-    name = iteration if iteration == "release" else f"iter_{int(iteration):07d}"
-    step = Path(folder) / name
+    step = Path(folder) / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
     return {**ARGUMENTS, **vars(dist_checkpointing.load_common_state_dict(str(step))["args"])}, step
 
 
@@ -536,16 +531,17 @@ def _run(rank, world, store, options):
         "pipeline_model_parallel_size": options.pipeline,
         "expert_model_parallel_size": options.expert,
     }
+    changes = json.loads(options.arguments)
     source = options.source if options.command == "save" else options.folder
     if source is None:
         if world > 1:
             raise SystemExit("several ranks need --from, the folder of a model")
-        arguments = arguments_of(options.family, **_changes(options))
+        arguments = arguments_of(options.family, **changes)
         model = build_model(arguments, **layout)
         randomize(model)
     else:
         arguments, step = load_arguments(source)
-        arguments |= _changes(options)
+        arguments |= changes
         model = build_model(arguments, **layout)
         load_weights(step, model)
     model.eval()
@@ -571,12 +567,6 @@ def _run(rank, world, store, options):
         torch.save(found, target)
     distributed.barrier()
     distributed.destroy_process_group()
-
-
-def _changes(options):
-    import json
-
-    return json.loads(options.arguments)
 
 
 def main():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import CheckpointError
+from wavemare.models.source import Span
 
 DAMAGED = "Copy the checkpoint anew, or name another one"
 _LONGEST = 200  # characters of another library's message
@@ -71,6 +72,16 @@ class Array:
             (*stride, *self.stride[axis:]),
         )
 
+    @property
+    def span(self) -> Span | None:
+        """Where its bytes lie; None if they are not neighbours."""
+        expected = self.dtype.itemsize
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step * self.dtype.itemsize != expected:
+                return None
+            expected *= size
+        return Span(self.file, self.start, self.nbytes)
+
     def read(self) -> Tensor:
         """Return the tensor, whose memory is the caller's: writing to it changes no file.
 
@@ -124,6 +135,11 @@ class Held:
     def dtype(self) -> torch.dtype:
         """Of the elements."""
         return self.tensor.dtype
+
+    @property
+    def span(self) -> Span | None:
+        """None: it lies in no file."""
+        return None
 
     def part(self, index: tuple[int | slice | None, ...]) -> Held:
         """Return a part of it; see `Array.part`."""

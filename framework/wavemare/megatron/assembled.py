@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wavemare.errors import CheckpointError
 from wavemare.megatron.arrays import DAMAGED, Array, Held
-from wavemare.models.source import Stored, bounds
+from wavemare.models.source import Span, Stored, bounds
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,32 @@ class Box:
         """
         read: list[Tensor] = []
         for place in (self.open, *self.copies):
-            array = place().part(self.index)
-            if array.shape != self.shape:
-                reason = f"{name} has a piece of shape {array.shape} in place of {self.shape}"
-                raise CheckpointError("checkpoint", str(array.file), reason, DAMAGED)
+            array = self._array(name, place)
             part = array.read() if self.turn else array.part(wanted).read()
             if read and not torch.equal(part, read[0]):
                 reason = f"ranks hold different values of {name}, where all hold the same"
                 raise CheckpointError("checkpoint", str(array.file), reason, DAMAGED)
             read.append(part)
         return self.turn(read[0])[wanted] if self.turn else read[0]
+
+    def span(self, name: str, whole: Stored) -> Span | None:
+        """Return where the piece's bytes lie; None if the weight has them apart, or it is turned.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        ahead = next((axis for axis, size in enumerate(self.shape) if size != 1), 0) + 1
+        if self.copies or self.turn or self.shape[ahead:] != whole.shape[ahead:]:
+            return None
+        array = self._array(name, self.open)
+        return array.span if array.dtype is whole.dtype else None
+
+    def _array(self, name: str, place: Callable[[], Array | Held]) -> Array | Held:
+        array = place().part(self.index)
+        if array.shape != self.shape:
+            reason = f"{name} has a piece of shape {array.shape} in place of {self.shape}"
+            raise CheckpointError("checkpoint", str(array.file), reason, DAMAGED)
+        return array
 
 
 class Assembled:
@@ -110,6 +126,17 @@ class Assembled:
                 return piece.contiguous()
             result[_slices(common, [first for first, _ in wanted])].copy_(piece)
         return result
+
+    def spans(self, name: str) -> Sequence[Span] | None:
+        """Return the places of a weight's bytes; see `Placed`."""
+        self._check(name)
+        found = []
+        for box in sorted(self._boxes[name], key=lambda box: box.first):
+            span = box.span(name, self.stored[name])
+            if span is None:
+                return None
+            found.append(span)
+        return found
 
     def _check(self, name: str) -> None:
         if name in self._checked:

@@ -18,6 +18,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import CheckpointError, ModelError, WavemareError, did_you_mean, os_errors
-from wavemare.files import sync_folder
+from wavemare.files import sync_folder, written_through
 from wavemare.megatron.arguments import arguments_of, language_model_of
 from wavemare.megatron.keys import MegatronWeights
 from wavemare.megatron.models import (
@@ -39,8 +40,8 @@ from wavemare.megatron.models import (
 )
 from wavemare.megatron.store import LATEST, kind_of
 from wavemare.models.folder import HfFolder, read_config, write_folder
-from wavemare.models.source import Ahead, WeightSource
-from wavemare.models.tensor_file import size_of
+from wavemare.models.source import Ahead, Cast, WeightSource, size_of, spans_of
+from wavemare.models.spans import equal
 
 FORMATS = ("hf", "megatron", "universal")
 _RECORD, _FINISHED = "conversion.json", "finished"
@@ -65,6 +66,7 @@ _BESIDE = (
 _MADE_ANEW = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 _READ_FIRST = ("config.json", LATEST)
 _WORD = 8  # bytes
+_THREADS = 2  # for comparing: each reads the weights of both sides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +156,13 @@ def convert(
     write = _write_hf if to == "hf" else _write_megatron
     with _partial(target, found, to, options) as partial, _progress() as progress:
         _check_space(partial, found, options.dtype)
-        write(partial, found, options, target, progress)
-        written = HfFolder(partial) if to == "hf" else open_checkpoint(partial).weights
-        _compare(found, written, options.dtype, progress)
-        for name in (_RECORD, _FINISHED):
-            (partial / name).unlink(missing_ok=True)
         with os_errors(ModelError, "TARGET", str(target), "it cannot be made", _PLACE):
+            with written_through(partial):
+                write(partial, found, options, target, progress)
+                written = HfFolder(partial) if to == "hf" else open_checkpoint(partial).weights
+                _compare(found, written, options.dtype, progress)
+                for name in (_RECORD, _FINISHED):
+                    (partial / name).unlink(missing_ok=True)
             _name(partial, target)
     count = sum(torch.Size(stored.shape).numel() for _, stored in _each(found))
     said = f"{kind} to {to}: {count:,} parameters, read back without a difference"
@@ -399,7 +402,7 @@ def _write_hf(
                 file.flush()
                 progress("write", size, total)
 
-            with Ahead(source.weights) as weights:
+            with Ahead(_typed(source, options.dtype)) as weights:
                 write_folder(
                     partial,
                     weights,
@@ -469,16 +472,33 @@ def _compare(
     Raises:
         ModelError: The weight's name.
     """
-    total = sum(size_of(stored) for _, stored in _each(source))
-    with Ahead(source.weights) as ours, Ahead(written) as theirs:
-        for name, stored in _each(source):
-            cast = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
-            equal = name in written.stored
-            if not (equal and _same_bits(ours.read(name).to(cast), theirs.read(name))):
-                reason = "it was read back with a difference, so the conversion was dropped"
-                remedy = "Try it again, and report it if it happens twice"
-                raise ModelError("weights", name, reason, remedy)
-            progress("compare", size_of(stored), total)
+    ours = _typed(source, dtype)
+    sizes = {name: size_of(stored) for name, stored in _each(source)}
+    with ThreadPoolExecutor(_THREADS, "compare") as pool:
+        found = {name: pool.submit(_is_same, name, ours, written) for name in sizes}
+        try:
+            for name, size in sizes.items():
+                if not found[name].result():
+                    reason = "it was read back with a difference, so the conversion was dropped"
+                    remedy = "Try it again, and report it if it happens twice"
+                    raise ModelError("weights", name, reason, remedy)
+                progress("compare", size, sum(sizes.values()))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _typed(source: Source, dtype: torch.dtype | None) -> WeightSource:
+    return source.weights if dtype is None else Cast(source.weights, dtype)
+
+
+def _is_same(name: str, ours: WeightSource, theirs: WeightSource) -> bool:
+    if ours.stored[name] != theirs.stored.get(name):
+        return False
+    one, other = spans_of(ours, name), spans_of(theirs, name)
+    if one is not None and other is not None:
+        return equal(one, other)
+    return _same_bits(ours.read(name), theirs.read(name))
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from wavemare.errors import ModelError
-from wavemare.models.source import Stored, WeightSource, bounds, cast
+from wavemare.models.source import Span, Stored, WeightSource, bounds, cast, size_of, spans_of
+from wavemare.models.spans import within
 
 EMBEDDING = "embedding.word_embeddings.weight"
 POSITIONS = "embedding.position_embeddings.weight"
@@ -29,6 +30,8 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _NORM = re.compile(r"(layer_norm_|layernorm\.)weight$")
 _VOCABULARY = (EMBEDDING, HEAD)
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_Run = tuple[int, int, int]
+"""The number of a part, its first row, and the one after its last."""
 
 
 class Form(Enum):
@@ -39,6 +42,9 @@ class Form(Enum):
     STACKED = "one below the other"
     GROUPED = "query, key and value, mixed group by group"
     GROUPED_TURNED = "the same, of one tensor that has them side by side"
+
+
+_TRANSPOSED = (Form.TURNED, Form.GROUPED_TURNED)
 
 
 @dataclass(frozen=True)
@@ -243,6 +249,18 @@ class HfWeights:
         wide = torch.promote_types(found.dtype, torch.float32)  # in which Megatron adds it
         return (found.to(wide) + 1).to(self.stored[name].dtype)
 
+    def spans(self, name: str) -> Sequence[Span] | None:
+        """Return the places of a weight's bytes; see `Placed`."""
+        (row, part), stored = self._places[name], self.stored[name]
+        if row.form in _TRANSPOSED or self._lacks_one(row.megatron):
+            return None
+        whole = spans_of(self._weights, row.megatron)
+        if whole is None or not stored.shape:
+            return whole
+        width = size_of(stored) // stored.shape[0] if stored.shape[0] else 0
+        runs = self._rows(row, part, stored.shape, (0, stored.shape[0]))
+        return [span for a, b in runs for span in within(whole, a * width, (b - a) * width)]
+
     @property
     def rounded(self) -> frozenset[torch.dtype]:
         """The types to which sums of a norm's weight and the one are rounded."""
@@ -276,34 +294,51 @@ class HfWeights:
             columns = (*index, slice(None), slice(None))[:2]
             return self._weights.read(row.megatron, columns[::-1]).T
         if row.form is Form.GROUPED_TURNED:
-            parts = [
-                self._grouped(row.megatron, number, (0, shape[-1] // 3), ()) for number in range(3)
-            ]
+            of_each = (0, shape[-1] // 3)
+            parts = [self._grouped(row.megatron, number, of_each, ()) for number in range(3)]
             return _turned(torch.cat(parts))[index]
+        if not shape:
+            return self._weights.read(row.megatron, index)
+        rows = bounds(index, shape)[0]
         if row.form is Form.GROUPED:
-            return self._grouped(row.megatron, part, bounds(index, shape)[0], index[1:])
-        if row.form is Form.STACKED or row.megatron in _VOCABULARY:
-            first, last = bounds(index, shape)[0]
-            rows = slice(part * shape[0] + first, part * shape[0] + last)
-            return self._weights.read(row.megatron, (rows, *index[1:]))
-        return self._weights.read(row.megatron, index)
+            return self._grouped(row.megatron, part, rows, index[1:])
+        ((first, last),) = self._rows(row, part, shape, rows)
+        return self._weights.read(row.megatron, (slice(first, last), *index[1:]))
+
+    def _rows(
+        self, row: Row, part: int, shape: tuple[int, ...], rows: tuple[int, int]
+    ) -> list[tuple[int, int]]:
+        """Return the rows of Megatron's weight, run by run, that are some rows of a weight."""
+        if row.form is Form.GROUPED:
+            return self._rows_in_groups(part, rows)
+        before = part * shape[0] if row.form is Form.STACKED else 0
+        return [(before + rows[0], before + rows[1])]
+
+    def _rows_in_groups(self, part: int, rows: tuple[int, int]) -> list[tuple[int, int]]:
+        widths = self._heads.widths
+        width, total, before = widths[part], sum(widths), sum(widths[:part])
+        found = []
+        for group in range(rows[0] // width, math.ceil(rows[1] / width)):
+            first, last = max(rows[0] - group * width, 0), min(rows[1] - group * width, width)
+            found.append((group * total + before + first, group * total + before + last))
+        return found
 
     def _grouped(
         self, key: str, part: int, rows: tuple[int, int], rest: tuple[slice, ...]
     ) -> Tensor:
         """Return rows of query (part 0), key or value; only the groups with them are read."""
-        widths = self._heads.widths
-        width, total, before = widths[part], sum(widths), sum(widths[:part])
-        first, last = rows[0] // width, math.ceil(rows[1] / width)
+        total, runs = sum(self._heads.widths), self._rows_in_groups(part, rows)
+        first = runs[0][0] // total if runs else 0
+        last = first + len(runs)
         wanted = key, first, last, rest
-        # Query, key and value are asked for one after the other.
-        if self._last is None or self._last[0] != wanted:
-            index = slice(first * total, last * total), *rest
-            self._last = None  # before the next one is in memory
-            self._last = wanted, self._weights.read(key, index)
-        groups = self._last[1].view(last - first, total, *self._last[1].shape[1:])
-        own = groups[:, before : before + width].flatten(0, 1)
-        return own[rows[0] - first * width : rows[1] - first * width]
+        # Query, key and value are asked for one after the other, by one thread or by several.
+        held, self._last = self._last, None
+        if held is None or held[0] != wanted:
+            held = None  # before the next one is in memory
+            held = wanted, self._weights.read(key, (slice(first * total, last * total), *rest))
+        self._last = held
+        own = [held[1][a - first * total : b - first * total] for a, b in runs]
+        return torch.cat(own) if own else held[1]
 
 
 # --- to Megatron ----------------------------------------------------------------------------------
@@ -353,7 +388,30 @@ class MegatronWeights:
         if row.form is Form.SAME and name not in _VOCABULARY:
             return cast(row.names[0], self._source.read(row.names[0], index), dtype)
         parts = [cast(part, self._source.read(part), dtype) for part in row.names]
-        return self._joined(row, parts)[index]
+        if row.form is Form.TURNED:
+            return parts[0].T.contiguous()[index]
+        if row.form is Form.GROUPED_TURNED:
+            parts = list(_turned(parts[0]).chunk(3))
+        runs = self._runs(row, [len(part) for part in parts])
+        if len(runs) == 1:
+            return parts[0][index]
+        return torch.cat([parts[number][first:last] for number, first, last in runs])[index]
+
+    def spans(self, name: str) -> Sequence[Span] | None:
+        """Return the places of a weight's bytes; see `Placed`."""
+        row, own = self._places[name], self.stored[name]
+        held = [self._source.stored[part] for part in row.names]
+        if row.form in _TRANSPOSED or any(part.dtype is not own.dtype for part in held):
+            return None
+        parts = [spans_of(self._source, part) for part in row.names]
+        width = size_of(own) // own.shape[0] if own.shape else 0
+        found: list[Span] = []
+        for number, first, last in self._runs(row, [part.shape[0] for part in held]):
+            part = parts[number]
+            if part is None:
+                return None
+            found += within(part, first * width, (last - first) * width)
+        return found
 
     def _shape(self, row: Row, held: list[Stored]) -> tuple[int, ...]:
         shape = held[0].shape
@@ -363,18 +421,19 @@ class MegatronWeights:
             return shape[::-1]
         return (sum(part.shape[0] for part in held), *shape[1:]) if len(held) > 1 else shape
 
-    def _joined(self, row: Row, parts: list[Tensor]) -> Tensor:
+    def _runs(self, row: Row, rows: list[int]) -> list[_Run]:
+        """Return the rows of a weight in their order, of the rows that its parts have."""
+        whole = [(number, 0, count) for number, count in enumerate(rows)]
         if row.megatron in _VOCABULARY:
-            more = self._padded - len(parts[0])
-            return torch.cat([parts[0], parts[0][-1:].expand(more, -1)]) if more else parts[0]
-        if row.form is Form.TURNED:
-            return parts[0].T.contiguous()
-        if row.form is Form.GROUPED_TURNED:
-            parts = list(_turned(parts[0]).chunk(3))
-        if row.form is Form.STACKED:
-            return torch.cat(parts)
-        groups, rest = self._heads.groups, parts[0].shape[1:]
-        return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).flatten(0, 1)
+            return whole + [(0, rows[0] - 1, rows[0])] * (self._padded - rows[0])
+        if row.form in (Form.SAME, Form.STACKED):
+            return whole
+        groups, runs = self._heads.groups, []
+        for group in range(groups):
+            for number, count in enumerate(rows):
+                width = count // groups
+                runs.append((number, group * width, (group + 1) * width))
+        return runs
 
 
 def _type(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -14,13 +14,14 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -43,7 +44,8 @@ from wavemare.files import (
 )
 from wavemare.megatron.pickles import Inert
 from wavemare.megatron.store import LATEST
-from wavemare.models.source import Stored, WeightSource
+from wavemare.models.source import Span, Stored, WeightSource, spans_of
+from wavemare.models.spans import chunks
 
 FILE_BYTES = 2 * 1024**3
 _ALIGNED = 64  # bytes: what begins at a multiple of it can be mapped
@@ -207,9 +209,7 @@ def _write(
     with _Files(into, standing, durable) as files:
         for name, target in plan.items():
             if name not in standing:
-                tensor = weights.read(name).detach().cpu()
-                tensor = tensor if target.layer is None else tensor.unsqueeze(0)
-                standing[name] = files.add(name, tensor)
+                standing[name] = _add(files, name, target, weights)
                 progress(sizes[name])
         state = pickle.dumps(_metadata(weights.stored, plan, standing, files))
     (into / ".metadata").write_bytes(state)
@@ -219,6 +219,16 @@ def _write(
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         sync_folder(into)
+
+
+def _add(files: _Files, name: str, target: _Target, weights: WeightSource) -> _Place:
+    spans, stored = spans_of(weights, name), weights.stored[name]
+    if spans is None:
+        tensor = weights.read(name).detach().cpu()
+    else:  # its memory is not touched, so it takes none
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    tensor = tensor if target.layer is None else tensor.unsqueeze(0)
+    return files.add(name, tensor, spans)
 
 
 @dataclass(frozen=True)
@@ -278,15 +288,21 @@ class _Files:
         self._close()
         self._journal.close()
 
-    def add(self, name: str, value: Any) -> _Place:
+    def add(self, name: str, value: Any, spans: Sequence[Span] | None = None) -> _Place:
         """Write a value as ``torch.save`` does.
+
+        Args:
+            name: Of the weight, for the journal.
+            value: A tensor or an object.
+            spans: Where the tensor's bytes are taken from; those in memory if omitted.
 
         Raises:
             OSError: It could not be written.
+            CheckpointError: The bytes could not be read.
         """
         file = self._next()
         start = file.tell()
-        sink = _Sink(file)
+        sink = _Sink(file) if spans is None else _Sink(file, value.data_ptr(), spans)
         if isinstance(value, torch.Tensor):
             value = value.contiguous()
             if value.untyped_storage().nbytes() != value.nbytes:  # all of it would be saved
@@ -334,19 +350,31 @@ def _without_checksums() -> Iterator[None]:
 
 
 class _Sink:
-    """A file for ``torch.save``, which would end the process if ``write`` raised."""
+    """A file for ``torch.save``, which would end the process if ``write`` raised.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.error: OSError | None = None
+    Args:
+        file: The file.
+        address: Where a tensor is in memory.
+        spans: What is written in place of the tensor's bytes.
+    """
+
+    def __init__(self, file: IO[bytes], address: int = 0, spans: Sequence[Span] = ()) -> None:
+        self._file, self._address, self._spans = file, address, spans
+        self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
-        if self.error is None:
-            try:
+        size = memoryview(data).nbytes
+        try:
+            if self.error is not None:
+                pass
+            elif self._spans and np.frombuffer(data, np.uint8).ctypes.data == self._address:
+                for part in chunks(self._spans):
+                    self._file.write(part)
+            else:
                 self._file.write(data)
-            except OSError as error:
-                self.error = error
-        return memoryview(data).nbytes
+        except BaseException as error:
+            self.error = error
+        return size
 
     def flush(self) -> None:
         """For ``torch.save``."""

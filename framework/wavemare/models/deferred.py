@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wavemare.errors import ModelError
-from wavemare.models.source import WeightSource
+from wavemare.models.source import WeightSource, cast
 
 _MARK = "deferred"
 _LEFT = {_MARK, "requires_grad"}  # the second is left there by accelerate
@@ -44,14 +44,19 @@ class Deferred:
     then: list[Callable[[Any], Any]] = field(default_factory=list)
 
     def read_into(self, target: Tensor) -> None:
-        """Read the weight, or its part, into a tensor of the parameter's shape and type."""
+        """Read the weight, or its part, into a tensor of the parameter's shape and type.
+
+        Raises:
+            ModelError: A number of it is out of the type's range.
+        """
         if self.pieces is None:
-            target.copy_(self.source.read(self.name))
+            target.copy_(cast(self.name, self.source.read(self.name), target.dtype))
             return
         start, before = 0, (slice(None),) * self.dim
         for first, last in self.pieces:
             if first < last:
                 piece = self.source.read(self.name, (*before, slice(first, last)))
+                piece = cast(self.name, piece, target.dtype)
                 target.narrow(self.dim, start, last - first).copy_(piece)
             start += last - first
         target.narrow(self.dim, start, target.shape[self.dim] - start).zero_()
@@ -168,6 +173,7 @@ def read_weights(model: nn.Module) -> None:
 
     Raises:
         CheckpointError: A file is damaged.
+        ModelError: A number is out of the range of its parameter's type.
     """
     for parameter in model.parameters():
         mark = deferred(parameter)

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 
 from wavemare.errors import ModelError
-from wavemare.models.source import Stored
+from wavemare.models.source import Stored, size_of
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class Piece:
             return ()
         rows = shape[1] // self.parts
         return slice(self.expert, self.expert + 1), slice(self.part * rows, (self.part + 1) * rows)
+
+    def place(self, whole: Stored) -> tuple[int, int]:
+        """Return its first byte in the weight in memory, and its length in bytes."""
+        length = size_of(Stored(self.shape(whole.shape), whole.dtype))
+        return ((self.expert or 0) * self.parts + self.part) * length, length
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return its own shape, of the shape of the weight in memory."""

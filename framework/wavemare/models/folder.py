@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from torch import Tensor
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.files import read_json
 from wavemare.models.disk_names import Piece, empty_model, kept_names, pieces_of, shards_of
-from wavemare.models.source import Stored, WeightSource, bounds, cast
-from wavemare.models.tensor_file import TensorFile, TensorFileWriter, size_of
+from wavemare.models.source import Span, Stored, WeightSource, bounds, cast, size_of, spans_of
+from wavemare.models.spans import within
+from wavemare.models.tensor_file import TensorFile, TensorFileWriter
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -94,6 +95,12 @@ class HfFolder:
                 own = (slice(a - rows.start, b - rows.start), *inner)
                 joined[expert.start - first, a - top : b - top] = self._files[disk].read(disk, own)
         return joined
+
+    def spans(self, name: str) -> Sequence[Span]:
+        """Return the places of a weight's bytes; see `Placed`."""
+        places = self._found[self._names[name]]
+        places = sorted(places, key=lambda place: (place[0].expert or 0, place[0].part))
+        return [span for _, disk in places for span in self._files[disk].spans(disk)]
 
     def _find(self, pieces: list[Piece]) -> list[tuple[Piece, str]] | None:
         """Return the names of all these in the files; None if one is missing."""
@@ -244,13 +251,9 @@ def write_folder(
             files[file] = TensorFileWriter(folder / file, {name: entries[name] for name in names})
             stack.callback(files[file].close)
         for name in [name for name in source.stored if name in kept and name not in finished]:
-            weight = cast(name, source.read(name), kept[name].dtype)
-            for piece in pieces[name]:
-                own = weight[piece.index(tuple(weight.shape))].reshape(entries[piece.name].shape)
-                files[file_of[piece.name]].write(piece.name, own)
+            writers = [(piece, files[file_of[piece.name]]) for piece in pieces[name]]
+            _write_weight(source, name, kept[name], writers)
             wrote(name, size_of(kept[name]))
-        for writer in files.values():
-            writer.sync()
     if len(shards) > 1:
         metadata = {"total_parameters": model.num_parameters(), "total_size": total}
         index = json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2, sort_keys=True)
@@ -261,6 +264,20 @@ def write_folder(
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+
+
+def _write_weight(
+    source: WeightSource, name: str, kept: Stored, writers: Sequence[tuple[Piece, TensorFileWriter]]
+) -> None:
+    spans = spans_of(source, name) if kept.dtype is source.stored[name].dtype else None
+    if spans is not None:
+        for piece, writer in writers:
+            writer.copy(piece.name, within(spans, *piece.place(kept)))
+        return
+    weight = cast(name, source.read(name), kept.dtype)
+    for piece, writer in writers:
+        own = weight[piece.index(kept.shape)]
+        writer.write(piece.name, own.reshape(piece.shape(kept.shape)))
 
 
 def _typed(

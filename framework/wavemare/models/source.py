@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from math import prod
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from wavemare.errors import ModelError
+
+COPIED_BYTES = 2**20
+"""A smaller weight is read as fast as it is found."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,21 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a file.
+
+    Attributes:
+        file: The file.
+        start: Its first byte.
+        length: In bytes.
+    """
+
+    file: Path
+    start: int
+    length: int
 
 
 class WeightSource(Protocol):
@@ -42,6 +62,29 @@ class WeightSource(Protocol):
             KeyError: There is no such weight.
             CheckpointError: Its file is damaged.
         """
+
+
+@runtime_checkable
+class Placed(WeightSource, Protocol):
+    """A source that knows where its weights lie."""
+
+    def spans(self, name: str) -> Sequence[Span] | None:
+        """Return the places of a weight's bytes, in the order of its elements.
+
+        None if its bytes stand nowhere in this order and type: it has to be read.
+
+        Raises:
+            KeyError: There is no such weight.
+            CheckpointError: Its file is damaged.
+        """
+
+
+def spans_of(source: WeightSource, name: str) -> Sequence[Span] | None:
+    """Return the places of a weight's bytes; None if it has to be read."""
+    found = source.spans(name) if isinstance(source, Placed) else None
+    if found is not None and sum(span.length for span in found) != size_of(source.stored[name]):
+        return None
+    return found
 
 
 class MemorySource:
@@ -65,7 +108,8 @@ class MemorySource:
 class Ahead:
     """Weights of a source, the next of which is read while a caller works with the last.
 
-    Two of them are in memory. Leave the context to end the thread.
+    Two of them are in memory. A large one whose bytes lie in files is not read: `spans` tells where
+    they are. Leave the context to end the thread.
 
     Args:
         source: Whole weights are asked for in its order, as far as possible.
@@ -78,6 +122,7 @@ class Ahead:
         self._following = dict(pairwise(names))
         self._pool = ThreadPoolExecutor(1, "weights")
         self._next: tuple[str, Future[Tensor]] | None = None
+        self._spans: dict[str, Sequence[Span] | None] = {}
 
     def __enter__(self) -> Ahead:
         return self
@@ -94,10 +139,61 @@ class Ahead:
             if ready is not None:
                 wait([ready[1]])  # a source is used by one thread at a time
             found = self._source.read(name, index)
-        following = self._following.get(name)
-        if following is not None:
-            self._next = following, self._pool.submit(self._source.read, following)
+        self._read_following(name)
         return found
+
+    def spans(self, name: str) -> Sequence[Span] | None:
+        """Return the places of a large weight's bytes; see `Placed`."""
+        found = self._find(name)
+        if found is not None:
+            del self._spans[name]
+            self._read_following(name)
+        return found
+
+    def _read_following(self, name: str) -> None:
+        following = self._following.get(name)
+        if self._next is None and following is not None and self._find(following) is None:
+            self._next = following, self._pool.submit(self._source.read, following)
+
+    def _find(self, name: str) -> Sequence[Span] | None:
+        if name not in self._spans:
+            is_large = size_of(self.stored[name]) >= COPIED_BYTES
+            self._spans[name] = spans_of(self._source, name) if is_large else None
+        return self._spans[name]
+
+
+class Cast:
+    """A source's weights, those that are floating-point in another type.
+
+    Args:
+        source: The weights.
+        dtype: The type.
+    """
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+        self._source = source
+        self.stored: Mapping[str, Stored] = {
+            name: Stored(own.shape, dtype if own.dtype.is_floating_point else own.dtype)
+            for name, own in source.stored.items()
+        }
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a weight or its part; see `WeightSource`.
+
+        Raises:
+            ModelError: A number of it is out of the type's range.
+        """
+        return cast(name, self._source.read(name, index), self.stored[name].dtype)
+
+    def spans(self, name: str) -> Sequence[Span] | None:
+        """Return the places of the bytes of a weight that stays as it is; see `Placed`."""
+        is_same = self.stored[name] == self._source.stored[name]
+        return spans_of(self._source, name) if is_same else None
+
+
+def size_of(stored: Stored) -> int:
+    """Return the bytes of a tensor."""
+    return prod(stored.shape) * stored.dtype.itemsize
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,6 +212,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return found
     if (
         torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+        and not torch.isfinite(found).all()
         and (torch.isfinite(tensor) & ~torch.isfinite(found)).any()
     ):
         largest = tensor[torch.isfinite(tensor)].abs().max().item()

@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from wavemare.errors import CheckpointError
 from wavemare.files import parse_json
-from wavemare.models.source import Stored
+from wavemare.models.source import Span, Stored, size_of
+from wavemare.models.spans import chunks
 
 # In the order of a file: the library writes wide types first.
 _TYPES = {
@@ -100,13 +101,26 @@ class TensorFile:
         # A view of less would keep the mapping of all.
         return tensor if part.shape == tensor.shape else part.clone()
 
+    def spans(self, name: str) -> Sequence[Span]:
+        """Return the place of a tensor's bytes; see `Placed`."""
+        try:
+            self._check_size(self._path.stat().st_size)
+        except OSError as error:
+            reason = f"it cannot be read ({error.strerror})"
+            raise CheckpointError("weights", str(self._path), reason, _REMEDY) from error
+        place = self._start + self._places[name]
+        return [Span(self._path, place, size_of(self.stored[name]))]
+
+    def _check_size(self, size: int) -> None:
+        if size != self._size:
+            reason = "it has changed since it was opened"
+            raise CheckpointError("weights", str(self._path), reason, _REMEDY)
+
     def _mapped(self, first: int, length: int) -> Tensor:
         """Return bytes of the file; their pages are given back with the tensor."""
         try:
             with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size != self._size:
-                    reason = "it has changed since it was opened"
-                    raise CheckpointError("weights", str(self._path), reason, _REMEDY)
+                self._check_size(os.fstat(file.fileno()).st_size)
                 lead = first % mmap.ALLOCATIONGRANULARITY
                 pages = mmap.mmap(
                     file.fileno(), lead + length, access=mmap.ACCESS_COPY, offset=first - lead
@@ -181,21 +195,28 @@ class TensorFileWriter:
             first: Bytes of the tensor before these elements.
         """
         numbers: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        data = memoryview(numbers)
-        place = self._start + self._places[name] + first
+        self._put(memoryview(numbers), self._start + self._places[name] + first)
+
+    def copy(self, name: str, spans: Sequence[Span]) -> None:
+        """Put the bytes of other files in a tensor's place.
+
+        Args:
+            name: Of the tensor.
+            spans: All of its bytes.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
+        place = self._start + self._places[name]
+        for data in chunks(spans):
+            self._put(data, place)
+            place += len(data)
+
+    def _put(self, data: memoryview, place: int) -> None:
         while data:
             done = os.pwrite(self._file, data, place)
             data, place = data[done:], place + done
 
-    def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
-        os.fsync(self._file)
-
     def close(self) -> None:
         """Close the file; what was not written is zero."""
         os.close(self._file)
-
-
-def size_of(stored: Stored) -> int:
-    """Return the bytes of a tensor."""
-    return math.prod(stored.shape) * stored.dtype.itemsize

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints there and back: bytes, logits, and conversions that are stopped or refused."""
 
+import errno
 import fcntl
 import json
 import os
@@ -23,6 +24,7 @@ from wavemare.errors import CheckpointError, ConfigError, ModelError
 from wavemare.megatron import load_hf, open_checkpoint, save_megatron
 from wavemare.megatron.convert import Options, convert
 from wavemare.megatron.keys import MegatronWeights
+from wavemare.models.deferred import from_folder, read_weights
 
 OF_CORE = Path(__file__).parents[2] / "data" / "megatron"
 
@@ -54,6 +56,19 @@ def test_there_and_back_every_byte_is_equal(tmp_path, name):
     # Without the configuration beside it, its arguments say what it computes.
     shutil.rmtree(tmp_path / "megatron" / "tokenizer")
     assert torch.equal(logits(load_hf(tmp_path / "megatron")), logits(model))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama, scaled positions, tied", "qwen2_moe"])
+def test_large_weights_are_copied_from_file_to_file(tmp_path, monkeypatch, name):
+    """As if all were large: the files are those of weights that are read."""
+    build(name).save_pretrained(tmp_path / "hf")
+    for way in ("read", "copied"):
+        if way == "copied":
+            monkeypatch.setattr("wavemare.models.source.COPIED_BYTES", 0)
+        convert(tmp_path / "hf", tmp_path / way / "megatron", "megatron", Options(iteration=1))
+        convert(tmp_path / way / "megatron", tmp_path / way / "hf", "hf")
+    for folder in ("megatron/iter_0000001", "hf"):
+        assert files(tmp_path / "copied" / folder) == files(tmp_path / "read" / folder)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +291,10 @@ def deep(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("to", ["hf", "megatron"])
-def test_a_killed_conversion_goes_on(deep, tmp_path, to):
+@pytest.mark.parametrize(("to", "copied"), [("hf", False), ("megatron", False), ("megatron", True)])
+def test_a_killed_conversion_goes_on(deep, tmp_path, monkeypatch, to, copied):
+    if copied:
+        monkeypatch.setattr("wavemare.models.source.COPIED_BYTES", 0)
     source, whole = (deep / ("megatron" if to == "hf" else "hf")), deep / to
     target = tmp_path / "target"
     standing = stopped(source, target, to, 60)
@@ -347,6 +364,24 @@ def test_a_disk_that_is_too_small(hf, megatron, tmp_path, monkeypatch, to):
     with refuses(ModelError, "TARGET"):
         convert(megatron if to == "hf" else hf, tmp_path / "target", to)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fails_in_the_end(megatron, tmp_path, monkeypatch):
+    """The target has no name before its bytes are on the disk."""
+    really = os.fsync
+
+    def failing(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("model.safetensors"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        really(descriptor)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", failing)
+        with refuses(ModelError, "TARGET", str(tmp_path / "target")):
+            convert(megatron, tmp_path / "target", "hf")
+    assert not (tmp_path / "target").exists()
+    convert(megatron, tmp_path / "target", "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 @pytest.mark.parametrize(
@@ -432,6 +467,12 @@ def test_numbers_that_become_infinite(tmp_path, to):
     with refuses(ModelError, "weight", "model.layers.1.mlp.up_proj.weight") as caught:
         convert(tmp_path / "hf", tmp_path / "target", to, half)
     assert caught.value.value == "model.layers.1.mlp.up_proj.weight"
+    with refuses(ModelError, "weight", "model.layers.1.mlp.up_proj.weight"):
+        if to == "megatron":
+            save_megatron(model, tmp_path / "infinite" / "wide")
+            load_hf(tmp_path / "infinite" / "wide", dtype=torch.float16)
+        else:
+            read_weights(from_folder(tmp_path / "hf", dtype=torch.float16))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "infinite"]
 
 

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's weights by transformers' names and back, against plain loops."""
 
+import re
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from megatron_models import CONFIGS, build
+from megatron_models import CONFIGS, build, lies_at
 from support.refusals import refuses
 from wavemare.errors import ModelError
 from wavemare.megatron.keys import HfWeights, MegatronWeights
-from wavemare.models.source import MemorySource
+from wavemare.models.folder import HfFolder
+from wavemare.models.source import Cast, MemorySource, spans_of
+from wavemare.models.tensor_file import TensorFile
 
 PADDED = 40
 
@@ -112,6 +117,41 @@ def test_there_and_back_and_every_part(name):
                 assert torch.equal(source.read(key, index), weight[index]), (key, index)
 
 
+_TRANSPOSED = re.compile(
+    r".*(linear_(qkv|proj|fc1|fc2)|c_(attn|proj|fc))\.weight|.*(_qkv|_attn)\.bias"
+)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_where_bytes_lie_in_files(tmp_path, name):
+    """All but what is transposed can be copied, and the bytes are those that are read."""
+    model = build(name)
+    model.save_pretrained(tmp_path / "hf")
+    there = MegatronWeights(HfFolder(tmp_path / "hf"), model.config, padded=PADDED)
+    save_file(all_of(there), tmp_path / "megatron")
+    back = HfWeights(TensorFile(tmp_path / "megatron"), model.config)
+    for source in (there, back):
+        for key in source.stored:
+            spans = spans_of(source, key)
+            turned = name.startswith("gpt2") and _TRANSPOSED.fullmatch(key)
+            assert (spans is None) == bool(turned), key
+            if spans is not None:
+                assert lies_at(source.read(key), spans), key
+
+
+def test_what_becomes_another_type_is_not_copied(tmp_path):
+    """Also one of the same length."""
+    model = build("llama").half()
+    model.save_pretrained(tmp_path)
+    folder, wanted = HfFolder(tmp_path), torch.bfloat16
+    there = MegatronWeights(folder, model.config, padded=PADDED, dtype=wanted)
+    for source in (there, Cast(folder, wanted)):
+        assert {spans_of(source, name) for name in source.stored} == {None}
+        assert {weight.dtype for weight in all_of(source).values()} == {wanted}
+    same = Cast(folder, torch.float16)
+    assert all(spans_of(same, name) == folder.spans(name) for name in same.stored)
+
+
 class Counting(MemorySource):
     """Counts the numbers that are read."""
 
@@ -138,7 +178,7 @@ def test_a_tensor_parallel_half_reads_half(name):
     assert source.numbers == fused[0] * fused[1] // 2
 
 
-def test_norms_without_their_one():
+def test_norms_without_their_one(tmp_path):
     model = build("llama, biases")
     stored = all_of(MegatronWeights(MemorySource(model.state_dict()), model.config, padded=PADDED))
     for key in stored:
@@ -146,7 +186,12 @@ def test_norms_without_their_one():
             stored[key] = stored[key].double() - 1
         else:
             stored[key] = stored[key].double()
-    found = all_of(HfWeights(MemorySource(stored), model.config, centered=True))
+    save_file(stored, tmp_path / "megatron")
+    source = HfWeights(TensorFile(tmp_path / "megatron"), model.config, centered=True)
+    assert {n for n in source.stored if spans_of(source, n) is None} == {
+        name for name in source.stored if "norm" in name and name.endswith("weight")
+    }
+    found = all_of(source)
     for key, value in model.state_dict().items():
         assert torch.equal(found[key], value.double()), key
 

@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import megatron_folders as made
+from megatron_models import lies_at
 from wavemare.errors import CheckpointError
 from wavemare.megatron.pickles import Inert
 from wavemare.megatron.store import open_store
+from wavemare.models.source import spans_of
 
 REAL = Path(__file__).parents[2] / "data" / "megatron"
 
@@ -33,6 +35,8 @@ def check(folder, state, **options):
     generator = torch.Generator().manual_seed(3)
     for name, weight in state.items():
         torch.testing.assert_close(store.weights.read(name), weight, rtol=0, atol=0)
+        spans = spans_of(store.weights, name)
+        assert spans is None or lies_at(weight, spans)
         for count in range(1, weight.dim() + 1):
             index = []
             for size in weight.shape[:count]:
@@ -61,6 +65,9 @@ def test_torch_dist(tmp_path, family, form, ranks):
     for key, value in made.read_dcp(store.step_folder).items():
         torch.testing.assert_close(store.raw.read(key), value, rtol=0, atol=0)
     assert open_store(store.step_folder).iteration == 5
+    apart = {name for name in state if spans_of(store.weights, name) is None}
+    by_columns = ("linear_proj.weight", "linear_fc2.weight")
+    assert apart == {name for name in state if ranks > 1 and name.endswith(by_columns)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
@@ -357,10 +364,12 @@ def test_ranks_that_differ_in_what_they_share(tmp_path):
         loaded = torch.load(file)
     loaded["model"]["decoder.final_layernorm.weight"] += 1
     torch.save(loaded, file)
+    weights = open_store(tmp_path).weights
+    assert spans_of(weights, "decoder.final_layernorm.weight") is None  # both have to be read
     with pytest.raises(
         CheckpointError, match=r"different values of decoder\.final_layernorm\.weight"
     ):
-        open_store(tmp_path).weights.read("decoder.final_layernorm.weight")
+        weights.read("decoder.final_layernorm.weight")
 
 
 @pytest.mark.parametrize("folder", sorted(p.name for p in REAL.iterdir() if p.is_dir()))

@@ -11,13 +11,15 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import megatron_folders as made
 from support.refusals import refuses
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron.store import open_store
 from wavemare.megatron.write import write_torch_dist
-from wavemare.models.source import MemorySource
+from wavemare.models.source import MemorySource, spans_of
+from wavemare.models.tensor_file import TensorFile
 
 
 class Counting(MemorySource):
@@ -46,6 +48,26 @@ def whole(content):
             for (first, piece), end in zip(pieces, ends, strict=True):
                 found[key][tuple(slice(*cut) for cut in zip(first, end, strict=True))] = piece
     return found
+
+
+def stored_files(step):
+    return {path.name: path.read_bytes() for path in step.glob("*.distcp")}
+
+
+def test_what_is_copied_from_a_file_has_the_bytes_of_what_is_read(tmp_path, monkeypatch):
+    """Also of a tensor that fills the buffer of the copy several times."""
+    monkeypatch.setattr("wavemare.megatron.write.FILE_BYTES", 2**20)
+    state = made.model("qwen2-moe") | {"output_layer.weight": torch.randn(3, 100_001)}
+    save_file(state, tmp_path / "weights")
+    sources = MemorySource(state), TensorFile(tmp_path / "weights")
+    assert all(spans_of(sources[1], name) is not None for name in state)
+    found = []
+    for number, source in enumerate(sources):
+        source.stored = {name: source.stored[name] for name in state}  # in one order
+        step = write_torch_dist(tmp_path / str(number), source, arguments={}, iteration=7)
+        found.append(stored_files(step))
+    assert len(found[0]) > 1
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", made.FAMILIES)
@@ -197,9 +219,26 @@ def test_an_iteration_that_is_none(tmp_path, iteration):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_becomes_shorter_while_it_is_copied(tmp_path):
+    save_file(made.model("llama"), tmp_path / "weights")
+    source = TensorFile(tmp_path / "weights")
+
+    def cut(_):
+        (tmp_path / "weights").write_bytes((tmp_path / "weights").read_bytes()[:-8])
+
+    with refuses(CheckpointError, "weights"):
+        write_torch_dist(tmp_path / "a", source, arguments={}, iteration=7, progress=cut)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_a_disk_that_fills_up(tmp_path, monkeypatch):
-    really = builtins.open
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_disk_that_fills_up(tmp_path, monkeypatch, copied):
+    really, state = builtins.open, made.model("llama")
+    source = MemorySource(state)
+    if copied:
+        save_file(state, tmp_path / "weights")
+        source = TensorFile(tmp_path / "weights")
 
     def full(path, mode="r", *args, **options):
         place = "/dev/full" if str(path).endswith(".distcp") and "x" in mode else path
@@ -208,7 +247,7 @@ def test_a_disk_that_fills_up(tmp_path, monkeypatch):
     with monkeypatch.context() as disk:
         disk.setattr(builtins, "open", full)
         with pytest.raises(CheckpointError) as error:
-            write_torch_dist(tmp_path, MemorySource(made.model("llama")), arguments={}, iteration=7)
+            write_torch_dist(tmp_path / "a", source, arguments={}, iteration=7)
     assert isinstance(error.value.__cause__, OSError)
     assert error.value.__cause__.errno == errno.ENOSPC
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "a").exists()

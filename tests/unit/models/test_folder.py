@@ -2,6 +2,7 @@
 """Hugging Face folders read part by part and written weight by weight, against transformers."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron_models import CONFIGS, build, files
+from megatron_models import CONFIGS, build, files, lies_at
 from support.refusals import refuses
 from wavemare.errors import CheckpointError, ModelError
 from wavemare.models.folder import HfFolder, write_folder
-from wavemare.models.source import MemorySource, Stored
+from wavemare.models.source import MemorySource, Span, Stored
+from wavemare.models.spans import chunks, equal, within
 from wavemare.models.tensor_file import TensorFile, TensorFileWriter
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -33,9 +35,12 @@ def test_the_bytes_of_save_pretrained(tmp_path, name, size):
     folder = HfFolder(tmp_path / "theirs")
     assert folder.unknown == ()
     assert folder.stored == source.stored
+    write_folder(tmp_path / "copied", folder, config, max_shard_size=size)
+    assert files(tmp_path / "copied") == files(tmp_path / "theirs")
     generator = torch.Generator().manual_seed(5)
     for key, weight in model.state_dict().items():
         assert torch.equal(folder.read(key), weight), key
+        assert lies_at(weight, folder.spans(key)), key
         for count in range(1, weight.dim() + 1):
             cuts = [torch.randint(0, n + 1, (2,), generator=generator) for n in weight.shape]
             index = tuple(slice(*cut.sort().values.tolist()) for cut in cuts[:count])
@@ -193,6 +198,27 @@ def test_ties_that_the_files_break(tmp_path):
     assert torch.equal(HfFolder(tmp_path).read("lm_head.weight"), model.lm_head.weight)
 
 
+def test_bytes_of_several_files(tmp_path):
+    """Parts of spans, against the same parts of all the bytes in memory."""
+    content = {name: os.urandom(size) for name, size in (("a", 700_000), ("b", 5), ("c", 700_001))}
+    for name, data in content.items():
+        (tmp_path / name).write_bytes(data)
+    spans = [Span(tmp_path / n, 1, len(data) - 2) for n, data in content.items()]
+    whole = b"".join(data[1:-1] for data in content.values())
+    for first, length in ((0, len(whole)), (699_990, 20), (5, 0), (524_288, 524_288), (3, 10**7)):
+        part = within(spans, first, length)
+        assert b"".join(map(bytes, chunks(part))) == whole[first : first + length]
+    (tmp_path / "whole").write_bytes(whole)
+    other = [Span(tmp_path / "whole", 0, len(whole))]
+    assert equal(spans, other)
+    assert not equal(spans, within(other, 0, len(whole) - 1))
+    for place in (0, 524_288, len(whole) - 1):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        (tmp_path / "whole").write_bytes(changed)
+        assert not equal(spans, other), place
+
+
 def only(*names):
     def change(folder):
         for path in folder.iterdir():
@@ -264,7 +290,9 @@ def test_a_damaged_folder(llama, change, kind, key):
 
 def test_a_file_that_changes_under_its_reader(llama):
     folder = HfFolder(llama)
+    before = folder.spans("model.norm.weight")
     for path in llama.glob("*.safetensors"):
         path.write_bytes(b"")
-    with refuses(CheckpointError, "weights"):
-        folder.read("model.norm.weight")
+    for read in (folder.read, folder.spans, lambda _: list(chunks(before))):
+        with refuses(CheckpointError, "weights"):
+            read("model.norm.weight")
