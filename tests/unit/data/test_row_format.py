@@ -344,7 +344,8 @@ def test_the_mark_of_the_next_role_ends_a_turn(tokenizers):
         assert trained_text(tokenizer, row) == ([f"{answer}<|user|>"] * 2, 0)
         tokenizer.chat_template = BY_ROLES.replace(
             "{{ '\n' + m.content }}",
-            "{% if m.role == 'assistant' %}{% generation %}{{ '\n' + m.content }}{% endgeneration %}"
+            "{% if m.role == 'assistant' %}"
+            "{% generation %}{{ '\n' + m.content }}{% endgeneration %}"
             "{% else %}{{ '\n' + m.content }}{% endif %}",
         )
         assert trained_text(tokenizer, row) == ([f"{answer}<|user|>", answer], 1)
