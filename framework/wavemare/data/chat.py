@@ -219,10 +219,6 @@ def read_chats(source: Source, cache_dir: Path) -> tuple[Any, Any]:
     """
     from datasets import Dataset, Features, Value
 
-    if source.kind is Kind.MEGATRON:
-        reason = "Megatron data holds tokens, not rows"
-        raise DataError("--data", source.name, reason, "Give a .jsonl file")
-
     def write(part: int) -> Any:
         with one_error(source):
             return Dataset.from_generator(
@@ -259,6 +255,9 @@ def iterate_rows(source: Source, part: int = 0) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: The data cannot be read, or its columns are unknown.
     """
+    if source.kind is Kind.MEGATRON:
+        reason = "Megatron data holds tokens, not rows"
+        raise DataError("--data", source.name, reason, "Give a .jsonl file")
     if source.kind is Kind.DEFAULT:
         found = (pair for text in read_stdlib()["text"] for pair in _DOCUMENTED.findall(text))
         for head, line in found:

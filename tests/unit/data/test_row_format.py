@@ -9,13 +9,15 @@ import pytest
 from datasets import Dataset
 from tokenizers import processors
 from transformers import AddedToken
+from typer.testing import CliRunner
 
 from support.refusals import refuses
+from wavemare.cli import app
 from wavemare.data.chat import describe_fates, iterate_rows, last_question, prepare_chats
 from wavemare.data.row_format import IGNORED, RowFormat
 from wavemare.data.sources import resolve
 from wavemare.data.tokenizer import begin_text, train_tokenizer
-from wavemare.errors import DataError
+from wavemare.errors import ConfigError, DataError
 
 TEMPLATES = Path(__file__).parents[2] / "data/chat_templates"
 FORMS = json.loads((TEMPLATES / "forms.json").read_text(encoding="utf-8"))
@@ -423,6 +425,61 @@ def test_template_arguments_of_all_rows_yield_to_those_of_a_row(tokenizers):
     assert formats.encode(plain) == RowFormat(tokenizers["deepseek"]).encode(ROWS["arguments"])
     own = {**plain, "chat_template_kwargs": '{"thinking": false}'}
     assert formats.encode(own) == RowFormat(tokenizers["deepseek"]).encode(plain)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def show(tokenizers, tmp_path):
+    """Run ``wavemare data show`` on rows, with the tokenizer of ChatML."""
+    tokenizers["chatml"].save_pretrained(tmp_path / "model")
+
+    def run(rows, *options, **environment):
+        write(tmp_path, rows)
+        words = ["data", "show", str(tmp_path / "rows.jsonl"), *options]
+        ran = CliRunner().invoke(
+            app, [*words, "--tokenizer", str(tmp_path / "model")], env=environment
+        )
+        if ran.exception:
+            raise ran.exception
+        return ran.output
+
+    return run
+
+
+def test_the_command_marks_each_trained_token(show, tokenizers):
+    tokenizer = tokenizers["chatml"]
+    rows = [ROWS["tools"], {"messages": ASKED[:1]}, ROWS["one turn"], ROWS["one turn"]]
+    output = show(rows, "--rows", "3")
+    assert "\x1b" not in output
+    lines = re.findall(r"^ +(\d+)  (.)  +(\d+)  '", output, re.MULTILINE)
+    expected = [
+        (str(place), "»" if label != IGNORED else " ", str(token))
+        for row in rows[:3]
+        for place, (token, label) in enumerate(
+            zip(*RowFormat(tokenizer).encode(row).row, strict=True)
+        )
+    ]
+    assert lines == expected
+    coloured = show(rows, "--rows", "3", FORCE_COLOR="1", TERM="xterm")
+    marked = re.findall(r"^\x1b\[32m +\d+  (.)", coloured, re.MULTILINE)
+    assert marked == ["»"] * sum(mark == "»" for _, mark, _ in expected)
+
+
+def test_the_command_takes_templates_and_their_arguments(show, tmp_path):
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content + kind + eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    own = ("--chat_template", str(tmp_path / "own.jinja"))
+    output = show([ROWS["one turn"]], *own, "--chat_template_kwargs", '{"kind": "!"}')
+    assert f"»{ASKED[1]['content']}!<|endoftext|>«" in output
+    with refuses(DataError, "--chat_template_kwargs", "{"):
+        show([ROWS["one turn"]], "--chat-template-kwargs", "{")
+    with refuses(ConfigError, "--chat_template"):
+        show([ROWS["one turn"]], "--chat-template", str(tmp_path / "none"))
 
 
 # --- columns of files, and refusals ---------------------------------------------------------------
