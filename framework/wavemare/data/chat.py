@@ -367,6 +367,10 @@ class ChatSamples(Dataset[dict[str, torch.Tensor]]):
         return sample
 
 
-def last_question(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> str:
+def last_question(
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerFast,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> str:
     """Return what the assistant is asked by a row: all before its last answer."""
-    return RowFormat(tokenizer).question(row)
+    return RowFormat(tokenizer, template_arguments).question(row)

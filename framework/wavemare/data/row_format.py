@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wavemare.data.tokenizer import begin_text
+from wavemare.data.tokenizer import begin_text, start_tokens
 from wavemare.errors import DataError
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class RowFormat:
         self._added = {*added, *tokenizer.all_special_ids}
         self._ends = {i for i, token in added.items() if token.special}
         self._ends |= {*tokenizer.all_special_ids}
+        self._start = start_tokens(tokenizer)
         self._added_texts = tuple(filter(None, tokenizer.convert_ids_to_tokens([*self._added])))
 
     def encode(self, row: Mapping[str, Any]) -> Formatted:
@@ -106,7 +107,7 @@ class RowFormat:
         if not _is_chat(row):
             return str(row.get("prompt") or row.get("text", row.get("completion"))[:40])
         with _template_errors(row):
-            chat = self._chat(row, "prompt" if "prompt" in row else "messages")
+            chat = self._chat(row, "messages" if "messages" in row else "prompt")
             turns = chat.turns
             while len(turns) > 1 and turns[-1]["role"] == "assistant":
                 turns = turns[:-1]
@@ -122,10 +123,8 @@ class RowFormat:
         if "text" in row:
             before, after = [], self._begin(row["text"])
         else:
-            before, whole = (
-                self._begin(row["prompt"]),
-                self._begin(row["prompt"] + row["completion"]),
-            )
+            before = self._begin(row["prompt"])
+            whole = self._begin(row["prompt"] + row["completion"])
             after = whole[len(before) :]
             if whole[: len(before)] != before:  # tokens would go over the end of the prompt
                 after = self._ids(row["completion"])
@@ -137,7 +136,7 @@ class RowFormat:
         return ids
 
     def _begin(self, text: str) -> list[int]:
-        return begin_text(text, self._tokenizer)
+        return begin_text(text, self._tokenizer, self._start)
 
     # --- chats ------------------------------------------------------------------------------------
 

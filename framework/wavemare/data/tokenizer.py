@@ -149,10 +149,18 @@ def start_tokens(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     return list(whole[:at])
 
 
-def begin_text(text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Tokenize a text that goes on: one start token, not a second one, and no end token."""
+def begin_text(
+    text: str, tokenizer: PreTrainedTokenizerFast, start: list[int] | None = None
+) -> list[int]:
+    """Tokenize a text that goes on: one start token, not a second one, and no end token.
+
+    Args:
+        text: The text, which may have a start token itself.
+        tokenizer: The tokenizer.
+        start: Its `start_tokens`, if they are known.
+    """
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    start = start_tokens(tokenizer)
+    start = start_tokens(tokenizer) if start is None else start
     return ids if ids[: len(start)] == start else start + ids
 
 
