@@ -145,7 +145,7 @@ class RowFormat:
             if "messages" in row:
                 chat = self._chat(row, "messages")
                 ids, trained = self._tokens(chat)
-                if self._ends_open(chat, ids, trained):
+                if self._turn_end is not None and self._ends_open(chat, ids, trained):
                     ids, trained = [*ids, self._turn_end], [*trained, True]
                 return ids, trained
             prompt, answer = self._chat(row, "prompt"), _turns(row, "completion")
@@ -259,9 +259,9 @@ class RowFormat:
 
     def _ends_open(self, chat: _Chat, ids: list[int], trained: list[bool]) -> bool:
         """Whether a template without marks writes nothing behind the last answer, as it could."""
-        if not trained[-1:] == [True] or _MARKS.search(self._template(chat.arguments)):
+        if trained[-1:] != [True] or _MARKS.search(self._template(chat.arguments)):
             return False
-        return self._turn_end is not None and ids[-1] not in self._ends | {self._turn_end}
+        return ids[-1] not in self._ends | {self._turn_end}
 
     @cached_property
     def _turn_end(self) -> int | None:

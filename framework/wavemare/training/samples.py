@@ -17,7 +17,7 @@ def continue_text(folder: Path, prompt: str, seed: int, tokens: int = 48) -> str
     from wavemare.data.tokenizer import begin_text
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(seed)
     room = max_positions(model.config)
     most = min(room, 2**20) - 1  # tokenizers count in 32 bits

@@ -562,6 +562,14 @@ FEATURES: dict[str, Feature] = {
     "auxiliary losses": Feature(partial(build_moe, auxiliary=True), masked),
     "evaluation of other shapes": Feature(run=evaluated),
     "exact resume": Feature(config=ZERO, run=resumed),
+    "tensor parallelism, packed rows": Feature(
+        data=packed,
+        ours=SPLIT,
+        pipeline={"inputs": ["input_ids", "position_ids"]},
+        replicas=1,
+        tolerance=1e-5,
+        loss=loss_of_rows,
+    ),
     "resume elsewhere": Feature(config={**ZERO, "optimizer": ADAM}, run=resumed_elsewhere),
 }
 

@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from wavemare.models import to_pipeline
+from wavemare.models.activations import kernel_bounds
 from wavemare.parallel.tensor.split import split_model
 
 
@@ -128,7 +129,10 @@ LENGTHS = [[30, 7, 3], [1, 25, 14]]
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_by_rows"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "olmo3", "gpt_neox"])
 def test_packed_rows_compute_what_each_computes_alone(name, attention, make_model, make_batch):
-    """With masks for blocks, and with a kernel that is told where rows begin; two samples."""
+    """With masks for blocks, and with a kernel that is told where rows begin; two samples.
+
+    In the pipeline and in the model, which a mask of blocks is given where it can use it.
+    """
     AttentionInterface.register("flash_by_rows", by_rows)
     AttentionMaskInterface.register("flash_by_rows", flash_attention_mask)
     model = make_model(name).eval()
@@ -141,6 +145,9 @@ def test_packed_rows_compute_what_each_computes_alone(name, attention, make_mode
     module = to_pipeline(model, num_stages=1, inputs=["input_ids", "position_ids"]).eval()
     inputs, labels = module.split_batch(batch)
     packed = module(inputs)
+    bounds = kernel_bounds(model.config, batch["position_ids"], None)
+    whole = model(**batch, **bounds, use_cache=False).logits
+    torch.testing.assert_close(whole, packed, rtol=1e-5, atol=1e-5)
     samples = zip(batch["input_ids"], LENGTHS, strict=True)
     rows = [row for sample, lengths in samples for row in sample.split(lengths)]
     model.config._attn_implementation = "sdpa"
