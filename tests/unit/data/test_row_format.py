@@ -244,7 +244,7 @@ def tokenizers():
     return {form: tokenizer_of(form) for form in FORMS}
 
 
-@pytest.mark.parametrize(("form", "name"), CELLS, ids=" ".join)
+@pytest.mark.parametrize(("form", "name"), CELLS, ids=[" ".join(cell) for cell in CELLS])
 def test_six_forms_are_trained_as_a_twin_says(tokenizers, form, name):
     """With marks, and without them, where the same is found by what the template adds."""
     tokenizer = tokenizers[form]
@@ -509,6 +509,24 @@ def test_columns_beside_a_chat_are_read_wherever_they_begin(tmp_path):
     first, second = iterate_rows(resolve(str(tmp_path / "nested.parquet")))
     assert first == {"messages": ASKED}
     assert second["messages"][1]["tool_calls"] == [CALL]
+
+
+def test_files_give_the_rows_that_are_formatted_alone(tokenizers, tmp_path):
+    """Functions keep their order of keys, and the arguments of all rows are part of the cache."""
+    tokenizer = tokenizers["glm"]
+    rows = [
+        {
+            **ROWS["tools"],
+            "tools": TOOLS,
+            "messages": [say("user", f"{i}"), *ROWS["tools"]["messages"]],
+        }
+        for i in range(30)
+    ]
+    source = write(tmp_path, rows)
+    for given in (None, {"enable_thinking": False}):
+        parts = prepare_chats(source, tokenizer, 999, tmp_path, template_arguments=given)
+        expected = [RowFormat(tokenizer, given).encode(row).row for row in rows]
+        assert sorted(row for part in parts for row in part) == sorted(expected)
 
 
 def test_the_side_of_a_row_does_not_depend_on_the_order_of_its_keys(tokenizers, tmp_path):
