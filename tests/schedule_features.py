@@ -53,6 +53,7 @@ FEATURES = (
     "evaluation of other shapes",
     "exact resume",
     "resume elsewhere",
+    "tensor parallelism, packed rows",
 )
 OF_STAGES = (
     "local steps",

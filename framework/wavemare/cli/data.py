@@ -1,16 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``wavemare data``: make, merge and look at Megatron's indexed data."""
+"""``wavemare data``: look at rows to fine-tune on; make, merge and look at Megatron's data."""
 
 from __future__ import annotations
 
 import json
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Build, merge and inspect Megatron's indexed data.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Show rows to fine-tune on; build, merge and inspect Megatron's indexed data.",
+)
+
+
+@app.command()
+def show(
+    source: Annotated[
+        str, typer.Argument(metavar="INPUT", help="Rows to fine-tune on, as for --data.")
+    ],
+    rows: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 1,
+    tokenizer: Annotated[
+        str, typer.Option(help="Hugging Face folder of the tokenizer.")
+    ] = "runs/llama-pretrain/model",
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template",
+            "--chat_template",
+            help="File in place of the tokenizer's chat template.",
+        ),
+    ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template-kwargs",
+            "--chat_template_kwargs",
+            help="JSON that the template is given with each chat.",
+        ),
+    ] = None,
+) -> None:
+    """Print rows as they are trained: their text, and each token with what is trained marked.
+
+    For example: wavemare data show chats.jsonl --rows 3 --tokenizer my-model/
+    """
+    from wavemare.data.chat import iterate_rows
+    from wavemare.data.row_format import RowFormat, parse_arguments
+    from wavemare.data.sources import resolve
+    from wavemare.data.tokenizer import load_tokenizer, set_chat_template
+
+    found = resolve(source)
+    loaded = load_tokenizer(tokenizer)
+    if chat_template is not None:
+        set_chat_template(loaded, chat_template)
+    formats = RowFormat(loaded, parse_arguments(chat_template_kwargs))
+    for number, row in enumerate(islice(iterate_rows(found), rows)):
+        _show_row(f"row {number} of {found.name}", formats.encode(row), loaded)
+
+
+def _show_row(name: str, formatted: Any, tokenizer: Any) -> None:
+    """Print a row: a summary, its text, and a line for each token. Colours are for terminals."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from wavemare.data.chat import WITHOUT_END, mark_trained
+    from wavemare.data.row_format import IGNORED
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    ids, labels = formatted.row
+    trained = [label != IGNORED for label in labels]
+    console.print(f"{name}: {len(ids):,} tokens, {sum(trained):,} of them trained, in »«")
+    if not any(trained):
+        console.print("Nothing is trained: a run leaves this row out.")
+    if formatted.unended:
+        console.print(f"Here {WITHOUT_END}")
+    console.print(f"{mark_trained(formatted.row, tokenizer)}\n")
+    for place, (token, is_trained) in enumerate(zip(ids, trained, strict=True)):
+        text = tokenizer.decode([token])
+        if "\ufffd" in text:  # a part of a character
+            text = tokenizer.convert_ids_to_tokens(token)
+        line = f"{place:6}  {'»' if is_trained else ' '}  {token:7}  {text!r}"
+        console.print(Text(line, style="green" if is_trained else ""))
+    console.print()
 
 
 @app.command()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to fine-tune on: chats, prompts with completions, or texts; formatted, masked and packed."""
+"""Rows to fine-tune on: chats, prompts with completions, or texts; read, formatted and packed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from wavemare.data.encode import definition_of
 from wavemare.data.indexed import IndexedData, IndexedWriter, open_indexed
+from wavemare.data.row_format import CHAT_COLUMNS, IGNORED, Row, RowFormat
 from wavemare.data.sources import Kind, Source, read_stdlib
 from wavemare.data.text import (
     has_validation,
@@ -37,23 +38,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-_COLUMNS = ({"messages": False}, {"prompt": True, "completion": True}, {"text": True})
 FATES = ("whole", "cut", "skipped", "empty")
 """What becomes of a row: kept, cut, left out as too long, left out as nothing in it is trained."""
-_FORMAT_VERSION = 1  # part of every cache key: raise it when the files or the formatting change
+_FORMAT_VERSION = 2  # part of every cache key: raise it when the files or the formatting change
+UNENDED = "unended"
+"""Counts the rows with an answer whose end is not trained."""
+WITHOUT_END = (
+    "an answer ends without a special token of the chat template: the model does not learn to stop "
+    "there. Let the template write one, such as {{ eos_token }}, inside {% generation %}."
+)
 _BATCH_ROWS = 100
 _ROWS_PER_WORKER = 1000  # fewer are formatted sooner than a process starts
-_IGNORED = -100
 _VALIDATION = 0.05
 _DOCUMENTED = re.compile(r'^ *(def \w+\([^\n]*\):)\n +"""(\w[^\n"\\]{8,70}\.)', re.MULTILINE)
-_GENERATION = re.compile(r"\{%-?\s*generation\b")
-
-
-class Row(NamedTuple):
-    """A formatted row: token ids, and labels that are -100 where nothing is trained."""
-
-    ids: list[int]
-    labels: list[int]
 
 
 class EncodedRows(Sequence[Row]):
@@ -86,19 +83,26 @@ class EncodedRows(Sequence[Row]):
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         tokens = self._data.tokens[self._data.starts[index] : self._data.starts[index + 1]]
-        labels = np.where(tokens < 0, _IGNORED, tokens)
+        labels = np.where(tokens < 0, IGNORED, tokens)
         return Row(np.where(tokens < 0, ~tokens, tokens).tolist(), labels.tolist())
 
 
 def describe_fates(parts: Sequence[EncodedRows], max_length: int) -> str | None:
-    """Say how many rows were too long or had nothing to train; None if all are whole."""
-    total, *others = (sum(part.counts.get(fate, 0) for part in parts) for fate in ("rows", *FATES))
-    whole, cut, skipped, empty = others
-    if whole == total:
-        return None
-    told = f"{cut + skipped:,} of {total:,} rows are longer than {max_length} tokens: "
-    told += f"{cut:,} are cut, {skipped:,} left out."
-    return told + f" In {empty:,} more nothing is trained: they are left out." * bool(empty)
+    """Say how many rows were too long, had nothing to train, or do not end; None if none was."""
+    names = ("rows", *FATES, UNENDED)
+    counts = {name: sum(part.counts.get(name, 0) for part in parts) for name in names}
+    told = []
+    long = counts["cut"] + counts["skipped"]
+    if long:
+        told.append(
+            f"{long:,} of {counts['rows']:,} rows are longer than {max_length} tokens: "
+            f"{counts['cut']:,} are cut, {counts['skipped']:,} left out."
+        )
+    if counts["empty"]:
+        told.append(f"In {counts['empty']:,} rows nothing is trained: they are left out.")
+    if counts[UNENDED]:
+        told.append(f"In {counts[UNENDED]:,} rows {WITHOUT_END}")
+    return " ".join(told) or None
 
 
 def prepare_chats(
@@ -109,16 +113,16 @@ def prepare_chats(
     *,
     long_rows: str = "cut",
     workers: int | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> tuple[EncodedRows, EncodedRows]:
     """Return the rows to train on and to validate on, formatted and tokenized once for each host.
 
     A validation or test split of the data is used; else 5 % of the rows, chosen by their hash. The
     default data are functions of the standard library, to be completed by their description.
 
-    Trained are the assistant's turns of a chat, the completion of a prompt, or all of a text, each
-    with the token that ends it. Of several processes that call this at once, one formats the rows,
-    by several workers, and the others wait. The entry of the cache is named by the data (files are
-    known by path, size and time), the tokenizer with its template, and the options.
+    `RowFormat` says what is trained. Of several processes that call this at once, one formats the
+    rows, by several workers, and the others wait. The entry of the cache is named by the data
+    (files are known by path, size and time), the tokenizer with its template, and the options.
 
     Args:
         source: The data.
@@ -128,6 +132,7 @@ def prepare_chats(
         long_rows: ``cut``: of a longer row only the first tokens are read, and it is left out where
             none of these is trained; ``skip``: it is left out.
         workers: Processes that format; by default as many as there are cores.
+        template_arguments: What the chat template is given with each chat.
 
     Raises:
         DataError: The data cannot be read, its columns are unknown, a row has another form, no row
@@ -137,10 +142,16 @@ def prepare_chats(
     if tokenizer.eos_token_id is None:
         reason = "its tokenizer has no eos_token, with which a turn ends"
         raise DataError("--model", tokenizer.name_or_path, reason, "Add one to it")
-    own = (definition_of(tokenizer), str(tokenizer.chat_template), str(tokenizer.eos_token_id))
-    settings = ("rows", str(_FORMAT_VERSION), *own, str(max_length), long_rows)
+    rows = RowFormat(tokenizer, template_arguments)
+    own = (
+        definition_of(tokenizer),
+        str(tokenizer.chat_template),
+        str(tokenizer.special_tokens_map),
+    )
+    given = json.dumps(template_arguments, sort_keys=True)
+    settings = ("rows", str(_FORMAT_VERSION), *own, given, str(max_length), long_rows)
     folder = Path(cache_dir) / f"rows-{content_key((*settings, source_key(source)))[:32]}"
-    encode = partial(_encode_batch, tokenizer=tokenizer, max_length=max_length, mode=long_rows)
+    encode = partial(_encode_batch, rows=rows, max_length=max_length, mode=long_rows)
     workers = workers or len(os.sched_getaffinity(0))
     build_once(folder, lambda target: _build_rows(source, target, encode, workers))
     return _open_rows(folder / "train"), _open_rows(folder / "validation")
@@ -172,7 +183,8 @@ def _build_rows(source: Source, target: Path, encode: Callable[..., Any], worker
 def _encoded_features() -> Any:
     from datasets import Features, Sequence, Value
 
-    return Features({"tokens": Sequence(Value("int32")), "fate": Value("int8")})
+    flags = {"fate": Value("int8"), UNENDED: Value("bool")}
+    return Features({"tokens": Sequence(Value("int32")), **flags})
 
 
 def _write_rows(source: Source, prefix: Path, rows: Any, encoded: Any) -> None:
@@ -180,8 +192,9 @@ def _write_rows(source: Source, prefix: Path, rows: Any, encoded: Any) -> None:
     counts, first, place = Counter[str](), None, 0
     with IndexedWriter(prefix, np.int32) as writer:
         for batch in encoded.with_format("arrow").iter(batch_size=_BATCH_ROWS):
-            for tokens, fate in zip(batch["tokens"], batch["fate"].to_pylist(), strict=True):
-                counts.update([FATES[fate], "rows"])
+            flags = (batch[name].to_pylist() for name in ("fate", UNENDED))
+            for tokens, fate, unended in zip(batch["tokens"], *flags, strict=True):
+                counts.update([FATES[fate], "rows", *[UNENDED] * unended])
                 if len(tokens.values):
                     writer.add_sequence(tokens.values.to_numpy())
                     writer.end_document()
@@ -206,10 +219,6 @@ def read_chats(source: Source, cache_dir: Path) -> tuple[Any, Any]:
     """
     from datasets import Dataset, Features, Value
 
-    if source.kind is Kind.MEGATRON:
-        reason = "Megatron data holds tokens, not rows"
-        raise DataError("--data", source.name, reason, "Give a .jsonl file")
-
     def write(part: int) -> Any:
         with one_error(source):
             return Dataset.from_generator(
@@ -223,7 +232,9 @@ def read_chats(source: Source, cache_dir: Path) -> tuple[Any, Any]:
     if has_validation(source):
         return write(0), write(1)
     rows = write(0)
-    keys = (text for batch in rows.iter(batch_size=_BATCH_ROWS) for text in batch["row"])
+    texts = (text for batch in rows.iter(batch_size=_BATCH_ROWS) for text in batch["row"])
+    # The order of a row's keys, which a template may show, does not choose its side.
+    keys = (json.dumps(json.loads(text), sort_keys=True) for text in texts)
     first, second = split_indices(keys, _VALIDATION, name=source.name)
     if not len(second):
         reason = "a single row cannot be split for validation"
@@ -232,117 +243,72 @@ def read_chats(source: Source, cache_dir: Path) -> tuple[Any, Any]:
 
 
 def _row_texts(source: Source, part: int) -> Iterator[dict[str, str]]:
-    """Yield the rows of a split: 0 to train on, 1 to validate on."""
-    rows: Iterator[dict[str, Any]]
+    for row in iterate_rows(source, part):
+        yield {"row": json.dumps(row, default=str)}
+
+
+def iterate_rows(source: Source, part: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a split: 0 to train on, 1 to validate on.
+
+    A chat has its columns `CHAT_COLUMNS` only where they hold something.
+
+    Raises:
+        DataError: The data cannot be read, or its columns are unknown.
+    """
+    if source.kind is Kind.MEGATRON:
+        reason = "Megatron data holds tokens, not rows"
+        raise DataError("--data", source.name, reason, "Give a .jsonl file")
     if source.kind is Kind.DEFAULT:
         found = (pair for text in read_stdlib()["text"] for pair in _DOCUMENTED.findall(text))
-        rows = ({"prompt": f'{head}\n    """', "completion": f'{line}"""'} for head, line in found)
-    else:
-        rows = iterate_records(source, part, *_COLUMNS)
-    for row in rows:
-        yield {"row": json.dumps(row, sort_keys=True, default=str)}
+        for head, line in found:
+            yield {"prompt": f'{head}\n    """', "completion": f'{line}"""'}
+        return
+    # A prompt may be a list of messages, but not where each value is written as text.
+    texts = source.kind in (Kind.CSV, Kind.TSV)
+    choices = ({"messages": texts}, {"prompt": texts, "completion": texts}, {"text": True})
+    for row in iterate_records(source, part, *choices, optional=CHAT_COLUMNS):
+        yield {k: v for k, v in row.items() if v is not None or k not in CHAT_COLUMNS}
 
 
 def _encode_batch(
-    batch: Mapping[str, Sequence[str]],
-    tokenizer: PreTrainedTokenizerFast,
-    max_length: int,
-    mode: str,
+    batch: Mapping[str, Sequence[str]], rows: RowFormat, max_length: int, mode: str
 ) -> dict[str, list[Any]]:
-    fitted = [fit_row(encode_row(json.loads(t), tokenizer), max_length, mode) for t in batch["row"]]
+    formatted = [rows.encode(json.loads(text)) for text in batch["row"]]
+    fitted = [fit_row(each.row, max_length, mode) for each in formatted]
     tokens = [
-        [i if label != _IGNORED else ~i for i, label in zip(*row, strict=True)] for row, _ in fitted
+        [i if label != IGNORED else ~i for i, label in zip(*row, strict=True)] for row, _ in fitted
     ]
-    return {"tokens": tokens, "fate": [FATES.index(fate) for _, fate in fitted]}
+    return {
+        "tokens": tokens,
+        "fate": [FATES.index(fate) for _, fate in fitted],
+        UNENDED: [each.unended > 0 for each in formatted],
+    }
 
 
 def fit_row(row: Row, max_length: int, mode: str = "cut") -> tuple[Row, str]:
     """Return what is left of a row, nothing if it is left out, and its fate."""
-    if all(label == _IGNORED for label in row.labels):
+    if all(label == IGNORED for label in row.labels):
         return Row([], []), "empty"
     if len(row.ids) <= max_length:
         return row, "whole"
     cut = Row(row.ids[:max_length], row.labels[:max_length])
-    if mode == "skip" or all(label == _IGNORED for label in cut.labels):
+    if mode == "skip" or all(label == IGNORED for label in cut.labels):
         return Row([], []), "skipped"
     return cut, "cut"
 
 
 def encode_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Row:
-    """Format and tokenize a row.
+    """Format and tokenize a row, as `RowFormat` does.
 
     Raises:
         DataError: It has another form, or it is a chat and the tokenizer lacks a template.
     """
-    end = tokenizer.eos_token_id
-    if "messages" in row:
-        ids, trained = _encode_chat(row, tokenizer)
-        for i in range(1, len(ids)):
-            trained[i] = trained[i] or (ids[i] == end and trained[i - 1])
-    else:
-        for name, value in row.items():
-            if not isinstance(value, str):
-                raise DataError("--data", row, f"the {name} of this row is no text", "Give texts")
-        before: list[int] = tokenizer(row["prompt"])["input_ids"] if "prompt" in row else []
-        answer = row.get("completion", row.get("text"))
-        # A text begins as the tokenizer begins texts; a completion goes on.
-        after: list[int] = tokenizer(answer, add_special_tokens="text" in row)["input_ids"]
-        after += [end] if after[-1:] != [end] else []
-        ids, trained = before + after, [False] * len(before) + [True] * len(after)
-    # Nothing predicts the first token.
-    return Row(ids, [ids[i] if i and trained[i] else _IGNORED for i in range(len(ids))])
-
-
-def _encode_chat(
-    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast
-) -> tuple[list[int], list[bool]]:
-    """Return a chat's tokens, and which of them the assistant says."""
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError:
-        reason = "the rows are chats, and the tokenizer has no chat template"
-        raise DataError("--chat_template", None, reason, "Name a file with one") from None
-    try:
-        turns = [{k: v for k, v in turn.items() if v is not None} for turn in row["messages"]]
-        if not _GENERATION.search(template):
-            return _mask_by_prefix(turns, tokenizer)
-        encoded: Any = tokenizer.apply_chat_template(
-            turns, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
-    except Exception as error:  # of any kind, which the template decides
-        reason = f"the chat template does not take this row ({error})"
-        remedy = "Give messages with role and content, or another --chat_template"
-        raise DataError("--data", row, reason, remedy) from error
-
-
-def _mask_by_prefix(turns: list[Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Find the assistant's turns as what the template adds for each."""
-
-    def render(count: int, *, asks: bool = False) -> str:
-        return tokenizer.apply_chat_template(
-            turns[:count], tokenize=False, add_generation_prompt=asks
-        )
-
-    whole, spans = render(len(turns)), []
-    for count, turn in enumerate(turns):
-        if turn["role"] != "assistant":
-            continue
-        before, after = render(count, asks=True), render(count + 1)
-        if not (after.startswith(before) and whole.startswith(after)):
-            raise ValueError("it changes earlier turns; mark {% generation %} in it")
-        # Behind the end of a turn comes at most what joins it to the next one.
-        length = after.rfind(tokenizer.eos_token, len(before))
-        stop = len(after) if length < 0 else length + len(tokenizer.eos_token)
-        spans.append(range(len(before), stop))
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-    starts = (start for start, _ in encoded["offset_mapping"])
-    return encoded["input_ids"], [any(start in span for span in spans) for start in starts]
+    return RowFormat(tokenizer).encode(row).row
 
 
 def mark_trained(row: Row, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a row's text with its trained tokens in »«."""
-    parts = groupby(zip(*row, strict=True), key=lambda pair: pair[1] != _IGNORED)
+    parts = groupby(zip(*row, strict=True), key=lambda pair: pair[1] != IGNORED)
     texts = ((trained, tokenizer.decode([i for i, _ in pairs])) for trained, pairs in parts)
     return "".join(f"»{text}«" if trained else str(text) for trained, text in texts)
 
@@ -391,7 +357,7 @@ class ChatSamples(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         rows = [self._rows[i] for i in self._packed[index]]
         rest = self._length - sum(len(row.ids) for row in rows)
-        rows.append(Row([self._fill] * rest, [_IGNORED] * rest))
+        rows.append(Row([self._fill] * rest, [IGNORED] * rest))
         sample = {
             "input_ids": torch.tensor([i for row in rows for i in row.ids]),
             "labels": torch.tensor([label for row in rows for label in row.labels]),
@@ -401,11 +367,10 @@ class ChatSamples(Dataset[dict[str, torch.Tensor]]):
         return sample
 
 
-def last_question(row: Mapping[str, Any], tokenizer: Any) -> str:
+def last_question(
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerFast,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> str:
     """Return what the assistant is asked by a row: all before its last answer."""
-    if "messages" not in row:
-        return str(row.get("prompt") or row.get("text", row.get("completion"))[:40])
-    turns: Sequence[Any] = row["messages"]
-    while len(turns) > 1 and turns[-1]["role"] != "user":
-        turns = turns[:-1]
-    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return RowFormat(tokenizer, template_arguments).question(row)

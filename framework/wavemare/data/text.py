@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,12 +191,15 @@ def _split_one(name: str, text: str) -> Corpus:
     return Corpus(name, train, validation)
 
 
-def load_rows(source: Source, *choices: Columns) -> tuple[Dataset, Dataset | None]:
+def load_rows(
+    source: Source, *choices: Columns, optional: Sequence[str] = ()
+) -> tuple[Dataset, Dataset | None]:
     """Read the columns that are used, of text files or a table, by ``datasets``.
 
     Args:
         source: The data.
         choices: Sets of columns. The first set of which the data has all columns is read.
+        optional: Columns that are read, too, if the data has them.
 
     Returns:
         The training rows, and the rows of a validation or test split if the dataset has one.
@@ -208,9 +211,10 @@ def load_rows(source: Source, *choices: Columns) -> tuple[Dataset, Dataset | Non
     if source.kind is Kind.HUB:
         _check_reachable(source)
     with one_error(source):
-        parts = _choose_splits(source, _load(source, choices))
+        parts = _choose_splits(source, _load(source, choices, optional))
         train, validation = (
-            None if part is None else _only_columns(source, part, choices) for part in parts
+            None if part is None else _only_columns(source, part, choices, optional)
+            for part in parts
         )
     assert train is not None
     return train, validation
@@ -234,7 +238,9 @@ def _parts(source: Source) -> int:
         return 1 if _choose_splits(source, _load(source, ()))[1] is None else 2
 
 
-def iterate_records(source: Source, part: int, *choices: Columns) -> Iterator[_Record]:
+def iterate_records(
+    source: Source, part: int, *choices: Columns, optional: Sequence[str] = ()
+) -> Iterator[_Record]:
     """Yield the columns that are used, row by row; see `load_rows`.
 
     Values of JSON are what the file says, and may differ in form from row to row. A class label is
@@ -244,11 +250,12 @@ def iterate_records(source: Source, part: int, *choices: Columns) -> Iterator[_R
         source: The data.
         part: 0 for the training rows, 1 for those of a validation or test split.
         choices: Sets of columns, as of `load_rows`.
+        optional: Further columns, as of `load_rows`. Of JSON, any row may have them.
     """
     if source.kind is Kind.JSON:
-        yield from _json_records(source, choices)
+        yield from _json_records(source, choices, optional)
         return
-    table = load_rows(source, *choices)[part]
+    table = load_rows(source, *choices, optional=optional)[part]
     assert table is not None
     names: dict[str, Any] = {  # of a datasets.ClassLabel
         column: feature.names
@@ -260,14 +267,27 @@ def iterate_records(source: Source, part: int, *choices: Columns) -> Iterator[_R
             label = record[column]
             known = label is not None and 0 <= label < len(labels)
             record[column] = labels[label] if known else None
-        yield record
+        yield {name: _without_nulls(value) for name, value in record.items()}
 
 
-def _json_records(source: Source, choices: Sequence[Columns]) -> Iterator[_Record]:
+def _without_nulls(value: Any) -> Any:
+    """Leave out fields of objects that only other rows have: a column of a table has one type."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _json_records(
+    source: Source, choices: Sequence[Columns], optional: Sequence[str]
+) -> Iterator[_Record]:
     from wavemare.data.tables import column_names, read_json_rows
 
     with one_error(source):
-        columns = _choose(source, column_names(source), choices)
+        # A column that only some rows have may begin behind those that name the columns.
+        columns = {
+            **_choose(source, column_names(source), choices),
+            **dict.fromkeys(optional, False),
+        }
         rows = (row for file in source.files for row in read_json_rows(file))
         for number, row in enumerate(rows):
             record = {name: row.get(name) for name in columns}
@@ -329,7 +349,9 @@ def one_error(source: Source) -> Iterator[None]:
         raise DataError("--data", source.name, reason, remedy) from error
 
 
-def _load(source: Source, choices: Sequence[Columns]) -> Dataset | DatasetDict:
+def _load(
+    source: Source, choices: Sequence[Columns], optional: Sequence[str] = ()
+) -> Dataset | DatasetDict:
     import datasets
 
     if source.kind is Kind.HUB:
@@ -339,8 +361,13 @@ def _load(source: Source, choices: Sequence[Columns]) -> Dataset | DatasetDict:
     from wavemare.data.builder import read_table
     from wavemare.data.tables import column_names
 
-    columns = _choose(source, column_names(source), choices)
-    return read_table(source, list(columns), [name for name in columns if columns[name]])
+    names = column_names(source)
+    others = (replace(source, files=(file,)) for file in source.files[1:] if optional)
+    # One that only later files have is not left out: reading says that the files differ.
+    names += [name for each in others for name in column_names(each) if name in optional]
+    columns = _choose(source, names, choices, optional)
+    texts = [name for name in columns if columns[name] or name in optional]
+    return read_table(source, list(columns), texts)
 
 
 def _check_reachable(source: Source) -> None:
@@ -378,12 +405,17 @@ def _choose_splits(source: Source, loaded: Dataset | DatasetDict) -> tuple[Datas
     return train, None if validation is train else validation
 
 
-def _choose(source: Source, names: Sequence[str], choices: Sequence[Columns]) -> Columns:
-    """Return the first set of columns that the data has."""
+def _choose(
+    source: Source,
+    names: Sequence[str],
+    choices: Sequence[Columns],
+    optional: Sequence[str] = (),
+) -> Columns:
+    """Return the first set of columns that the data has, and those of the others that it has."""
     missing = [[name for name in columns if name not in names] for columns in choices]
     for columns, lacking in zip(choices, missing, strict=True):
         if not lacking:
-            return columns
+            return {**columns, **dict.fromkeys([n for n in optional if n in names], False)}
     nearest = min(missing, key=len)
     existing = ", ".join(map(repr, names))
     wanted = ", or ".join(" and ".join(columns) for columns in choices)
@@ -391,9 +423,11 @@ def _choose(source: Source, names: Sequence[str], choices: Sequence[Columns]) ->
     raise DataError("--data", source.name, f"there is no column {nearest[0]!r}", remedy)
 
 
-def _only_columns(source: Source, rows: Dataset, choices: Sequence[Columns]) -> Dataset:
+def _only_columns(
+    source: Source, rows: Dataset, choices: Sequence[Columns], optional: Sequence[str]
+) -> Dataset:
     """Select the columns that are used, and refuse those that do not hold the text they should."""
-    columns = _choose(source, rows.column_names, choices)
+    columns = _choose(source, rows.column_names, choices, optional)
     for name, is_text in columns.items():
         dtype = getattr(rows.features[name], "dtype", "nested")
         if is_text and dtype not in _TEXT_TYPES:

@@ -126,6 +126,44 @@ def load_tokenizer(folder: str | Path, option: str = "--tokenizer") -> PreTraine
     return tokenizer
 
 
+def set_chat_template(tokenizer: PreTrainedTokenizerFast, file: str) -> None:
+    """Give a tokenizer the chat template of a file.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    try:
+        tokenizer.chat_template = Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"it cannot be read ({error})"
+        raise ConfigError("--chat_template", file, reason, "Name a file") from None
+
+
+def start_tokens(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the tokens that the tokenizer puts before a text, such as one start token."""
+    text = "sea"
+    inner = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(text)["input_ids"]
+    places = range(len(whole) - len(inner) + 1)
+    at = next((i for i in places if whole[i : i + len(inner)] == inner), 0)
+    return list(whole[:at])
+
+
+def begin_text(
+    text: str, tokenizer: PreTrainedTokenizerFast, start: list[int] | None = None
+) -> list[int]:
+    """Tokenize a text that goes on: one start token, not a second one, and no end token.
+
+    Args:
+        text: The text, which may have a start token itself.
+        tokenizer: The tokenizer.
+        start: Its `start_tokens`, if they are known.
+    """
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start = start_tokens(tokenizer) if start is None else start
+    return ids if ids[: len(start)] == start else start + ids
+
+
 def cached_tokenizer(
     documents: Dataset, vocab_size: int, kind: TokenizerKind, cache_dir: Path
 ) -> PreTrainedTokenizerFast:

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from wavemare.engine.checkpoint.random_state import drawn_alike
 from wavemare.engine.labels import IGNORED, count_labels
 from wavemare.models import TransformerPipeline
+from wavemare.models.activations import kernel_bounds
 
 
 class StepFeed:
@@ -183,7 +184,12 @@ class TokenMean(Iterator[Any]):
             inputs = [engine.module.split_batch(batch)[0] for batch in batches]
             return [(one, (own, items)) for one, own in zip(inputs, labels, strict=True)]
         # The model divides its sum by the number. A cache would hide that rows are packed.
-        return [{**b, "num_items_in_batch": items, "use_cache": False} for b in batches]
+        more = {"num_items_in_batch": items, "use_cache": False}
+        config = getattr(engine.module, "config", None)
+        packed = (
+            kernel_bounds(config, b.get("position_ids"), b.get("attention_mask")) for b in batches
+        )
+        return [{**b, **bounds, **more} for b, bounds in zip(batches, packed, strict=True)]
 
     def loss(self, batches: Iterable[Any]) -> float:
         """Return the mean loss over the labels of a rank's micro-batches, and the other ranks'."""

@@ -82,6 +82,7 @@ class GPT2BlockLayer(Block):
             attention_mask=self.context.mask("full_attention", hidden, sides),
             use_cache=False,
             position_ids=self.context.position_ids(hidden, sides),
+            **self.context.row_bounds(hidden, sides),
         )
 
 
@@ -135,6 +136,7 @@ class DecoderBlock(Block):
             position_ids=self.context.position_ids(hidden, sides),
             position_embeddings=self.context.rotary(self.kind, hidden, sides),
             use_cache=False,
+            **self.context.row_bounds(hidden, sides),
         )
         return result[0] if isinstance(result, tuple) else result
 

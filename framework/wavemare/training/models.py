@@ -315,18 +315,13 @@ def load_chat_model(args: Any) -> tuple[Any, Any]:
         ConfigError: The file of the chat template cannot be read.
         ModelError: The model cannot keep the rows of a packed sample apart.
     """
-    from wavemare.data.tokenizer import load_tokenizer
+    from wavemare.data.tokenizer import load_tokenizer, set_chat_template
     from wavemare.models.deferred import read_weights
 
     own = tokenizer_of(args)
     tokenizer: Any = load_tokenizer(own or args.model, "--tokenizer" if own else "--model")
     if args.chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                "--chat_template", args.chat_template, f"it cannot be read ({error})", "Name a file"
-            ) from None
+        set_chat_template(tokenizer, args.chat_template)
     model = load_causal_model(args)
     if not args.no_packing:
         check_packing(model)

@@ -14,15 +14,18 @@ def continue_text(folder: Path, prompt: str, seed: int, tokens: int = 48) -> str
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from wavemare.data.tokenizer import begin_text
+
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(seed)
     room = max_positions(model.config)
     most = min(room, 2**20) - 1  # tokenizers count in 32 bits
-    inputs = tokenizer(prompt, return_tensors="pt", truncation=True, max_length=most)
+    ids = torch.tensor([begin_text(prompt, tokenizer)[:most]])
     output = model.generate(
-        **inputs,
-        max_new_tokens=min(tokens, room - inputs["input_ids"].shape[1]),
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=min(tokens, room - ids.shape[1]),
         do_sample=True,
         top_k=40,
         temperature=0.8,

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,14 +117,32 @@ def of_many_lengths(rank):
 
 
 def packed(rank):
+    """Yield samples of rows of many lengths, the last of which ends with its sample."""
+    draw = torch.Generator().manual_seed(40 + rank)
     for tokens in token_batches(rank):
-        positions = torch.arange(tokens.shape[1], device=tokens.device) % 5
+        starts = torch.rand(tokens.shape, generator=draw).to(tokens.device) < 0.2
+        starts[:, 0] = True
+        place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        positions = place - place.masked_fill(~starts, 0).cummax(-1).values
         labels = tokens.masked_fill(positions == 0, -100)
-        yield {
-            "input_ids": tokens,
-            "position_ids": positions.expand_as(tokens).contiguous(),
-            "labels": labels,
-        }
+        yield {"input_ids": tokens, "position_ids": positions, "labels": labels}
+
+
+def loss_of_batch(model, batch):
+    return model(**batch, use_cache=False).loss
+
+
+def loss_of_rows(model, batch):
+    """Return the mean loss over the labels of packed rows, each of which is a batch of its own."""
+    total, count = 0.0, 0
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        starts = [*(positions == 0).nonzero()[:, 0].tolist(), len(ids)]
+        for row in ids.split([b - a for a, b in pairwise(starts)]):
+            if len(row) > 1:
+                labels = len(row) - 1
+                total = total + labels * model(row[None], labels=row[None], use_cache=False).loss
+                count += labels
+    return total / count
 
 
 def pairs(rank, *, ids=False):
@@ -155,6 +173,7 @@ class Feature:
         replicas: Pipelines that train beside each other.
         dtype: Of the model's weights.
         tolerance: Of the weights' distance from one process's, over that from the first weights.
+        loss: Of a model and a batch by name, in the one process.
         steps: How many `trained` does: roundings of 16 bits choose other experts soon.
         run: Trains otherwise than by `trained`.
     """
@@ -167,6 +186,7 @@ class Feature:
     replicas: int = REPLICAS
     dtype: torch.dtype = torch.float32
     tolerance: float = 1e-4
+    loss: Callable[[Any, Any], torch.Tensor] = loss_of_batch
     steps: int = STEPS
     run: Callable[[str, "Feature"], Any] | None = None
 
@@ -264,7 +284,7 @@ def alone(feature, steps):
         for batch in (each for replica in micro_batches for each in replica):
             with autocast:
                 if isinstance(batch, dict):
-                    loss = model(**batch, use_cache=False).loss
+                    loss = feature.loss(model, batch)
                 else:
                     loss = nn.functional.mse_loss(model(batch[0]), batch[1])
             (loss * (scale / count)).backward()
@@ -517,7 +537,12 @@ FEATURES: dict[str, Feature] = {
     "LoRA": Feature(lora),
     "frozen stage": Feature(half_frozen),
     "dynamic shapes": Feature(data=of_many_lengths, pipeline={"dynamic_shape": True}),
-    "packed rows": Feature(data=packed, pipeline={"inputs": ["input_ids", "position_ids"]}),
+    "packed rows": Feature(
+        data=packed,
+        pipeline={"inputs": ["input_ids", "position_ids"]},
+        tolerance=1e-5,
+        loss=loss_of_rows,
+    ),
     "float without gradient": Feature(partial(bodies, mixed), pairs),
     "reentrant checkpoints": Feature(config=checkpoints(True)),
     "checkpoints": Feature(config=checkpoints(False)),
@@ -537,6 +562,14 @@ FEATURES: dict[str, Feature] = {
     "auxiliary losses": Feature(partial(build_moe, auxiliary=True), masked),
     "evaluation of other shapes": Feature(run=evaluated),
     "exact resume": Feature(config=ZERO, run=resumed),
+    "tensor parallelism, packed rows": Feature(
+        data=packed,
+        ours=SPLIT,
+        pipeline={"inputs": ["input_ids", "position_ids"]},
+        replicas=1,
+        tolerance=1e-5,
+        loss=loss_of_rows,
+    ),
     "resume elsewhere": Feature(config={**ZERO, "optimizer": ADAM}, run=resumed_elsewhere),
 }
 

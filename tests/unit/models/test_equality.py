@@ -2,6 +2,7 @@
 """A pipeline of one stage computes what its model computes, to the bit."""
 
 import copy
+from itertools import pairwise
 
 import deepspeed
 import pytest
@@ -11,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from wavemare.models import to_pipeline
+from wavemare.models.activations import kernel_bounds
 from wavemare.parallel.tensor.split import split_model
 
 
@@ -103,6 +105,60 @@ def test_positions_that_restart_separate_packed_texts(name, make_model, make_bat
     assert not torch.equal(logits[0, :6], expected[0, :6])
     alone = model(batch["input_ids"][1:, :3]).logits[0]
     torch.testing.assert_close(expected[1, :3], alone, rtol=1e-5, atol=1e-5)
+
+
+def by_rows(module, query, key, value, mask, **options):
+    """Attend as FlashAttention's kernel of variable length does: each row of a sample alone."""
+    assert mask is None
+    bounds = options["cu_seq_lens_q"].tolist()
+    assert max(b - a for a, b in pairwise(bounds)) == options["max_length_q"]
+    flat = [torch.cat(tuple(states), dim=1)[None] for states in (query, key, value)]
+    parts, window = [], options.pop("sliding_window", None) or len(flat[0][0, 0])
+    for start, stop in pairwise(bounds):
+        back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        near = ((back >= 0) & (back < window))[None, None]
+        states = (each[:, :, start:stop] for each in flat)
+        parts.append(sdpa_attention_forward(module, *states, near, **options)[0])
+    result = torch.cat(parts, dim=1)
+    return result.view(query.shape[0], -1, *result.shape[2:]), None
+
+
+LENGTHS = [[30, 7, 3], [1, 25, 14]]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_by_rows"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "olmo3", "gpt_neox"])
+def test_packed_rows_compute_what_each_computes_alone(name, attention, make_model, make_batch):
+    """With masks for blocks, and with a kernel that is told where rows begin; two samples.
+
+    In the pipeline and in the model, which a mask of blocks is given where it can use it.
+    """
+    AttentionInterface.register("flash_by_rows", by_rows)
+    AttentionMaskInterface.register("flash_by_rows", flash_attention_mask)
+    model = make_model(name).eval()
+    model.config._attn_implementation = attention  # transformers looks for a flash kernel's package
+    batch = make_batch(model, padded=False, tokens=40)
+    positions = [[i for n in lengths for i in range(n)] for lengths in LENGTHS]
+    batch["position_ids"] = torch.tensor(positions)
+    batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)
+    del batch["attention_mask"]
+    module = to_pipeline(model, num_stages=1, inputs=["input_ids", "position_ids"]).eval()
+    inputs, labels = module.split_batch(batch)
+    packed = module(inputs)
+    bounds = kernel_bounds(model.config, batch["position_ids"], None)
+    whole = model(**batch, **bounds, use_cache=False).logits
+    torch.testing.assert_close(whole, packed, rtol=1e-5, atol=1e-5)
+    samples = zip(batch["input_ids"], LENGTHS, strict=True)
+    rows = [row for sample, lengths in samples for row in sample.split(lengths)]
+    model.config._attn_implementation = "sdpa"
+    alone = [model(row[None], use_cache=False).logits[0] for row in rows]
+    torch.testing.assert_close(packed.flatten(0, 1), torch.cat(alone), rtol=1e-5, atol=1e-5)
+    loss = sum(
+        torch.nn.functional.cross_entropy(logits[:-1], row[1:], reduction="sum")
+        for logits, row in zip(alone, rows, strict=True)
+        if len(row) > 1
+    ) / sum(len(row) - 1 for row in rows)
+    torch.testing.assert_close(module.loss_fn(packed, labels), loss, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox"])
