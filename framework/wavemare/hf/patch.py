@@ -9,9 +9,19 @@ import sys
 import transformers
 import transformers.trainer
 
-from wavemare.hf.trainer import Trainer
+from wavemare.errors import LaunchError
+from wavemare.hf.trainer import StockTrainer, Trainer
 
 __all__ = ["Trainer"]
+
+for _kind in StockTrainer.__subclasses__():
+    if _kind.__module__.startswith("trl."):
+        raise LaunchError(
+            "wavemare.hf.patch",
+            f"{_kind.__module__}.{_kind.__name__}",
+            "it has been imported before, and derives from transformers' own Trainer",
+            "Put import wavemare.hf.patch before the first import of trl",
+        )
 
 vars(transformers.trainer)["Trainer"] = Trainer
 vars(transformers)["Trainer"] = Trainer
