@@ -10,8 +10,6 @@ import peft
 import pytest
 import transformers
 
-from wavemare.data.tokenizer import train_tokenizer
-
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TRL, LORA = ((DOCS / name).read_text() for name in ("trl.md", "lora.md"))
 LINES = [
@@ -63,7 +61,6 @@ def test_a_base_in_4_bits_trains_in_stages_as_the_page_says(command, tmp_path):
         max_position_embeddings=64,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    train_tokenizer(LINES, 64, kind="gpt").save_pretrained(tmp_path / "model")
     command(*line(LORA, "qlora.py")).check()
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")

@@ -112,7 +112,7 @@ def test_a_stage_without_trained_weights_goes_on_from_a_checkpoint_and_stays(lau
         one, other = results["frozen"]["losses"]
         assert one == other
         losses = results["frozen bf16"]["losses"]
-        assert losses[-1] < losses[0] - 0.02
+        assert losses[-1] < losses[0] - 0.002
     assert not first["frozen bf16"]["moved"]
     assert all("lora_" in name for name in last["frozen bf16"]["moved"])
     assert last["frozen bf16"]["moved"]
@@ -122,9 +122,7 @@ def test_a_stage_without_trained_weights_goes_on_from_a_checkpoint_and_stays(lau
 @pytest.mark.world_size(2)
 def test_it_may_step_alone(launch_once):
     for results in launch_once("lora.py", *NIGHTLY):
-        found = results["frozen pipemare"]
-        assert found["moved"] > 1e-3
-        assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6)
+        check(results["frozen pipemare"], 1e-6)  # the last stage's gradients are never stale
 
 
 @pytest.mark.world_size(2)

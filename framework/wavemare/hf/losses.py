@@ -201,10 +201,10 @@ class StageModel:
         labels, items = named.get("labels"), named.get("num_items_in_batch")
         if not fused:
             return self._output(labels, items)
-        output, is_shifted = self._output(None, None), shifted is not None
-        return fused_output(
-            output.logits, shifted if is_shifted else labels, items, shifted=is_shifted
-        )
+        logits = self._output(None, None).logits
+        if shifted is not None:
+            return fused_output(logits, shifted, items, shifted=True)
+        return fused_output(logits, named["labels"], items, shifted=False)
 
     def _check(self, named: Mapping[str, Any]) -> None:
         """Refuse arguments that differ from what the stages have computed with."""

@@ -10,11 +10,11 @@ import transformers
 import transformers.trainer
 
 from wavemare.errors import LaunchError
-from wavemare.hf.trainer import StockTrainer, Trainer
+from wavemare.hf.trainer import Trainer
 
 __all__ = ["Trainer"]
 
-for _kind in StockTrainer.__subclasses__():
+for _kind in Trainer.__bases__[0].__subclasses__():
     if _kind.__module__.startswith("trl."):
         raise LaunchError(
             "wavemare.hf.patch",

@@ -113,6 +113,9 @@ class Trainer(StockTrainer):
         config = TrainerConfig(args.deepspeed, world_size=args.world_size)
         self._check_support(config)
         config.trainer_config_process(args)
+        if trl.class_of(self) is not None and config.ours.model_ranks > 1:
+            # It builds stock engines of references, which would count each rank as a data rank.
+            config.config.pop("train_batch_size", None)
         args.hf_deepspeed_config = config
         args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
         return config

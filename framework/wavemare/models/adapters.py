@@ -112,8 +112,8 @@ def begin_adapters(model: nn.Module) -> None:
         unset = [p for p in layer.parameters() if p.is_meta and deferred(p) is None]
         if not unset:
             continue
-        (name,), configs = layer.active_adapters, getattr(model, "peft_config", {})
-        config = configs.get(name)
+        (name,) = layer.active_adapters
+        config: Any = getattr(model, "peft_config", {}).get(name)
         how = getattr(config, "init_lora_weights", None)
         if not is_lora(layer) or how not in (True, False, "gaussian") or config.use_dora:
             reason = f"adapters that begin with the weights' values ({how}) need them"

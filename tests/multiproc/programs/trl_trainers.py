@@ -7,9 +7,11 @@ is TRL's own result.
 
 import wavemare.hf.patch  # noqa: I001  # the line
 
+import json
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 import datasets
 import peft
@@ -30,7 +32,7 @@ DPO = {"max_length": 24, "beta": 0.5}
 
 
 def tokenizer():
-    return train_tokenizer([" ".join(WORDS)] * 20, 120, kind="gpt")
+    return train_tokenizer([" ".join(WORDS)] * 20, 280, kind="gpt")
 
 
 def text(number, length):
@@ -38,12 +40,11 @@ def text(number, length):
 
 
 def rows(kind):
-    """Rows of unlike lengths."""
+    """Rows of unlike lengths, of a file: TRL shares what it precomputes by the file's cache."""
     numbers = range(14)
-    if kind == "sft":
-        return datasets.Dataset.from_list([{"text": text(n, 3 + n % 5)} for n in numbers])
-    return datasets.Dataset.from_list(
-        [
+    found = [{"text": text(n, 3 + n % 5)} for n in numbers]
+    if kind == "dpo":
+        found = [
             {
                 "prompt": text(n, 3 + n % 3),
                 "chosen": " " + text(n + 1, 2 + n % 4),
@@ -51,7 +52,11 @@ def rows(kind):
             }
             for n in numbers
         ]
-    )
+    if dist.get_rank() == 0:
+        Path(f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    dist.barrier()
+    files = {"data_files": f"{kind}.jsonl", "split": "train", "cache_dir": "cache"}
+    return datasets.load_dataset("json", **files)
 
 
 def base():
@@ -105,7 +110,8 @@ def train(name, kind, section, *, lora=True, model=None, **changes):
         "sft": (trl.SFTTrainer, trl.SFTConfig),
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
     }[kind]
-    others = {} if lora or kind == "sft" else {"ref_model": base()}
+    whole = kind == "dpo" and not lora and model is None
+    others = {"ref_model": base()} if whole else {}
     data = rows(kind)
     transformers.set_seed(11)  # adapters
     trainer = make(
@@ -154,12 +160,15 @@ def refused():
         ("second adapter", "dpo", STAGES, {"model": adapted(), "lora": False}),
     ):
         found[name] = refusal(partial(train, "refused", kind, section, **changes))
+    config = base().config
+    config.num_labels = 1
+    scored = transformers.LlamaForSequenceClassification(config)
     reward = trl.RewardConfig(
         output_dir="refused", deepspeed=config_of(STAGES), use_cpu=True, bf16=False
     )
     found["reward"] = refusal(
         lambda: trl.RewardTrainer(
-            model=base(), args=reward, train_dataset=rows("dpo"), processing_class=tokenizer()
+            model=scored, args=reward, train_dataset=rows("dpo"), processing_class=tokenizer()
         )
     )
     return found
