@@ -4,8 +4,8 @@
 Usage: memory_of_ranks.py FOLDER SETTINGS, which are JSON of `MemorySettings` and of the model.
 """
 
+import ctypes
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import wavemare.models.disk_names
 from wavemare.models.deferred import unread_model
 from wavemare.models.source import Stored
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -87,7 +88,8 @@ def train(sizes, settings):
 
 
 if __name__ == "__main__":
-    os.environ.pop("MALLOC_ARENA_MAX", None)
+    # Freed tensors go back at once, as with MALLOC_MMAP_THRESHOLD_: glibc would keep them.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 100_000)
     if json.loads(sys.argv[2])[1].get("four_bit"):
         import bitsandbytes  # noqa: F401
         import peft.tuners.lora.bnb

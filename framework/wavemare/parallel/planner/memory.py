@@ -27,7 +27,7 @@ from wavemare.parallel.planner.predict import Variant, bytes_of_a_weight
 from wavemare.pipeline.plan.plan import WEIGHT_GRADIENTS, Action, Kind, Plan
 from wavemare.pipeline.plan.schedules import TRAINED, build_plan
 
-PROCESS_BYTES = 48e6
+PROCESS_BYTES = 95e6
 """What a process takes for the engine, its threads and its connections, beside all tensors."""
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BLOCK = 64
