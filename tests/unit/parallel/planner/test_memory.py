@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``wavemare plan memory``: what it counts, against sums by hand, and what it refuses."""
 
+import functools
 import json
 
 import pytest
@@ -25,6 +26,7 @@ MATRICES = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * INNER)
 NORMS, EMBEDDING = (2 * LAYERS + 1) * WIDTH, WORDS * WIDTH
 
 
+@functools.cache
 def ranks(**settings):
     config = transformers.LlamaConfig(**SIZES)
     return rank_memory(config, MemorySettings(**{"sequence": TOKENS, **settings}))
@@ -73,7 +75,7 @@ def test_checkpoints_keep_the_inputs_of_blocks_alone():
     assert again[0].activations < 0.6 * kept[0].activations
 
 
-@pytest.mark.parametrize("schedule", ["pipemare", "zbv", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["pipemare", "zbv"])
 def test_every_schedule_has_its_order(schedule):
     found = ranks(schedule=schedule)
     assert len(found) == 2
