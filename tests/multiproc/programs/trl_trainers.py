@@ -137,11 +137,10 @@ def train(name, kind, section, *, lora=True, model=None, **changes):
         for entry in trainer.state.log_history
         if "loss" in entry or "eval_loss" in entry
     ]
-    return {
-        "logs": logs,
-        "weights": sums,
-        "engine": type(getattr(trainer, "deepspeed", None)).__name__,
-    }
+    engine = getattr(trainer, "deepspeed", None)
+    if engine is not None:
+        engine.destroy()  # DeepSpeed holds the process grid of one engine
+    return {"logs": logs, "weights": sums, "engine": type(engine).__name__}
 
 
 STAGES = {"pipeline": {"stages": 2, "dynamic_shape": True}}
