@@ -14,6 +14,7 @@ from wavemare.hf.trainer import Trainer
 
 __all__ = ["Trainer"]
 
+_kind: type
 for _kind in Trainer.__bases__[0].__subclasses__():
     if _kind.__module__.startswith("trl."):
         raise LaunchError(
