@@ -42,6 +42,7 @@ from wavemare.engine.optim.optimizers import (
 from wavemare.engine.optim.policy import advise, check_replaceable, is_policys
 from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.engine.pipe.plans import agreed_plan
+from wavemare.engine.pipe.spare import with_spare
 from wavemare.engine.pipe.staged import DualPipeVEngine
 from wavemare.engine.seams import dispatch_to, finding_recorders, warn_of_other_version
 from wavemare.errors import ConfigError, ModelError, WavemareError
@@ -89,6 +90,7 @@ def build_engine(
     if SECTION in config and by_caller == [None, None]:
         arguments["lr_scheduler"] = ratio_keeping_scheduler(config)
     arguments["optimizer"] = optimizer
+    arguments["model_parameters"] = with_spare(model, complete, arguments)
     arguments["args"] = _without_config(arguments.get("args"))
     replaces_experts = is_enabled(config, "expert_parallel")
     if replaces_experts:
@@ -249,7 +251,6 @@ def _with_sizes(
     micro_batches = sizes["gradient_accumulation_steps"]
     stages = isinstance(model, deepspeed.PipelineModule) and not isinstance(model, DualPipeVModule)
     if stages:
-        _check_trained(model, config)
         clips = clipping_limit(config) > 0
         run = agreed_plan(ours.pipeline, length, micro_batches, clips=clips, plan=plan)
         _check_homes(model, run)
@@ -288,21 +289,6 @@ def homes_of_stages(
     return agreed_plan(
         ours.pipeline, ours.pipeline.stages, micro_batches, clips=False, plan=plan
     ).homes
-
-
-def _check_trained(model: Any, config: Mapping[str, Any]) -> None:
-    """Refuse a stage that trains nothing where DeepSpeed's optimizer needs a weight of it."""
-    trains = gather(any(parameter.requires_grad for parameter in model.parameters()))
-    wrapped = zero_section(config).get("stage") or is_enabled(config, "bf16")
-    if all(trains) or not (wrapped or is_enabled(config, "fp16")):
-        return
-    raise ConfigError(
-        "model",
-        f"rank {trains.index(False)}",
-        "this rank's stage trains no weight, and DeepSpeed's optimizers of ZeRO and of 16 bits "
-        "need one on each rank",
-        "Move the cuts, so that each stage trains a weight, or use ZeRO 0 in fp32",
-    )
 
 
 def _check_tied(model: Any) -> None:

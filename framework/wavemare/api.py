@@ -176,8 +176,10 @@ def _build(
     if not isinstance(model, nn.Module) or "transformers" not in sys.modules:
         result = _laid_out(values, ours, model=model, check=lambda module: None, **arguments)
     else:
+        from wavemare.models.adapters import make_ready
         from wavemare.models.whole import hand_over, handing_over
 
+        make_ready(model)
         with handing_over(model) as check:
             result = _laid_out(values, ours, model=model, check=check, **arguments)
         hand_over(model, result[0])

@@ -13,7 +13,13 @@ from importlib.util import find_spec
 
 from wavemare.errors import LaunchError
 
-EXTRAS = {"matplotlib": "report", "numba": "sparse", "peft": "peft", "plotly": "report"}
+EXTRAS = {
+    "bitsandbytes": "bnb",
+    "matplotlib": "report",
+    "numba": "sparse",
+    "peft": "peft",
+    "plotly": "report",
+}
 """The extra that brings a package."""
 
 # What builds code as a program runs: the variable that names its compiler, and those it looks for.

@@ -3,8 +3,14 @@
 
 import pytest
 
-ACTIONS = ("zero3", "tensor", "1f1b", "pipemare", "resume", "refused", "calls zbv")
-NIGHTLY = ("calls 1f1b", "zero1", "zb-h1", "zbv", "resume without base", "memory", "trainer")
+ACTIONS = (
+    *("zero3", "tensor", "1f1b", "pipemare", "resume", "refused", "calls zbv"),
+    *("dora", "frozen", "frozen bf16"),
+)
+NIGHTLY = (
+    *("calls 1f1b", "zero1", "zb-h1", "zbv", "resume without base", "memory", "trainer"),
+    *("dora zb-h1", "frozen pipemare"),
+)
 ADAPTER = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
 WHOLE = ["config.json", "generation_config.json", "model.safetensors"]
 
@@ -17,7 +23,10 @@ def check(found, limit):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(("action", "limit"), [("1f1b", 0), ("zero3", 1e-5), ("tensor", 1e-4)])
+@pytest.mark.parametrize(
+    ("action", "limit"),
+    [("1f1b", 0), ("dora", 0), ("frozen", 1e-6), ("zero3", 1e-5), ("tensor", 1e-4)],
+)
 def test_trained_adapters_are_those_of_one_process(launch_once, action, limit):
     for results in launch_once("lora.py", *ACTIONS):
         check(results[action], limit)
@@ -39,7 +48,9 @@ def test_dropout_before_a_layer_split_by_columns_is_refused(launch_once):
 
 @pytest.mark.nightly
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(("action", "limit"), [("zb-h1", 0), ("zbv", 0), ("zero1", 1e-6)])
+@pytest.mark.parametrize(
+    ("action", "limit"), [("zb-h1", 0), ("zbv", 0), ("zero1", 1e-6), ("dora zb-h1", 1e-6)]
+)
 def test_so_are_those_of_other_schedules(launch_once, action, limit):
     for results in launch_once("lora.py", *NIGHTLY):
         check(results[action], limit)
@@ -95,12 +106,30 @@ def test_so_they_do_on_a_pipeline_with_one_stage_on_each_rank(launch_once):
 
 
 @pytest.mark.world_size(2)
-def test_zero_refuses_a_stage_without_trained_weights_on_all_ranks(launch_once):
+def test_a_stage_without_trained_weights_goes_on_from_a_checkpoint_and_stays(launch_once):
+    first, last = launch_once("lora.py", *ACTIONS)
+    for results in (first, last):
+        one, other = results["frozen"]["losses"]
+        assert one == other
+        losses = results["frozen bf16"]["losses"]
+        assert losses[-1] < losses[0] - 0.002
+    assert not first["frozen bf16"]["moved"]
+    assert all("lora_" in name for name in last["frozen bf16"]["moved"])
+    assert last["frozen bf16"]["moved"]
+
+
+@pytest.mark.nightly
+@pytest.mark.world_size(2)
+def test_it_may_step_alone(launch_once):
+    for results in launch_once("lora.py", *NIGHTLY):
+        check(results["frozen pipemare"], 1e-6)  # the last stage's gradients are never stale
+
+
+@pytest.mark.world_size(2)
+def test_dora_in_split_layers_and_a_model_without_trained_weights_are_refused(launch_once):
     for results in launch_once("lora.py", *ACTIONS):
-        refused = results["refused"]
-        assert refused.startswith(
-            "ConfigError: model = 'rank 0': this rank's stage trains no weight"
-        )
+        assert results["refused"]["dora"].startswith("ModelError: use_dora = True: ")
+        assert results["refused"]["nothing"].startswith("ConfigError: model = ")
 
 
 @pytest.mark.nightly

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wavemare.cli.memory import memory
 from wavemare.cli.options import option
 from wavemare.errors import ConfigError, os_errors
 from wavemare.extras import require
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from wavemare.pipeline.plan.schedules import ScheduleRow
 
 app = typer.Typer(no_args_is_help=True, help="Look at the plan of a schedule without running it.")
+app.command()(memory)
 _MS_PER_S = 1e3
 _OF_A_PASS = "--forward-ms", "--backward-ms", "--weight-ms"
 _FILE = "file:"  # as in the configuration

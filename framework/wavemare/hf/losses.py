@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.modeling_outputs import CausalLMOutput
 
 from wavemare.errors import ModelError
 from wavemare.hf.steps import MicroBatch
+from wavemare.hf.trl import fused_output
 from wavemare.lazy import Proxy
 from wavemare.models.adapters import is_adapted
 from wavemare.models.families import find_split_loss
@@ -183,16 +185,26 @@ class StageModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's ``forward`` would for the batch: the loss, if labels are given.
 
+        Without gradients it may be called again, which gives the same numbers.
+
         Raises:
             ModelError: The stages have not computed what is asked for.
         """
-        if self._was_called:
+        if self._was_called and torch.is_grad_enabled():
             reason = "the stages make one forward pass of each micro-batch"
             raise _refusal("compute_loss", "a second call of the model", reason)
         self._was_called = True
+        fused = kwargs.pop("fused_lm_head", False)  # of TRL
         named = _by_name(type(self._whole).forward, self._whole, *args, **kwargs)
+        shifted = named.pop("shift_labels", None) if fused else None
         self._check(named)
-        return self._output(named.get("labels"), named.get("num_items_in_batch"))
+        labels, items = named.get("labels"), named.get("num_items_in_batch")
+        if not fused:
+            return self._output(labels, items)
+        logits = self._output(None, None).logits
+        if shifted is not None:
+            return fused_output(logits, shifted, items, shifted=True)
+        return fused_output(logits, named["labels"], items, shifted=False)
 
     def _check(self, named: Mapping[str, Any]) -> None:
         """Refuse arguments that differ from what the stages have computed with."""
@@ -211,6 +223,8 @@ class StageModel:
 
     def _output(self, labels: Any, items: Any) -> Any:
         outputs = _first_rows(self._outputs, len(self._inputs["input_ids"]))
+        if not torch.is_grad_enabled():
+            outputs = tree_map_only(Tensor, Tensor.detach, outputs)
         logits = outputs[0] if isinstance(outputs, tuple) else outputs  # beside sums of routers
         loss = None
         if labels is not None:

@@ -9,9 +9,20 @@ import sys
 import transformers
 import transformers.trainer
 
+from wavemare.errors import LaunchError
 from wavemare.hf.trainer import Trainer
 
 __all__ = ["Trainer"]
+
+_kind: type
+for _kind in Trainer.__bases__[0].__subclasses__():
+    if _kind.__module__.startswith("trl."):
+        raise LaunchError(
+            "wavemare.hf.patch",
+            f"{_kind.__module__}.{_kind.__name__}",
+            "it has been imported before, and derives from transformers' own Trainer",
+            "Put import wavemare.hf.patch before the first import of trl",
+        )
 
 vars(transformers.trainer)["Trainer"] = Trainer
 vars(transformers)["Trainer"] = Trainer

@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from accelerate.utils import DeepSpeedPlugin, DeepSpeedSchedulerWrapper
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch import distributed as dist
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
@@ -29,10 +28,12 @@ from wavemare.engine.checkpoint.random_state import share_draws
 from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.labels import counts_items
 from wavemare.engine.launch.group import gather, leave_out_shared_memory
-from wavemare.errors import ConfigError, ModelError, WavemareError
+from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
+from wavemare.hf import trl
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.losses import StageLoss, TrainerLoss
+from wavemare.hf.stages import filled, first_rows, from_last_stage, of_last_stage
 from wavemare.hf.steps import MicroBatch, StepFeed, fill_rows, without_labels
 from wavemare.lazy import Proxy
 from wavemare.models import save_pretrained
@@ -136,6 +137,9 @@ class Trainer(StockTrainer):
         config = TrainerConfig(args.deepspeed, world_size=args.world_size)
         self._check_support(config)
         config.trainer_config_process(args)
+        if trl.class_of(self) is not None and config.ours.model_ranks > 1:
+            # It builds stock engines of references, which would count each rank as a data rank.
+            config.config.pop("train_batch_size", None)
         args.hf_deepspeed_config = config
         args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
         return config
@@ -146,6 +150,7 @@ class Trainer(StockTrainer):
             reason = "the Trainer distributes data before annotations become a layout"
             remedy = f"Give {SECTION}.pipeline and {SECTION}.tensor_parallel"
             raise ConfigError(f"{SECTION}.parallel", "...", reason, remedy)
+        trl.check(self, stages=ours.pipeline.stages, asynchronous=ours.pipeline.is_asynchronous)
         if ours.balance.shares is not None:
             reason = "the Trainer gives all data ranks equal numbers of samples"
             remedy = "Leave it out, or use wavemare.initialize with training_data"
@@ -224,7 +229,8 @@ class Trainer(StockTrainer):
         key = f"wavemare.{self.accelerator.whole_step_key}"
         args, given = self.args, self.accelerator.section
         reason = ""
-        if type(self).training_step is not Trainer.training_step:
+        by_trl = self.is_pipeline and trl.is_known(self)  # its step calls ours alone
+        if type(self).training_step is not Trainer.training_step and not by_trl:
             reason = f"{type(self).__name__}.training_step would not be called"
         own = self.label_smoother or self.compute_loss_func or self._has_own_loss
         if own and self.accelerator.weighs_losses:
@@ -275,6 +281,7 @@ class Trainer(StockTrainer):
         self._rate = self._rate_of_next_step()
         if not self.trains_whole_steps:
             return super().training_step(model, inputs, num_items_in_batch)
+        self._set_mode(training=True)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         self._loss.recent.clear()
@@ -282,6 +289,12 @@ class Trainer(StockTrainer):
         if self.args.logging_nan_inf_filter and not loss.isfinite():
             return self._filtered(loss)
         return loss
+
+    def _set_mode(self, *, training: bool) -> None:
+        """Let the whole model, of which a stage trains layers, say whether it is trained now."""
+        if self.is_pipeline:
+            model: Any = self.model
+            model.training = training
 
     def _filtered(self, loss: Tensor) -> Tensor:
         """Return what transformers adds to its sum of losses for a step that is not finite.
@@ -297,7 +310,7 @@ class Trainer(StockTrainer):
         for part in parts / self.args.gradient_accumulation_steps / accelerator.data_ranks:
             total = total + (part if part.isfinite() else total / steps)
         added: Tensor = total - before
-        return self._from_last_stage(added) if self.is_pipeline else added
+        return from_last_stage(self.deepspeed, added) if self.is_pipeline else added
 
     def _rate_of_next_step(self) -> float | None:
         """Return the next step's learning rate; without our section None, so that logs are stock's.
@@ -331,6 +344,13 @@ class Trainer(StockTrainer):
             loss = loss / self.accelerator.data_ranks
         return (loss, outputs) if return_outputs else loss
 
+    def compute_loss_context_manager(self) -> Any:
+        """Return transformers' context of a loss, in which TRL finds its reference."""
+        contexts = super().compute_loss_context_manager()
+        if self.is_pipeline:
+            contexts.enter_context(trl.reading_reference(self))
+        return contexts
+
     def _make_step(self, read: list[Any]) -> list[Any]:
         """Make the engine's micro-batches of a step from the batches that were read for it."""
         count = self.args.gradient_accumulation_steps
@@ -343,6 +363,8 @@ class Trainer(StockTrainer):
             scaled = counts or self.compute_loss_func is not None
         weight = float(count) if scaled else count / len(read)
         weights = [weight] * len(read) + [0.0] * (count - len(read))
+        if self.is_pipeline and trl.needs_reference(self):
+            read = [self._with_reference(batch) for batch in read]
         step = [
             MicroBatch(read[number % len(read)], items, one) for number, one in enumerate(weights)
         ]
@@ -381,6 +403,12 @@ class Trainer(StockTrainer):
             items = items * model_ranks_of(self.accelerator)
         return items
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log figures as transformers does; of TRL's losses with those of the last stage."""
+        if self.is_pipeline and self.deepspeed is not None and trl.is_known(self):
+            logs.update(from_last_stage(self.deepspeed, logs))
+        super().log(logs, start_time)
+
     def get_tp_size(self) -> int:
         """Return how many processes get the same batches."""
         return int(super().get_tp_size() * model_ranks_of(self.accelerator))
@@ -415,10 +443,14 @@ class Trainer(StockTrainer):
         if self.is_pipeline:
             self.preprocess_logits_for_metrics = None  # the last stage calls it
             self._preprocess = preprocess
+            self._set_mode(training=False)
+            if trl.is_known(self):  # whose own step asks for the whole model
+                vars(self)["prediction_step"] = partial(Trainer.prediction_step, self)
         try:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self.preprocess_logits_for_metrics = preprocess
+            vars(self).pop("prediction_step", None)
 
     def _prepare_for_evaluation(self) -> None:
         """Build an engine to evaluate with; under ZeRO 3 transformers does it."""
@@ -444,7 +476,7 @@ class Trainer(StockTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         rows, full = self._rows_that_count(inputs), inputs
         if 0 < rows:
-            inputs = _first_rows(inputs, rows)
+            inputs = first_rows(inputs, rows)
         elif self._counts_items:
             inputs = without_labels(inputs, 0)
         predict = self._predict_in_stages if self.is_pipeline else super().prediction_step
@@ -454,15 +486,19 @@ class Trainer(StockTrainer):
             # Each data rank has the part of its own labels in the mean over all of them.
             loss = self.accelerator.reduce(loss if rows else torch.zeros_like(loss), "mean")
         count = find_batch_size(full) or 0
-        return loss, _filled(logits, count), _filled(labels, count)
+        return loss, filled(logits, count), filled(labels, count)
 
     def _predict_in_stages(
         self, model: Any, inputs: dict[str, Any], loss_only: bool, ignore_keys: Any
     ) -> Any:
         """Evaluate a batch in a pipeline; the last stage sends the results to the others."""
         inputs = self._prepare_inputs(inputs)
-        engine, labels = self.deepspeed, inputs.get("labels")
-        own, predict = engine.module.loss_fn, super().prediction_step
+        labels = inputs.get("labels", inputs.get("input_ids"))  # DPO has no labels
+        predict: Any = super().prediction_step
+        if trl.is_known(self):
+            predict = partial(type(self).prediction_step, self)
+            if trl.needs_reference(self):
+                inputs = self._with_reference(inputs)
 
         def on_the_last_stage(stage_model: Any, given: dict[str, Any]) -> Any:
             loss, logits, labels = predict(stage_model, given, loss_only, ignore_keys)
@@ -470,14 +506,31 @@ class Trainer(StockTrainer):
                 logits = self._preprocess(logits, labels)
             return loss, logits
 
-        own.predict = on_the_last_stage
+        loss, logits = self._from_stages(inputs, on_the_last_stage)
+        return loss, logits, None if loss_only else labels
+
+    def _with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch with the log-probabilities of the model without its adapter, for DPO."""
+        inputs = self._prepare_inputs(inputs)
+        with self.deepspeed.module.disable_adapter():
+            _, found = self._from_stages(inputs, partial(trl.reference_of, self))
+        return trl.with_reference(inputs, found)
+
+    def _from_stages(self, inputs: dict[str, Any], predict: Callable[..., Any]) -> Any:
+        """Let a batch go forward through all stages; return what is made of it on the last one.
+
+        Args:
+            inputs: The batch, prepared.
+            predict: Of what stands for the model on the last stage, and the batch.
+        """
+        own = self.deepspeed.module.loss_fn
+        own.predict = predict
         try:
             batch = self._for_stages(MicroBatch(inputs, None, 1.0), trains=False)
-            engine.eval_batch(iter([batch]), bcast_loss=False, num_micro_batches=1)
-            loss, logits = self._of_last_stage(own.predicted)
+            self.deepspeed.eval_batch(iter([batch]), bcast_loss=False, num_micro_batches=1)
+            return of_last_stage(self.deepspeed, own.predicted)
         finally:
             own.predict = own.predicted = None
-        return loss, logits, None if loss_only else labels
 
     @property
     def _counts_items(self) -> bool:
@@ -498,44 +551,14 @@ class Trainer(StockTrainer):
 
     def _rows_that_count(self, inputs: Any) -> int:
         """Return how many rows of a batch are no repetitions that fill up the last ones."""
+        if trl.class_of(self) == "DPOTrainer":  # whose pairs are two rows each
+            return int(find_batch_size(inputs) or 0)
         return rows_that_count(
             self.accelerator.gradient_state.active_dataloader,
             int(find_batch_size(inputs) or 0),
             data_rank=self.accelerator.data_rank,
             data_ranks=self.accelerator.data_ranks,
         )
-
-    def _of_last_stage(self, predicted: Any) -> Any:
-        """Broadcast what the last stage has predicted; its error is raised by all stages."""
-        failure = None
-        if isinstance(predicted, WavemareError):
-            failure = [predicted.key, str(predicted.value), predicted.reason, predicted.remedy]
-        elif isinstance(predicted, Exception):
-            reason = f"it failed on the last stage ({predicted!r})"
-            failure = ["compute_loss", "an evaluation", reason, "Mend what that stage has raised"]
-        failure, found = self._from_last_stage((failure, None if failure else predicted))
-        if failure:
-            raise predicted if isinstance(predicted, Exception) else ModelError(*failure)
-        return found
-
-    def _from_last_stage(self, values: Any) -> Any:
-        """Broadcast nested tensors from the last stage to all stages."""
-        engine = self.deepspeed
-        group, source = engine.grid.get_pipe_parallel_group(), engine.loss_rank
-        forms = [tree_map_only(Tensor, lambda own: _Form(own.shape, own.dtype), values)]
-        dist.broadcast_object_list(forms, src=source, group=group)
-        if not engine.is_last_stage():
-            device = self.args.device
-            values = tree_map_only(
-                _Form, lambda f: torch.empty(f.shape, dtype=f.dtype, device=device), forms[0]
-            )
-
-        def sent(tensor: Tensor) -> Tensor:
-            tensor = tensor.detach().contiguous()
-            dist.broadcast(tensor, src=source, group=group)
-            return tensor
-
-        return tree_map_only(Tensor, sent, values)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a folder for ``from_pretrained``; all processes must call this."""
@@ -569,14 +592,6 @@ class Trainer(StockTrainer):
             raise ConfigError("hub_model_id", self.args.hub_model_id, reason, remedy)
 
 
-@dataclass(frozen=True)
-class _Form:
-    """Stands for a tensor of this shape and type."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def _inner(model: Any) -> Any:
     """Return the model inside adapters."""
     return model.get_base_model() if is_adapted(model) else model
@@ -588,26 +603,6 @@ def _sizes(model: Any) -> tuple[dict[str, int], int]:
     embeddings = {f"{name}.weight" for name, m in modules if isinstance(m, torch.nn.Embedding)}
     sizes = {n: getattr(p, "ds_numel", p.numel()) for n, p in model.named_parameters()}
     return sizes, sum(size for name, size in sizes.items() if name not in embeddings)
-
-
-def _first_rows(batch: Any, rows: int) -> dict[str, Any]:
-    """Return the first rows of a batch."""
-    count = find_batch_size(batch)
-    return {
-        name: value[:rows]
-        if isinstance(value, Tensor) and value.ndim and len(value) == count
-        else value
-        for name, value in batch.items()
-    }
-
-
-def _filled(values: Any, rows: int) -> Any:
-    """Return tensors with so many rows, the last ones repetitions of the first ones."""
-    if values is None:
-        return None
-    if not isinstance(values, Tensor):
-        return tuple(_filled(value, rows) for value in values)
-    return values if len(values) >= rows else values[torch.arange(rows) % len(values)]
 
 
 class _LoopModel(Proxy):

@@ -16,6 +16,13 @@ from torch import Tensor, nn
 
 from wavemare.engine.parts import own_part
 from wavemare.errors import ModelError
+from wavemare.models.deferred import deferred
+from wavemare.models.quantized import (
+    check_quantization,
+    is_four_bit_layer,
+    prepare,
+    unquantized,
+)
 
 PREFIX = "base_model.model."
 """What stands before a weight's own name in the state dict of a LoRA model."""
@@ -30,9 +37,11 @@ def is_adapted(model: Any) -> bool:
 
 
 def is_lora(layer: Any) -> bool:
-    """Whether a module is a linear layer with LoRA."""
+    """Whether a module is a linear layer with LoRA, whose weight may be in 4 bits."""
     peft = sys.modules.get("peft")
-    return peft is not None and type(layer) is peft.tuners.lora.Linear
+    if peft is None or not isinstance(layer, peft.tuners.lora.LoraLayer):
+        return False
+    return type(layer) is peft.tuners.lora.Linear or is_four_bit_layer(layer.get_base_layer())
 
 
 def tuned_layers(model: nn.Module) -> list[Any]:
@@ -51,9 +60,11 @@ def base_of(model: Any) -> Any:
     """Return the model inside a LoRA model, with its adapters; another model as it is.
 
     Raises:
-        ModelError: Adapters that a pipeline cannot train.
+        ModelError: Adapters, or a form of weights, that a pipeline cannot train.
     """
     if not is_adapted(model):
+        if isinstance(model, nn.Module):
+            check_quantization(model)
         return model
     configs, base = model.peft_config, model.get_base_model()
     config = next(iter(configs.values()))
@@ -61,13 +72,9 @@ def base_of(model: Any) -> Any:
         raise _refusal(f"it has {len(configs)} adapters", "Merge all but one")
     if config.peft_type != "LORA":
         raise _refusal(f"its adapters are of the kind {config.peft_type.value}", "Use LoRA")
-    for key in ("use_dora", "alora_invocation_tokens"):
-        if getattr(config, key, None):
-            raise _refusal(f"its LoRA configuration sets {key}", "Leave it out")
-    if getattr(base, "is_quantized", False) or not all(
-        p.is_floating_point() for p in base.parameters()
-    ):
-        raise _refusal("its base is quantized", "Load the base in bf16")
+    if getattr(config, "alora_invocation_tokens", None):
+        raise _refusal("its LoRA configuration sets alora_invocation_tokens", "Leave it out")
+    check_quantization(base)
     for layer in (base.get_input_embeddings(), base.get_output_embeddings()):
         if type(layer).__module__.startswith("peft."):
             reason = "adapters or modules_to_save stand in place of its embedding or head"
@@ -80,6 +87,44 @@ def _refusal(reason: str, remedy: str) -> ModelError:
     return ModelError(
         "model", "PeftModel", f"{reason}, which neither stages nor tensor_parallel train", remedy
     )
+
+
+def make_ready(model: nn.Module) -> None:
+    """Let a model's 4-bit layers train in an engine, and its adapters have values.
+
+    Raises:
+        ModelError: See `begin_adapters`.
+    """
+    begin_adapters(model)
+    prepare(model)
+
+
+@torch.no_grad()
+def begin_adapters(model: nn.Module) -> None:
+    """Give the adapters of a model whose weights are read late their first values.
+
+    peft leaves them on the meta device, where the weights are.
+
+    Raises:
+        ModelError: Their first values are computed with the weights.
+    """
+    for layer in tuned_layers(model):
+        unset = [p for p in layer.parameters() if p.is_meta and deferred(p) is None]
+        if not unset:
+            continue
+        (name,) = layer.active_adapters
+        config: Any = getattr(model, "peft_config", {}).get(name)
+        how = getattr(config, "init_lora_weights", None)
+        if not is_lora(layer) or how not in (True, False, "gaussian") or config.use_dora:
+            reason = f"adapters that begin with the weights' values ({how}) need them"
+            raise _refusal(reason, "Load the base with from_pretrained")
+        for factor in (layer.lora_A[name], layer.lora_B[name]):
+            new = nn.Linear(factor.in_features, factor.out_features, factor.bias is not None)
+            for key, own in new.named_parameters():
+                former = factor.get_parameter(key)
+                values = nn.Parameter(own.to(former.dtype), former.requires_grad)
+                torch.utils.swap_tensors(former, values)  # optimizers may hold it
+        layer.reset_lora_parameters(name, how)
 
 
 def adapter_names(model: Any) -> set[str]:
@@ -105,7 +150,7 @@ def whole_without_weights(model: Any, config: Any = None) -> Any:
     """
     base = model.get_base_model() if is_adapted(model) else model
     with torch.device("meta"):
-        whole: Any = type(base)(base.config if config is None else config)
+        whole: Any = type(base)(unquantized(base.config if config is None else config))
         if base.can_generate():
             whole.generation_config = base.generation_config
         whole = whole.to(base.dtype)

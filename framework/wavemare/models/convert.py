@@ -19,12 +19,19 @@ from transformers import PreTrainedModel
 
 from wavemare.errors import ConfigError, LaunchError, ModelError
 from wavemare.models.adapted import AdaptedPipeline
-from wavemare.models.adapters import PREFIX, base_of, is_adapted, whole_without_weights
+from wavemare.models.adapters import (
+    PREFIX,
+    base_of,
+    is_adapted,
+    make_ready,
+    whole_without_weights,
+)
 from wavemare.models.deferred import is_deferred, lacks_weights, read_weights
 from wavemare.models.families import SUPPORTED, family_of, split_chain, split_loss
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights, with_auxiliary_loss
 from wavemare.models.module import Conversion, TransformerPipeline
 from wavemare.models.proof import prove
+from wavemare.models.quantized import has_four_bit, whole_shape
 from wavemare.models.timing import layer_times
 from wavemare.parallel.tensor.partition import check_equal_weights, is_split, split_embedding
 from wavemare.pipeline.plan.partition import (
@@ -165,6 +172,7 @@ def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False)
         remedy = f"Use {SUPPORTED}; docs/own-model.md cuts other models"
         raise ModelError("model", type(model).__name__, reason, remedy)
     family = family_of(base)
+    make_ready(model)
     if lacks_weights(model):
         raise ModelError(
             "model",
@@ -198,7 +206,7 @@ def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False)
 
 
 def _without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
-    if is_split(model):
+    if is_split(model) or has_four_bit(model):
         return whole_without_weights(model, config)
     # A copy rather than a new instance: it keeps what loading left in the object, such as the
     # generation configuration and the renaming of weights to be undone when saving.
@@ -258,7 +266,8 @@ def parameter_cost(layer: PipelineLayer) -> float:
     parts = [layer, layer.tied] if isinstance(layer, TiedHead) else [layer]
     frozen = 0 if layer.takes_integers else 2
     weights = [weight for part in parts for weight in part.parameters()]
-    return float(sum(w.numel() * (3 if w.requires_grad else frozen) for w in weights))
+    sizes = [(whole_shape(w).numel(), 3 if w.requires_grad else frozen) for w in weights]
+    return float(sum(size * cost for size, cost in sizes))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wavemare.errors import ModelError
+from wavemare.models import quantized
 from wavemare.models.source import WeightSource, cast
 
 _MARK = "deferred"
@@ -60,6 +61,17 @@ class Deferred:
                 target.narrow(self.dim, start, last - first).copy_(piece)
             start += last - first
         target.narrow(self.dim, start, target.shape[self.dim] - start).zero_()
+
+    def read(self, parameter: Any) -> nn.Parameter:
+        """Return what stands in a parameter's place, of its type."""
+        if not quantized.is_four_bit(parameter):
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            self.read_into(values)
+            return nn.Parameter(values, parameter.requires_grad)
+        # Numbers of the whole weight share statistics.
+        whole = self.source.read(self.name).to(parameter.dtype)
+        found = quantized.quantized_like(parameter, whole)
+        return found if self.pieces is None else quantized.part_of(found, self.dim, self.pieces)
 
 
 def deferred(parameter: Any) -> Deferred | None:
@@ -133,7 +145,8 @@ def part_of(
     """
     shape = list(whole.shape)
     shape[dim] = sum(last - first for first, last in pieces) if size is None else size
-    part = nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), whole.requires_grad)
+    part: Any = torch.empty(shape, dtype=whole.dtype, device="meta")
+    part = quantized.unread(whole, part) or nn.Parameter(part, whole.requires_grad)
     mark = replace(_mark_of_whole(whole), dim=dim, pieces=tuple(pieces), then=[])
     vars(part)[_MARK] = mark
     return part
@@ -179,17 +192,21 @@ def read_weights(model: nn.Module) -> None:
         mark = deferred(parameter)
         if mark is None:
             continue
-        values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-        mark.read_into(values)
-        read = nn.Parameter(values, parameter.requires_grad)
-        vars(read).update({k: v for k, v in vars(parameter).items() if k not in _LEFT})
+        read = mark.read(parameter)
+        own = vars(read).keys()
+        kept = {k: v for k, v in vars(parameter).items() if k not in _LEFT and k not in own}
+        vars(read).update(kept)
         torch.utils.swap_tensors(parameter, read)
         for action in mark.then:
             action(parameter)
 
 
 def unread_model(
-    config: Any, source: WeightSource, dtype: torch.dtype | None = None, kind: Any = None
+    config: Any,
+    source: WeightSource,
+    dtype: torch.dtype | None = None,
+    kind: Any = None,
+    quantization_config: Any = None,
 ) -> Any:
     """Return the model of a configuration, whose weights are read from a source in the end.
 
@@ -199,17 +216,25 @@ def unread_model(
         dtype: See `defer`.
         kind: The class; by default the first of the configuration's ``architectures``, or the
             causal language model.
+        quantization_config: See `from_folder`.
 
     Raises:
         ModelError: See `defer`.
     """
     from wavemare.models.disk_names import empty_model
 
-    return defer(empty_model(config, kind, buffers=True), source, dtype)
+    model = empty_model(config, kind, buffers=True)
+    if quantization_config is not None:
+        quantized.convert(model, quantization_config)
+    return defer(model, source, dtype)
 
 
 def from_folder(
-    folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, kind: Any = None
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    kind: Any = None,
+    quantization_config: Any = None,
 ) -> Any:
     """Return the model of a Hugging Face folder, whose weights are read late.
 
@@ -221,17 +246,21 @@ def from_folder(
         folder: With ``config.json`` and safetensors.
         dtype: Of the weights; the folder's if omitted.
         kind: The model's class; by default the one that ``config.json`` names.
+        quantization_config: A ``BitsAndBytesConfig`` of 4 bits: each rank quantizes the weights of
+            its stage, one after the other, as it reads them.
 
     Raises:
-        ModelError: It is no folder of a model.
+        ModelError: It is no folder of a model, its weights are quantized in the files, or are to be
+            in another form than 4 bits of bitsandbytes.
         CheckpointError: A file is missing or damaged.
     """
     import transformers
 
     from wavemare.models.folder import HfFolder
 
+    quantized.check_unquantized(folder)
     source = HfFolder(folder, kind)
-    model = unread_model(source.config, source, dtype, kind)
+    model = unread_model(source.config, source, dtype, kind, quantization_config)
     if (Path(folder) / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.name_or_path = str(folder)

@@ -28,6 +28,7 @@ from wavemare.models.activations import (
     unpack,
 )
 from wavemare.models.deferred import copy_of, read_weights
+from wavemare.models.quantized import without_statistics
 
 
 class PipelineLayer(nn.Module):
@@ -71,8 +72,11 @@ class PipelineLayer(nn.Module):
         raise NotImplementedError
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the layer's parameters and buffers under the names of the model's state dict."""
-        state = self.state_dict(keep_vars=True)
+        """Return the layer's parameters and buffers under the names of the model's state dict.
+
+        What says how a weight is in 4 bits goes with the weight itself.
+        """
+        state = without_statistics(self.state_dict(keep_vars=True))
         return {self.weight_names[name]: value for name, value in state.items()}
 
 
@@ -232,13 +236,13 @@ def name_weights(
     Raises:
         ModelError: A weight of the model belongs to no layer.
     """
-    state = model.state_dict(keep_vars=True) | dict(replaced or {})
+    state = without_statistics(model.state_dict(keep_vars=True)) | dict(replaced or {})
     first_name: dict[int, str] = {}
     for name, value in state.items():
         first_name.setdefault(id(value), name)
     held: set[int] = set()
     for layer in chain:
-        own = layer.state_dict(keep_vars=True)
+        own = without_statistics(layer.state_dict(keep_vars=True))
         layer.weight_names = {name: first_name[id(value)] for name, value in own.items()}
         held.update(id(value) for value in own.values())
     left = sorted(name for name, value in state.items() if id(value) not in held)

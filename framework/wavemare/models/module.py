@@ -22,6 +22,7 @@ from wavemare.models.activations import split_batch
 from wavemare.models.deferred import read_weights
 from wavemare.models.families import ACCEPTED, Loss
 from wavemare.models.layers import AuxiliaryLoss, PipelineLayer, TiedHead, spec_of
+from wavemare.models.quantized import whole_shape
 
 
 @dataclass(frozen=True)
@@ -237,4 +238,6 @@ class TransformerPipeline(ChunkedPipelineModule):
 
 def _count(chain: Sequence[PipelineLayer]) -> int:
     weights = {id(weight): weight for layer in chain for weight in layer.parameters()}
-    return sum(getattr(weight, "whole_numel", weight.numel()) for weight in weights.values())
+    return sum(
+        getattr(weight, "whole_numel", whole_shape(weight).numel()) for weight in weights.values()
+    )

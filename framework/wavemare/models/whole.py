@@ -33,6 +33,7 @@ from wavemare.engine.pipe.chunks import numbered_layers
 from wavemare.errors import ModelError
 from wavemare.models.adapters import is_adapted
 from wavemare.models.module import TransformerPipeline
+from wavemare.models.quantized import dequantized, without_statistics
 from wavemare.parallel.tensor.partition import (
     gather_parts,
     is_split,
@@ -59,7 +60,8 @@ def whole_state_dict(
 
     Returns:
         On global rank 0 the state dict that the model would have in one process, on the device
-        ``cpu``; names that are tied share one tensor. Of a ``PipelineModule`` of your own these are
+        ``cpu``; names that are tied share one tensor. Weights in 4 bits are in their former type,
+        and there is nothing beside them. Of a ``PipelineModule`` of your own these are
         the names that ``torch.nn.Sequential`` gives to the same layers. None on the other ranks.
 
     Raises:
@@ -75,7 +77,7 @@ def gathered(model: Any, names: Collection[str] | None = None) -> dict[str, Tens
     if isinstance(model, PipelineModule):
         return _of_stages(model, names)
     with own_part():
-        state = model.state_dict(keep_vars=True)
+        state = without_statistics(model.state_dict(keep_vars=True))
     if names is not None:
         state = {name: tensor for name, tensor in state.items() if name in names}
     whole = _whole(state, split_embedding(model).group if is_split(model) else None)
@@ -172,7 +174,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 def _whole_tensor(part: Tensor, group: Any) -> Tensor | None:
     """Return a whole tensor on the first rank of those that share it; else, if at all, a part."""
-    own = without_zero3(part)
+    own = without_zero3(dequantized(part))
     partition = partition_of(part)
     if partition is not None:
         parts = gather_parts(own, group)
@@ -221,7 +223,7 @@ def _held(pipeline: PipelineModule) -> tuple[Mapping[str, Tensor], Mapping[str, 
         return pipeline.local_weights(), pipeline.weight_names()
     own: dict[str, Tensor] = {}
     for number, layer in numbered_layers(pipeline):
-        own |= layer.state_dict(prefix=f"{number}.", keep_vars=True)
+        own |= without_statistics(layer.state_dict(prefix=f"{number}.", keep_vars=True))
     names = dict.fromkeys(name for part in gather(list(own)) for name in part)
     return own, {name: name for name in sorted(names, key=lambda name: int(name.split(".")[0]))}
 
@@ -248,7 +250,7 @@ def for_a_file(engine: Any, exclude_frozen: bool) -> dict[str, Tensor] | None:
         own, names = _held(model)
     else:
         with own_part():
-            own = model.state_dict(keep_vars=True)
+            own = without_statistics(model.state_dict(keep_vars=True))
         names = {name: name for name in own}
     frozen = [n for n, w in own.items() if isinstance(w, nn.Parameter) and not w.requires_grad]
     left_out = {name for part in gather(frozen) for name in part}

@@ -31,6 +31,7 @@ WORK = {
     "wavemare.data.indexed": ["open_indexed", "merge_indexed"],
     "wavemare.megatron.convert": ["convert"],
     "wavemare.megatron.inspect": ["inspect"],
+    "wavemare.parallel.planner.memory": ["rank_memory"],
     "wavemare.report": ["read_run"],
 }
 COMMANDS = {

@@ -51,10 +51,11 @@ def batches():
         yield {"input_ids": tokens, "labels": tokens}
 
 
-def start(schedule="1f1b", *, model=None, stages=2, zero=0, tensor=1, **pipeline):
+def start(schedule="1f1b", *, model=None, stages=2, zero=0, tensor=1, bf16=None, **pipeline):
     ours = {"pipeline": {"stages": stages, "schedule": schedule, **pipeline}}
     ours["tensor_parallel"] = {"size": tensor}
     config = configuration(zero, wavemare=ours, gradient_clipping=0.0)
+    config["bf16"] = bf16 or {"enabled": False}
     del config["scheduler"]
     config["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
     config["zero_allow_untested_optimizer"] = True
@@ -62,9 +63,9 @@ def start(schedule="1f1b", *, model=None, stages=2, zero=0, tensor=1, **pipeline
     return wavemare.initialize(model=model, config=config)[0]
 
 
-def alone():
+def alone(**changes):
     """Return a model that one process has trained."""
-    model, data = lora_model().to(DEVICE).train(), batches()
+    model, data = lora_model(**changes).to(DEVICE).train(), batches()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     for _ in range(STEPS):
         for _ in range(2):
@@ -82,12 +83,12 @@ def difference(folder, model):
     return max(float((ours[name] - theirs[name].cpu()).detach().abs().max()) for name in ours)
 
 
-def saved(engine, name):
+def saved(engine, name, **changes):
     """Save adapter and whole model, and compare both folders with one process."""
     save_pretrained(engine, name)
     save_pretrained(engine, f"{name}-merged", merge=True)
     torch.distributed.barrier()
-    theirs, ids = alone(), next(batches())["input_ids"]
+    theirs, ids = alone(**changes), next(batches())["input_ids"]
     loaded = peft.PeftModel.from_pretrained(base_model(), name).to(DEVICE).eval()
     whole = transformers.AutoModelForCausalLM.from_pretrained(f"{name}-merged").to(DEVICE).eval()
     found = {"files": sorted(os.listdir(name)), "whole": sorted(os.listdir(f"{name}-merged"))}
@@ -96,15 +97,15 @@ def saved(engine, name):
         found["logits"] = float((loaded(ids).logits - expected).abs().max())
         merged = theirs.merge_and_unload()(ids).logits
         found["merged"] = float((whole(ids).logits - merged).abs().max())
-    found["moved"] = difference(name, lora_model())
-    return found | {"adapter": difference(name, alone())}
+    found["moved"] = difference(name, lora_model(**changes))
+    return found | {"adapter": difference(name, alone(**changes))}
 
 
-def pipeline(schedule):
-    engine, data = start(schedule), batches()
+def pipeline(schedule, **changes):
+    engine, data = start(schedule, model=lora_model(**changes)), batches()
     for _ in range(STEPS):
         engine.train_batch(data)
-    return saved(engine, schedule)
+    return saved(engine, f"{schedule}{len(changes)}", **changes)
 
 
 def pipemare():
@@ -235,10 +236,48 @@ def calls(schedule):
     return {"found": found, "expected": expected, "refused": refused}
 
 
+LAST_LAYER = {
+    "target_modules": ["q_proj"],
+    "layers_to_transform": [3],
+    "layers_pattern": "layers",
+    "lora_dropout": 0.0,
+}
+
+
+def frozen(schedule="1f1b", *, zero=1):
+    """Train adapters of the last stage alone; the other one has nothing to train."""
+    engine, data = start(schedule, model=lora_model(**LAST_LAYER), zero=zero), batches()
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    name = f"frozen-{schedule}"
+    engine.save_checkpoint(f"{name}-checkpoint")
+    again = start(schedule, model=lora_model(**LAST_LAYER), zero=zero)
+    again.load_checkpoint(f"{name}-checkpoint")
+    found = saved(engine, name, **LAST_LAYER)
+    batch = next(data)
+    losses = [float(each.train_batch(iter([batch] * 4))) for each in (engine, again)]
+    return found | {"losses": losses}
+
+
+def frozen_in_bf16():
+    """The same in 16 bits, one batch again and again; the first stage's weights stay."""
+    model = lora_model(**LAST_LAYER)
+    engine, batch = start(model=model, zero=0, bf16={"enabled": True}), next(batches())
+    before = {name: weight.clone() for name, weight in engine.module.local_weights().items()}
+    losses = [float(engine.train_batch(iter([batch] * 2))) for _ in range(10)]
+    after = engine.module.local_weights()
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    return {"losses": losses, "moved": moved}
+
+
 def refused():
-    some = {"layers_to_transform": [3], "layers_pattern": "layers"}
-    model = lora_model(target_modules=["q_proj"], **some)
-    return refusal(lambda: start(model=model, zero=1))
+    some = {"use_dora": True}
+    nothing = lora_model()
+    nothing.requires_grad_(False)
+    return {
+        "dora": refusal(lambda: start(model=lora_model(**some), stages=1, tensor=2)),
+        "nothing": refusal(lambda: start(model=nothing, zero=1)),
+    }
 
 
 if __name__ == "__main__":
@@ -255,6 +294,11 @@ if __name__ == "__main__":
         "memory": memory,
         "trainer": trainer,
         "refused": refused,
+        "dora": partial(pipeline, "1f1b", use_dora=True),
+        "dora zb-h1": partial(pipeline, "zb-h1", use_dora=True),
+        "frozen": frozen,
+        "frozen pipemare": partial(frozen, "pipemare"),
+        "frozen bf16": frozen_in_bf16,
         **{f"calls {name}": partial(calls, name) for name in ("1f1b", "zbv")},
     }
     results = {}

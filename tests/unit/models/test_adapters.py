@@ -8,7 +8,13 @@ import transformers
 
 from support.refusals import refuses
 from wavemare.errors import ModelError
-from wavemare.models import save_pretrained, tied_weights, to_pipeline, whole_state_dict
+from wavemare.models import (
+    from_folder,
+    save_pretrained,
+    tied_weights,
+    to_pipeline,
+    whole_state_dict,
+)
 from wavemare.models.convert import cut_chain, take_apart
 from wavemare.pipeline.plan.partition import balanced_cuts
 
@@ -65,19 +71,13 @@ def two(model):
     model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))
 
 
-def quantize(model):
-    model.get_base_model().is_quantized = True
-
-
 @pytest.mark.parametrize(
     ("options", "change"),
     [
-        ({"use_dora": True}, None),
         ({"modules_to_save": ["embed_tokens"]}, None),
         ({"modules_to_save": ["lm_head"]}, None),
         ({"target_modules": ["lm_head"]}, None),
         ({}, two),
-        ({}, quantize),
     ],
 )
 def test_adapters_that_a_pipeline_cannot_train_are_refused(options, change, adapt):
@@ -86,6 +86,50 @@ def test_adapters_that_a_pipeline_cannot_train_are_refused(options, change, adap
         change(model)
     with refuses(ModelError, "model", "PeftModel"):
         to_pipeline(model, num_stages=1)
+
+
+def test_a_base_that_is_quantized_in_another_form_than_4_bits_is_refused(adapt):
+    model = adapt("llama")
+    model.get_base_model().is_quantized = True
+    with refuses(ModelError, "model", "LlamaForCausalLM"):
+        to_pipeline(model, num_stages=1)
+
+
+def test_adapters_of_a_model_that_is_read_late_begin_as_peft_begins_them(make_model, tmp_path):
+    make_model("llama").save_pretrained(tmp_path)
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+    made = []
+    for load in (from_folder, type(make_model("llama")).from_pretrained):
+        model = peft.get_peft_model(load(tmp_path), peft.LoraConfig(**options))
+        held = [p for p in model.parameters() if p.requires_grad]  # an optimizer may
+        made.append(to_pipeline(model, num_stages=1))
+        assert all(one is other for one, other in zip(held, trained(made[-1]), strict=True))
+    late, early = (dict(module.local_weights()) for module in made)
+    assert list(late) == list(early)
+    for name, weight in late.items():
+        if "lora_A" in name:  # Kaiming's uniform numbers: 1 / sqrt(inputs) bounds them
+            bound = weight.shape[1] ** -0.5
+            assert 0.8 * bound < float(weight.detach().abs().max()) <= bound
+        else:
+            assert torch.equal(weight, early[name]), name
+
+
+def trained(module):
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_adapters_that_begin_with_the_weights_are_refused_where_these_are_read_late(
+    options, make_model, tmp_path
+):
+    make_model("llama").save_pretrained(tmp_path)
+    model = from_folder(tmp_path)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(model, config)
+    for name, value in options.items():
+        setattr(adapted.peft_config["default"], name, value)
+    with refuses(ModelError, "model", "PeftModel"):
+        to_pipeline(adapted, num_stages=1)
 
 
 def test_other_kinds_of_peft_are_refused(make_model):

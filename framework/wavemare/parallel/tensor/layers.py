@@ -143,7 +143,12 @@ class ParallelLinear(nn.Module):
         bias: (outputs,).
         group: The ranks.
         transposed: The weight is (inputs, outputs), as in GPT-2's ``Conv1D``.
+
+    Attributes:
+        four_bit: The layer of bitsandbytes that multiplies by a part in 4 bits; None without.
     """
+
+    four_bit: Any = None
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, group: Any, *, transposed: bool
@@ -156,6 +161,9 @@ class ParallelLinear(nn.Module):
 
     def local_product(self, value: Tensor, bias: Tensor | None) -> Tensor:
         """Map (..., inputs) to (..., outputs) by the rank's part of the weight."""
+        if self.four_bit is not None:
+            found: Tensor = self.four_bit.forward(value)
+            return found
         return F.linear(value, self.weight.t() if self.transposed else self.weight, bias)
 
 

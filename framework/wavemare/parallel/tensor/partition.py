@@ -15,6 +15,7 @@ from torch import distributed as dist
 from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather, group_for
 from wavemare.errors import ModelError
+from wavemare.models import quantized
 from wavemare.models.deferred import deferred, part_of
 from wavemare.parallel.tensor.layers import VocabParallelEmbedding, VocabularyShare
 
@@ -99,18 +100,32 @@ def check_equal_weights(model: nn.Module, group: Any = None) -> None:
             raise ModelError("model", type(model).__name__, reason, remedy)
 
 
-def split_parameter(whole: nn.Parameter, partition: Partition, group: Any) -> nn.Parameter:
+def split_parameter(
+    whole: nn.Parameter, partition: Partition, group: Any, name: str = ""
+) -> nn.Parameter:
     """Return this rank's part of a parameter, which knows its partition.
 
     It has the marks that Megatron-LM and DeepSpeed look for; without them DeepSpeed would count it
     in the gradient's norm on the first rank alone.
 
+    Args:
+        whole: It stays as it is.
+        partition: How it is cut.
+        group: The ranks.
+        name: Of its layer, for errors.
+
     Raises:
         ValueError: The dimension cannot be divided by the number of ranks.
+        ModelError: Its 4-bit blocks cannot.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if deferred(whole) is not None:
         return marked(partition.deferred_part(whole, rank, ranks), partition, whole.numel())
+    if quantized.is_four_bit(whole):
+        shape = quantized.whole_shape(whole)
+        pieces = partition.pieces(shape[partition.dim], rank, ranks)
+        own = quantized.part_of(whole, partition.dim, pieces, name)
+        return marked(own, partition, shape.numel())
     part = partition.part(whole.detach(), rank, ranks)
     return marked(nn.Parameter(part, whole.requires_grad), partition, whole.numel())
 

@@ -22,12 +22,14 @@ from transformers.pytorch_utils import Conv1D
 from wavemare.engine.labels import counts_items, shifts_labels
 from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
-from wavemare.models.adapters import base_of, is_lora
+from wavemare.models.adapters import base_of, is_adapted, is_lora, make_ready
 from wavemare.models.deferred import is_deferred, lacks_weights, when_read
 from wavemare.models.proof import example_batch, undisturbed
+from wavemare.models.quantized import in_fp32, is_four_bit_layer, part_of_layer, whole_shape
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     InputCopies,
+    ParallelLinear,
     RowParallelLinear,
     SplitRandom,
     VocabParallelEmbedding,
@@ -88,6 +90,8 @@ def split_model(
     """
     inner = base_of(model)
     with _together(inner, group):
+        _check_adapters(model)
+        make_ready(model)
         plan = _check(inner, group)
         plan = plan if experts else plan.without_experts()
         split = _Split(inner, plan, group)
@@ -142,7 +146,8 @@ class _Split:
                 reason = "the ranks would drop different elements of one input"
                 raise ModelError(name, "lora_dropout", reason, "Set lora_dropout to 0")
             layer = layer.base_layer
-        if style in _LINEAR and type(layer) not in (nn.Linear, Conv1D, nn.Parameter):
+        known = type(layer) in (nn.Linear, Conv1D, nn.Parameter) or is_four_bit_layer(layer)
+        if style in _LINEAR and not known:
             raise ModelError(
                 name,
                 f"{type(layer).__module__}.{type(layer).__qualname__}",
@@ -171,7 +176,7 @@ class _Split:
     def parameter(self, whole: nn.Parameter, partition: Partition, name: str = "") -> nn.Parameter:
         """Return the rank's part of a parameter, the same one for the same parameter."""
         if id(whole) not in self._parts:
-            size = whole.shape[partition.dim]
+            size = whole_shape(whole)[partition.dim]
             if partition.tokens is None and size % (partition.blocks * self._ranks):
                 raise ModelError(
                     name,
@@ -179,7 +184,7 @@ class _Split:
                     f"this width cannot be split over {self._ranks} ranks",
                     "Use a number of ranks that divides it",
                 )
-            part = split_parameter(whole, partition, self._group)
+            part = split_parameter(whole, partition, self._group, name)
             self._parts[id(whole)] = part, whole
         return self._parts[id(whole)][0]
 
@@ -251,6 +256,7 @@ class _Split:
                 copies=copies,
                 gathers=gathers,
             )
+            self._keep_four_bit(old, new, bias)
             self.replace(part, old, new, base)
             copies = None  # the factor reads what the other one gives
 
@@ -277,7 +283,13 @@ class _Split:
                 random=self._random,
                 splits=splits,
             )
+            self._keep_four_bit(old, new, None)
             self.replace(part, old, new, base)
+
+    def _keep_four_bit(self, old: Any, new: ParallelLinear, bias: nn.Parameter | None) -> None:
+        """Let a layer compute with its part of a weight in 4 bits, if that is what it has."""
+        if is_four_bit_layer(old):
+            vars(new)["four_bit"] = part_of_layer(old, new.weight, bias)  # no submodule of it
 
     def summed(self, base: nn.Module, name: str) -> None:
         """Let a whole module be used on parts, such as the norm of the rank's queries."""
@@ -385,6 +397,14 @@ def _whole_head(model: Any, head: VocabParallelHead) -> Iterator[None]:
         yield
     finally:
         del model.get_output_embeddings
+
+
+def _check_adapters(model: Any) -> None:
+    """Refuse adapters that read whole rows of a weight."""
+    if is_adapted(model) and any(c.use_dora for c in model.peft_config.values()):
+        reason = "DoRA needs the norms of whole rows, of which wavemare.tensor_parallel gives parts"
+        remedy = "Leave use_dora out, or use pipeline stages or ZeRO"
+        raise ModelError("use_dora", True, reason, remedy)
 
 
 def _check(model: Any, group: Any) -> TensorPlan:
@@ -505,7 +525,7 @@ class _Trial:
         try:
             for tensor in half:
                 tensor.data = tensor.data.float()
-            with undisturbed(model), torch.enable_grad():
+            with undisturbed(model), in_fp32(model), torch.enable_grad():
                 model.eval()
                 logits = model(**batch).logits
                 if model.get_output_embeddings() is None:

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen weights in bitsandbytes' 4 bits: whole, cut over ranks, read late, and in checkpoints.
+
+Such a weight is a column of bytes, and its ``quant_state`` has its shape and the rest.
+bitsandbytes is imported only where a model has such a weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wavemare.errors import ModelError
+from wavemare.extras import require
+
+METHOD = "bitsandbytes"
+_OPTIONS = "blocksize", "compress_statistics", "quant_type", "quant_storage", "module"
+_PREPARED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def is_four_bit(weight: Any) -> bool:
+    """Whether a parameter is in 4 bits of bitsandbytes, or will be once it has been read."""
+    bnb = sys.modules.get(METHOD)
+    return bnb is not None and isinstance(weight, bnb.nn.Params4bit)
+
+
+def has_four_bit(model: nn.Module) -> bool:
+    """Whether weights of a model are in 4 bits, or will be."""
+    return METHOD in sys.modules and any(map(is_four_bit, model.parameters()))
+
+
+def is_four_bit_layer(layer: Any) -> bool:
+    """Whether a module is a linear layer whose weight is in 4 bits."""
+    bnb = sys.modules.get(METHOD)
+    return bnb is not None and isinstance(layer, bnb.nn.Linear4bit)
+
+
+def whole_shape(weight: Any) -> torch.Size:
+    """Return the shape of a weight; of one in 4 bits, the one that its layer needs."""
+    state = weight.quant_state if is_four_bit(weight) else None
+    return weight.shape if state is None else torch.Size(state.shape)
+
+
+def dequantized(weight: Any) -> Tensor:
+    """Return a weight in 4 bits in the type that it had before; another one as it is."""
+    if not is_four_bit(weight) or weight.quant_state is None:
+        return weight
+    return sys.modules[METHOD].functional.dequantize_4bit(weight.data, weight.quant_state)
+
+
+def without_statistics(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict without the entries that say how its weights are in 4 bits."""
+    quantized = {name for name, value in state.items() if is_four_bit(value)}
+    return {n: v for n, v in state.items() if not quantized or not _is_below(n, quantized)}
+
+
+def _is_below(name: str, owners: set[str]) -> bool:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in owners:
+            return True
+    return False
+
+
+def prepare(model: nn.Module) -> None:
+    """Let the 4-bit layers of a model train in any engine, and load the checkpoints they write.
+
+    On CPUs with AVX512-BF16, bitsandbytes puts weights into another form in a forward pass without
+    gradients. From then on they would give no gradients. That form is not used any more.
+    """
+    for layer in _layers(model):
+        layer.support_avx512bf16_for_cpu = False
+        if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
+            layer.state_dict()  # puts the weight back
+        if layer not in _PREPARED:
+            layer.register_load_state_dict_pre_hook(_load_statistics)
+            _PREPARED.add(layer)
+
+
+def _load_statistics(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take from a state dict what `Linear4bit` writes beside its weight, and does not load."""
+    start = f"{prefix}weight."
+    found = {
+        name.removeprefix(start): state.pop(name)
+        for name in list(state)
+        if name[: len(start)] == start
+    }
+    if found:
+        kind = sys.modules[METHOD].functional.QuantState
+        layer.weight.quant_state = kind.from_dict(found, device=layer.weight.device)
+        layer.quant_state = layer.weight.quant_state
+
+
+def _layers(model: nn.Module) -> Iterator[Any]:
+    """Yield the 4-bit layers of a model, also those of which a rank holds a part."""
+    for module in model.modules():
+        layer = getattr(module, "four_bit", module)
+        if is_four_bit_layer(layer):
+            yield layer
+
+
+@contextmanager
+def in_fp32(model: nn.Module) -> Iterator[None]:
+    """Let the 4-bit layers of a model compute in fp32 inside."""
+    types = {layer: (layer.compute_dtype, layer.compute_type_is_set) for layer in _layers(model)}
+    try:
+        for layer in types:
+            layer.compute_dtype, layer.compute_type_is_set = torch.float32, True
+        yield
+    finally:
+        for layer, before in types.items():
+            layer.compute_dtype, layer.compute_type_is_set = before
+
+
+def part_of_layer(layer: Any, weight: Any, bias: nn.Parameter | None) -> Any:
+    """Return a 4-bit layer with another weight, a part of its own, and another bias."""
+    part = copy.copy(layer)
+    part._parameters = {"weight": weight, "bias": bias}
+    part._load_state_dict_pre_hooks = type(layer._load_state_dict_pre_hooks)()
+    part.quant_state = weight.quant_state
+    return part
+
+
+def part_of(whole: Any, dim: int, pieces: Sequence[tuple[int, int]], name: str = "") -> Any:
+    """Return a part of a weight in 4 bits, with the same numbers to the bit.
+
+    Statistics that are in 8 bits themselves become fp32.
+
+    Args:
+        whole: It stays as it is.
+        dim: The dimension that is cut.
+        pieces: The first and last element of each piece, one after the other.
+        name: Of the layer.
+
+    Raises:
+        ModelError: A block of numbers that share a scale lies across the parts.
+    """
+    state, functional = whole.quant_state, sys.modules[METHOD].functional
+    rows, columns = state.shape
+    scale = state.absmax
+    if state.nested:
+        scale = functional.dequantize_blockwise(scale, state.state2) + state.offset
+    ends = [end * (columns if dim == 0 else 1) for piece in pieces for end in piece]
+    if any(end % state.blocksize for end in ends) or (dim and columns % state.blocksize):
+        reason = f"blocks of {state.blocksize} numbers in 4 bits lie across the ranks' parts"
+        remedy = "Use fewer ranks, or pipeline stages in place of wavemare.tensor_parallel"
+        raise ModelError(name or "weight", f"{rows} x {columns}", reason, remedy)
+
+    def cut(values: Tensor, numbers: int) -> Tensor:
+        """Cut what has one element for so many numbers."""
+        table = values.reshape(-1) if dim == 0 else values.reshape(rows, columns // numbers)
+        unit = columns if dim == 0 else 1
+        return torch.cat(
+            [table.narrow(-1, a * unit // numbers, (b - a) * unit // numbers) for a, b in pieces],
+            -1,
+        ).reshape(-1)
+
+    shape = [rows, columns]
+    shape[dim] = sum(last - first for first, last in pieces)
+    own = functional.QuantState(
+        absmax=cut(scale.float(), state.blocksize).clone(),
+        shape=torch.Size(shape),
+        code=state.code,
+        blocksize=state.blocksize,
+        quant_type=state.quant_type,
+        dtype=state.dtype,
+    )
+    numbers = cut(whole.data.view(torch.uint8), 2).reshape(-1, 1).clone()
+    return like(whole, numbers, own)
+
+
+def like(weight: Any, numbers: Tensor, state: Any) -> Any:
+    """Return a parameter of numbers that are in 4 bits already, with a weight's options."""
+    return type(weight)(
+        numbers,
+        requires_grad=False,
+        quant_state=state,
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
+        quant_storage=numbers.dtype,
+        bnb_quantized=True,
+    )
+
+
+def quantized_like(weight: Any, values: Tensor) -> Any:
+    """Return values in 4 bits, with the options of a weight that has no values yet."""
+    options = {name: getattr(weight, name) for name in _OPTIONS}
+    return type(weight)(values, requires_grad=False, **options).to(values.device)
+
+
+def unread(weight: Any, shaped: Tensor) -> Any:
+    """Return a part of a weight that will be in 4 bits, of the shape of a tensor; else None."""
+    if not is_four_bit(weight):
+        return None
+    options = {name: getattr(weight, name) for name in _OPTIONS}
+    return type(weight)(shaped, requires_grad=False, **options)
+
+
+def convert(model: Any, config: Any) -> None:
+    """Put 4-bit layers in the place of a model's linear ones, as ``from_pretrained`` does.
+
+    Args:
+        model: On the meta device.
+        config: Of transformers.
+
+    Raises:
+        ModelError: It is no configuration of 4 bits, or bitsandbytes is not installed.
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    if not getattr(config, "load_in_4bit", False):
+        reason = "weights are read late into 4 bits of bitsandbytes alone"
+        remedy = "Give BitsAndBytesConfig(load_in_4bit=True, ...), or load it with from_pretrained"
+        raise ModelError("quantization_config", type(config).__name__, reason, remedy)
+    require(METHOD, "quantization_config")
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    quantizer.preprocess_model(model=model, device_map=None, config=model.config)
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model, config=model.config)
+
+
+def check_unquantized(folder: Any) -> None:
+    """Refuse a folder whose weights are quantized.
+
+    Raises:
+        ModelError: They are.
+    """
+    from wavemare.models.folder import read_config
+
+    found = getattr(read_config(Path(folder).expanduser()), "quantization_config", None)
+    if found:
+        reason = "its weights are quantized in the files, and are read late as they are"
+        raise ModelError("folder", str(folder), reason, "Load it with from_pretrained")
+
+
+def unquantized(config: Any) -> Any:
+    """Return a configuration of the same model with all its weights as numbers of their own."""
+    if getattr(config, "quantization_config", None) is None:
+        return config
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    return plain
+
+
+def check_quantization(model: Any) -> None:
+    """Refuse a model that is quantized in another form than 4 bits of bitsandbytes.
+
+    Raises:
+        ModelError: It is.
+    """
+    method = getattr(model, "quantization_method", None)
+    known = all(p.is_floating_point() or is_four_bit(p) for p in model.parameters())
+    if known and (has_four_bit(model) or not getattr(model, "is_quantized", False)):
+        return
+    reason = f"its weights are quantized ({getattr(method, 'value', method) or 'integers'})"
+    raise ModelError(
+        "model",
+        type(model).__name__,
+        f"{reason}, and stages and tensor_parallel hold those of bitsandbytes' 4 bits alone",
+        "Load it with BitsAndBytesConfig(load_in_4bit=True), or in bf16; or train it by ZeRO alone",
+    )

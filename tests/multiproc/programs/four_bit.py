@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train LoRA models whose base is in 4 bits, in pipelines, split over ranks and by ZeRO.
+
+Usage: four_bit.py FOLDER ACTION...; each rank leaves the results by action.
+"""
+
+import os
+import sys
+from contextlib import nullcontext
+from functools import partial
+
+import bitsandbytes
+import peft
+import torch
+import transformers
+from common import configuration, leave, own_groups, refusal, token_batches
+from safetensors.torch import load_file
+
+import wavemare
+from wavemare.models import from_folder, save_pretrained, whole_state_dict
+
+STEPS, RATE = 2, 0.5
+WITHOUT_STAGES = ("zero1", "zero2", "tensor", "narrow")
+
+
+def settings(**changes):
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, **{**options, **changes})
+
+
+def base_folder(width=128):
+    """Write a tiny model on rank 0; its folder."""
+    name = f"base{width}"
+    if torch.distributed.get_rank() == 0 and not os.path.exists(name):
+        transformers.set_seed(7)
+        config = transformers.LlamaConfig(
+            vocab_size=50,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+        )
+        transformers.LlamaForCausalLM(config).save_pretrained(name)
+    torch.distributed.barrier()
+    return name
+
+
+def lora_model(*, late=False, width=128, lora=(), **quantization):
+    folder, config = base_folder(width), settings(**quantization)
+    if late:
+        base = from_folder(folder, quantization_config=config)
+    else:
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=config, dtype=torch.float32
+        )
+    transformers.set_seed(3)
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    return peft.get_peft_model(base, peft.LoraConfig(**{**options, **dict(lora)}))
+
+
+def batches():
+    for tokens in token_batches(0):
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def start(model, schedule="1f1b", *, stages=2, zero=0, tensor=1, **config):
+    ours = {
+        "pipeline": {"stages": stages, "schedule": schedule},
+        "tensor_parallel": {"size": tensor},
+    }
+    config = configuration(zero, wavemare=ours, gradient_clipping=0.0, **config)
+    del config["scheduler"]
+    config["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
+    config["zero_allow_untested_optimizer"] = True
+    return wavemare.initialize(model=model, config=config)[0]
+
+
+def alone(model):
+    """Train a model in this process."""
+    model, data = model.train(), batches()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    for _ in range(STEPS):
+        for _ in range(2):
+            (model(**next(data), use_cache=False).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def dequantized(model):
+    """The weights of a model with its adapter added to them, by hand."""
+    state = {}
+    for name, layer in model.get_base_model().named_modules():
+        if hasattr(layer, "lora_A"):
+            weight = layer.base_layer.weight
+            whole = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+            added = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+            state[f"{name}.weight"] = whole + layer.scaling["default"] * added
+    return state
+
+
+def saved(engine, name, make):
+    """Save adapter and whole model, and compare both folders with one process."""
+    save_pretrained(engine, name)
+    save_pretrained(engine, f"{name}-merged", merge=True)
+    torch.distributed.barrier()
+    before = peft.get_peft_model_state_dict(make())
+    model = alone(make())
+    theirs, ours = (
+        peft.get_peft_model_state_dict(model),
+        load_file(f"{name}/adapter_model.safetensors"),
+    )
+    whole = transformers.AutoModelForCausalLM.from_pretrained(f"{name}-merged")
+    merged, state = dequantized(model), whole.state_dict()
+    return {
+        "names": list(ours) == sorted(theirs),
+        "adapter": max(float((ours[n] - theirs[n]).detach().abs().max()) for n in ours),
+        "moved": max(float((ours[n] - before[n]).detach().abs().max()) for n in ours),
+        "merged": max(float((state[n] - w).detach().abs().max()) for n, w in merged.items()),
+        "config": hasattr(whole.config, "quantization_config"),
+        "layers": len(merged),
+    }
+
+
+def trained(name, make=lora_model, **options):
+    engine, data = start(make(), **options), batches()
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    return saved(engine, name, make)
+
+
+def pipemare():
+    engine, batch = start(lora_model(), "pipemare"), next(batches())
+    return [float(engine.train_batch(iter([batch] * 4))) for _ in range(20)]
+
+
+def late():
+    """What a stage reads late equals what it has of a whole model, and it has its own alone."""
+    engines = []
+    for is_late in (False, True):
+        model = lora_model(late=is_late, bnb_4bit_use_double_quant=True)
+        sizes = [p.nbytes for p in model.parameters() if isinstance(p, bitsandbytes.nn.Params4bit)]
+        engines.append(start(model))
+        del model
+    early, read = (engine.module for engine in engines)
+    bits = [
+        torch.equal(one.data, other.data) and torch.equal(one.absmax, other.absmax)
+        for one, other in zip(early.parameters(), read.parameters(), strict=True)
+        if isinstance(one, bitsandbytes.nn.Params4bit)
+    ]
+    own = [p.nbytes for p in read.parameters() if isinstance(p, bitsandbytes.nn.Params4bit)]
+    batch = next(batches())
+    losses = [float(engine.train_batch(iter([batch] * 2))) for engine in engines]
+    return {
+        "equal": all(bits),
+        "layers": [len(bits), len(sizes)],
+        "losses": losses,
+        "own": sum(own),
+    }
+
+
+def resume():
+    """A checkpoint goes on; one of another base is loaded with its weights in 4 bits."""
+    engine, data = start(lora_model(), zero=1), batches()
+    engine.train_batch(data)
+    engine.save_checkpoint("resume")
+    other = lora_model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if isinstance(parameter, bitsandbytes.nn.Params4bit):
+                parameter.data.zero_()
+                parameter.quant_state.absmax.mul_(3)
+    again = start(other, zero=1)
+    again.load_checkpoint("resume")
+    rest = batches()
+    for _ in range(2):
+        next(rest)
+    return [float(each.train_batch(d)) for each, d in ((engine, data), (again, rest))]
+
+
+def evaluated():
+    """An evaluation leaves the weights in the form that gives gradients."""
+    engine, batch = start(lora_model()), next(batches())
+    first = float(engine.train_batch(iter([batch] * 2)))
+    evaluation = float(engine.eval_batch(iter([batch]), num_micro_batches=1))
+    return [first, evaluation, float(engine.train_batch(iter([batch] * 2)))]
+
+
+def whole_weights():
+    weights = lora_model().get_base_model().model.layers[3].mlp.up_proj.base_layer.weight
+    state = whole_state_dict(start(lora_model()))
+    if state is None:
+        return None
+    expected = bitsandbytes.functional.dequantize_4bit(weights.data, weights.quant_state)
+    own = state["base_model.model.model.layers.3.mlp.up_proj.base_layer.weight"]
+    return {"equal": torch.equal(own, expected), "names": [n for n in state if "absmax" in n]}
+
+
+if __name__ == "__main__":
+    wavemare.init_distributed()
+    os.chdir(sys.argv[1])
+    double = partial(lora_model, bnb_4bit_use_double_quant=True)
+    actions = {
+        **{n: partial(trained, n, schedule=n) for n in ("1f1b", "zb-h1", "zbv", "interleaved")},
+        "stages and zero1": partial(trained, "stages-zero1", zero=1),
+        "double": partial(trained, "double", double),
+        **{
+            f"zero{stage}": partial(trained, f"zero{stage}", stages=1, zero=stage)
+            for stage in (1, 2)
+        },
+        "tensor": partial(trained, "tensor", double, stages=1, tensor=2),
+        "narrow": lambda: refusal(lambda: start(lora_model(width=64), stages=1, tensor=2)),
+        "dora": partial(trained, "dora", partial(lora_model, lora={"use_dora": True})),
+        "pipemare": pipemare,
+        "late": late,
+        "resume": resume,
+        "evaluated": evaluated,
+        "whole": whole_weights,
+    }
+    results = {}
+    for name in sys.argv[2:]:
+        # DeepSpeed's engines without stages share groups.
+        with nullcontext() if name in WITHOUT_STAGES else own_groups():
+            results[name] = actions[name]()
+    leave(results)
