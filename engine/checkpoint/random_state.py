@@ -157,6 +157,26 @@ def share_draws(loader: DataLoader[Any], data_rank: int) -> None:
         vars(loader)[name] = SharedOrder(order, data_rank)  # torch refuses to set it
 
 
+def begin_late(loader: DataLoader[Any]) -> None:
+    """Let a loader begin an epoch with its first batch, which `drawn_alike` reads.
+
+    torch's loaders ask their sampler, and fill their processes, as soon as an iterator is made.
+
+    Args:
+        loader: Its class changes, once.
+    """
+    kind = type(loader)
+    if not issubclass(kind, LateLoader):
+        loader.__class__ = type(kind.__name__, (LateLoader, kind), {})
+
+
+class LateLoader(DataLoader[Any]):
+    """See `begin_late`."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
 class SharedOrder(BatchSampler):
     """A sampler whose draws go on where they were, whatever is drawn for the rows in between.
 

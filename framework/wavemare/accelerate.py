@@ -40,7 +40,13 @@ from torch import distributed as dist
 from torch.utils.data import IterableDataset
 
 from wavemare.api import initialize
-from wavemare.engine.checkpoint.random_state import SharedOrder, drawn_alike, share_draws
+from wavemare.engine.checkpoint.random_state import (
+    LateLoader,
+    SharedOrder,
+    begin_late,
+    drawn_alike,
+    share_draws,
+)
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.launch.group import environment_world_size, gather
 from wavemare.engine.parts import mark_of
@@ -410,6 +416,8 @@ def _shared(loader: Any, seed: int, data_rank: int | None = None) -> Any:
 
 def _without_first(dataloader: Any, num_batches: int = 0) -> Any:
     left = skip_first_batches(dataloader, num_batches)
+    if isinstance(dataloader, LateLoader):  # of a Trainer's script
+        begin_late(left)
     return _shared(left, dataloader.draw_seed) if type(dataloader) is _SharedLoader else left
 
 

@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from wavemare.accelerate import Accelerator, check_joined, model_ranks_of, rows_that_count
 from wavemare.api import initialize
-from wavemare.engine.checkpoint.random_state import share_draws
+from wavemare.engine.checkpoint.random_state import begin_late, share_draws
 from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.labels import counts_items
 from wavemare.engine.launch.group import gather, leave_out_shared_memory
@@ -250,6 +250,7 @@ class Trainer(StockTrainer):
         is_prepared = getattr(loader, "_is_accelerate_prepared", False)
         if self._reads_alike and isinstance(loader, DataLoader) and not is_prepared:
             share_draws(loader, self.accelerator.data_rank)  # as those that are prepared
+            begin_late(loader)
         return super()._run_epoch(*args, **kwargs)
 
     @property

@@ -3,6 +3,7 @@
 
 import random
 
+import accelerate
 import numpy
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import TrainingArguments
 
 from support.refusals import refuses
 from wavemare.accelerate import rows_that_count
-from wavemare.engine.checkpoint.random_state import drawn_alike, seeded, share_draws
+from wavemare.engine.checkpoint.random_state import begin_late, drawn_alike, seeded, share_draws
 from wavemare.errors import ConfigError
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.steps import StepFeed, fill_rows, without_labels
@@ -239,6 +240,34 @@ def test_replicas_share_an_order_however_it_is_drawn(kind, workers):
     assert read_by(0, kind, workers=workers, dropout=5) == ranks[0]
     other = read_by(0, kind, workers=workers, epoch=1)
     assert [row for batch in other for row, *_ in batch] != list(rows[:12])
+
+
+def read_unprepared(rank, kind, *, workers=0, skipped=0, dropout=0):
+    """Return the rows of a loader that a script made, of whose order a sampler takes its part."""
+    given = {"dataset": Noisy, "collate_fn": list, **LOADERS[kind]}
+    loader = DataLoader(given.pop("dataset")(), num_workers=workers, **given)
+    for _ in range(2):  # of two calls of train
+        share_draws(loader, rank)
+        begin_late(loader)
+    loader = accelerate.skip_first_batches(loader, skipped) if skipped else loader
+    random.seed(dropout), numpy.random.seed(dropout), torch.manual_seed(dropout)
+    return list(drawn_alike(iter(loader), 3))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_loaders_that_are_not_prepared_draw_one_order_and_rows_by_rank(kind, workers):
+    if kind == "stream" and workers:
+        pytest.skip("each process of a loader would read the whole stream")
+    one, other = (read_unprepared(rank, kind, workers=workers) for rank in (0, 1))
+    rows = [[row for batch in batches for row, *_ in batch] for batches in (one, other)]
+    assert rows[0] == rows[1]
+    assert sorted(rows[0]) == list(range(24))
+    drawn = [{row[1] for batch in batches for row in batch} for batches in (one, other)]
+    assert not drawn[0] & drawn[1]
+    assert read_unprepared(0, kind, workers=workers, dropout=5) == one
+    if kind != "stream":
+        assert read_unprepared(1, kind, workers=0, skipped=2)[0] == read_unprepared(1, kind)[2]
 
 
 @pytest.mark.parametrize("kind", LOADERS)
