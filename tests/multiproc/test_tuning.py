@@ -104,6 +104,7 @@ def test_trainers_of_trl_give_the_figures_and_weights_of_one_process(
     whole = "whole " if "whole" in layout else ""
     if not of_one_process:  # read before the next launch, which has the same folder
         of_one_process.update(launch_once("trl_trainers.py", *ALONE, ranks=1)[0])
+    near = 1e-2 if whole else 2e-3  # Adam makes steps of rounding where gradients are small
     expected = of_one_process[f"{kind} {whole}alone"]
     actions = ("dpo precomputed",) if layout == "precomputed" else BY_TRL
     for results in launch_once("trl_trainers.py", *actions):
@@ -113,7 +114,7 @@ def test_trainers_of_trl_give_the_figures_and_weights_of_one_process(
             assert ours.keys() == theirs.keys()
             for name, value in theirs.items():
                 if "accuracies" not in name:  # of margins that are zero but for rounding at first
-                    assert ours[name] == pytest.approx(value, rel=2e-3, abs=2e-3), name
+                    assert ours[name] == pytest.approx(value, rel=near, abs=2e-3), name
         assert found["weights"].keys() == expected["weights"].keys()
         for name, sums in expected["weights"].items():
             assert found["weights"][name] == pytest.approx(sums, rel=1e-2, abs=2e-2), name
