@@ -77,6 +77,9 @@ SYSTEMS: Mapping[str, System] = {
     "soap+feedback": System((*_SOAP, _FEEDBACK), correction="auto", baseline="flush-soap"),
     "muon": System(_MUON, correction="auto", baseline="flush-muon"),
     "muon+feedback": System((*_MUON, _FEEDBACK), correction="auto", baseline="flush-muon"),
+    "muon+feedback+prediction": System(
+        (*_MUON, _FEEDBACK), correction="predict", baseline="flush-muon"
+    ),
     "auto": System((f"{_PIPEMARE}.optimizer_policy=auto",), correction=None, baseline="flush-muon"),
 }
 """By name. ``flush`` is any synchronous schedule; ``naive`` PACI; ``stashing`` PipeDream; ``2bw``
