@@ -249,7 +249,7 @@ def test_micro_batches_together_give_what_they_give_one_by_one(mode, micro_batch
         torch.manual_seed(5)
         stages = [Paired(), Paired(), Paired(), Last()]
         for stage in stages:
-            stage.register_forward_hook(lambda *_: calls.append(together))
+            stage.register_forward_hook(lambda *_, mark=together: calls.append(mark))
         options = {"correction": mode, "error_feedback": True, "clip": 0.1, "warmup_steps": 1}
         replay = replayed(
             stages, data, OPTIMIZERS["momentum"], together=together, slack=1, **options
