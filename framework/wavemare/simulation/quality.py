@@ -77,6 +77,7 @@ SYSTEMS: Mapping[str, System] = {
     "soap+feedback": System((*_SOAP, _FEEDBACK), correction="auto", baseline="flush-soap"),
     "muon": System(_MUON, correction="auto", baseline="flush-muon"),
     "muon+feedback": System((*_MUON, _FEEDBACK), correction="auto", baseline="flush-muon"),
+    "muon+feedback+off": System((*_MUON, _FEEDBACK), baseline="flush-muon"),
     "muon+feedback+prediction": System(
         (*_MUON, _FEEDBACK), correction="predict", baseline="flush-muon"
     ),
