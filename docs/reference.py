@@ -34,6 +34,7 @@ PAGES = (
     Path(__file__).with_name("huggingface.md"),
     Path(__file__).with_name("megatron.md"),
     Path(__file__).with_name("performance.md"),
+    RESULTS / "async-quality.md",
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
     RESULTS / "whale.md",

@@ -342,13 +342,13 @@ class WeightPrediction(Correction):
 
         A correction for another staleness may have saved it.
         """
-        other = _CHANGES if self._state_key == _PREDICTED else _PREDICTED
-        if self._state_key in state:
+        is_near = self._state_key == _PREDICTED
+        key, other = (_PREDICTED, _CHANGES) if is_near else (_CHANGES, _PREDICTED)
+        if key in state:
             super().load_state_dict(state)
         elif other in state:
-            super().load_state_dict({self._state_key: state[other]})
-            sign = 1 if other == _CHANGES else -1
-            torch._foreach_add_(self._state, self._weights(), alpha=sign)
+            super().load_state_dict({key: state[other]})
+            torch._foreach_add_(self._state, self._weights(), alpha=1 if is_near else -1)
         else:
             return
         self._is_filled = True
