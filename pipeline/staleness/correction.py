@@ -383,12 +383,20 @@ def _point(parameters: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
         parameter.data = tensor
 
 
+_AT_ONCE = 2**20
+"""Elements that are exchanged together: the copy of so many stays in a processor's cache."""
+
+
 def _exchange(lefts: Iterable[Tensor], rights: Iterable[Tensor]) -> None:
-    """Exchange the contents of tensors, one pair after the other."""
+    """Exchange the contents of tensors of equal shapes, part by part."""
     for left, right in zip(lefts, rights, strict=True):
-        held = left.clone()
-        left.copy_(right)
-        right.copy_(held)
+        pair = [left, right]
+        if same_layout(left, right):  # as they lie in memory
+            pair = [t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in pair]
+        for mine, other in zip(*(tensor.split(_AT_ONCE) for tensor in pair), strict=True):
+            held = mine.clone()
+            mine.copy_(other)
+            other.copy_(held)
 
 
 def _unfilled(weight: Tensor) -> Tensor:

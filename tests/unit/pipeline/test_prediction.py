@@ -138,13 +138,24 @@ def test_state(dtype, depths):
         resumed.load_state_dict({"mode": "predict", "changes": []})
 
 
-def test_one_step_ahead_has_the_bits_of_many():
+SHAPES = {
+    "vector": torch.empty(500),
+    "large": torch.empty(3, 2**19),
+    "transposed": torch.empty(30, 20).T,
+    "channels last": torch.empty(4, 3, 5, 5).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("like", SHAPES.values(), ids=SHAPES.keys())
+def test_one_step_ahead_has_the_bits_of_many(like):
     torch.manual_seed(3)
-    weight, other = (Parameter(torch.zeros(500)) for _ in range(2))
+    weight, other = (Parameter(torch.zeros_like(like)) for _ in range(2))
     near, far = WeightPrediction([weight], 1), WeightPrediction([other], 2)
-    for _ in range(4):
-        change = torch.randn(500)
+    for number in range(4):
+        change = torch.randn_like(like)
         for parameter, prediction in ((weight, near), (other, far)):
+            if number == 3:  # another memory format, with the same contents
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
             prediction.before_step()
             parameter.data.add_(change)
             prediction.after_step()
