@@ -131,8 +131,8 @@ def ratios(name: str) -> str:
     """Return a table of results/tables.toml: label, column and cell are made of each row's values.
 
     ``columns`` gives the heads by what ``column`` makes; rows of other columns are left out, as are
-    those without the value of the cell. A part of the table has ``files``, maybe a ``text`` before
-    its labels, and ``only`` the values that a row must have.
+    those without the value of the cell. ``cells`` are those of single columns. A part of the table
+    has ``files``, maybe a ``text`` before its labels, and ``only`` the values that a row must have.
     """
     table = tomllib.loads((RESULTS / "tables.toml").read_text())[name]
     heads = table["columns"]
@@ -144,7 +144,8 @@ def ratios(name: str) -> str:
             if column in heads and wanted and row[table["value"]] is not None:
                 label = (part.get("text", "") + table["label"]).format_map(row)
                 cells = found.setdefault(label, {})
-                cells[column] = table["cell"].format_map(row)
+                cell = table.get("cells", {}).get(column, table["cell"])
+                cells[column] = cell.format_map(row)
     rows = [[label, *(cells.get(c, "") for c in heads)] for label, cells in found.items()]
     head = [table["head"], *heads.values()]
     return _markdown([head, ["---"] + ["---:"] * len(heads), *rows])

@@ -44,6 +44,9 @@ class SimulationOptions:
         "pipeline",
         "pipeline, one-step (PipeDream-2BW) or dataflow (PipeMare's paper, twice the delay)",
     )
+    together: bool = option(
+        False, "micro-batches that see the same weights pass a stage as one batch: equal but faster"
+    )
     output: str = option("runs/simulation", "run folder")
     eval_samples: int = option(512, "samples of an evaluation")
 
@@ -96,7 +99,7 @@ def main(make: Any = None) -> None:
         raise ConfigError("--data", arguments.data, reason, "Give one text")
     transformers.set_seed(arguments.seed)
     model, train, validation = prepare(name, arguments, model_config, text)
-    make = make or partial(SimulatedPipeline, delays=arguments.delays)
+    make = make or partial(SimulatedPipeline, delays=arguments.delays, together=arguments.together)
     pipeline = make(model, config)
     torch.manual_seed(arguments.seed + 1)
     recording.screen.note(pipeline.advice)

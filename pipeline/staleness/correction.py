@@ -53,7 +53,9 @@ def make_correction(
         return WeightStashing(parameters, max_staleness)
     if resolved == "ema":
         return VelocityCorrection(parameters, ema_decay(max_staleness, decay_base))
-    return (WeightPrediction if resolved == "predict" else Correction)(parameters)
+    if resolved == "predict":
+        return WeightPrediction(parameters, max_staleness)
+    return Correction(parameters)
 
 
 class Correction:
@@ -271,6 +273,9 @@ class VelocityCorrection(Correction):
         return self._estimate
 
 
+_CHANGES, _PREDICTED = "changes", "predicted"
+
+
 class WeightPrediction(Correction):
     """SpecTrain's weight prediction: forward passes use the weights expected at the backward pass.
 
@@ -278,26 +283,33 @@ class WeightPrediction(Correction):
     ``w_old`` is the version before the newest, and ``w`` backward. The last change of the
     weights stands for the next one, so no optimizer state is read (PipeOptim, arXiv 2312.00839).
 
-    It costs two copies of the weights, and two writes of them for each stale forward pass.
+    At a staleness of one step it holds the predicted weights alone, and exchanges them with the
+    newest. Beyond, it costs two copies: the last change, and the newest weights during a pass.
 
     Args:
         parameters: See `Correction`.
+        depth: The largest staleness.
 
     Raises:
         ModelError: Parameters share a part of their memory.
     """
 
     mode = "predict"
-    _state_key = "changes"
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], depth: int) -> None:
         super().__init__(parameters)
-        self._state = [torch.zeros_like(weight) for weight in self._weights()]
-        self._saved = [torch.empty_like(weight) for weight in self._weights()]
+        self._state_key = _PREDICTED if depth == 1 else _CHANGES
+        # Until a step or a checkpoint gives predicted weights, there are none.
+        self._is_filled = depth > 1
+        if depth == 1:
+            self._state = [weight.clone() for weight in self._weights()]
+        else:
+            self._state = [torch.zeros_like(weight) for weight in self._weights()]
+            self._saved = [torch.empty_like(weight) for weight in self._weights()]
 
     def forward(self, staleness: int) -> AbstractContextManager[None]:
         """Return a context in which the predicted weights are in place."""
-        return self._predicted(staleness) if staleness else nullcontext()
+        return self._predicted(staleness) if staleness and self._is_filled else nullcontext()
 
     @contextmanager
     def _predicted(self, staleness: int) -> Iterator[None]:
@@ -305,12 +317,47 @@ class WeightPrediction(Correction):
         # newest weights. Through .data, its version counters do not change.
         self._check_newest("forward")
         weights = self._weights()
-        torch._foreach_copy_(self._saved, weights)
-        torch._foreach_add_(weights, self._state, alpha=staleness)
+        if self._state_key == _CHANGES:
+            torch._foreach_copy_(self._saved, weights)
+            torch._foreach_add_(weights, self._state, alpha=staleness)
+        elif staleness == 1:
+            _exchange(weights, self._state)
+        else:
+            remedy = "Make the correction for the largest staleness"
+            raise PlanError("staleness", staleness, "it predicts one step", remedy)
         try:
             yield
         finally:
-            torch._foreach_copy_(weights, self._saved)
+            if self._state_key == _CHANGES:
+                torch._foreach_copy_(weights, self._saved)
+            else:
+                _exchange(weights, self._state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Correction.state_dict`; before the first step there may be nothing to save."""
+        return super().state_dict() if self._is_filled else {"mode": self.mode}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Correction.load_state_dict`; the newest weights are loaded already.
+
+        A correction for another staleness may have saved it.
+        """
+        is_near = self._state_key == _PREDICTED
+        key, other = (_PREDICTED, _CHANGES) if is_near else (_CHANGES, _PREDICTED)
+        if key in state:
+            super().load_state_dict(state)
+        elif other in state:
+            super().load_state_dict({key: state[other]})
+            torch._foreach_add_(self._state, self._weights(), alpha=1 if is_near else -1)
+        else:
+            return
+        self._is_filled = True
+
+    def go_on_from(self, former: Correction) -> None:
+        """See `Correction.go_on_from`."""
+        if isinstance(former, WeightPrediction) and former._state_key == self._state_key:
+            super().go_on_from(former)
+            self._is_filled = former._is_filled
 
     def _before_step(self, weights: list[Tensor]) -> None:
         torch._foreach_copy_(self._state, weights)
@@ -318,6 +365,9 @@ class WeightPrediction(Correction):
     def _after_step(self, weights: list[Tensor]) -> None:
         torch._foreach_sub_(self._state, weights)
         torch._foreach_neg_(self._state)
+        if self._state_key == _PREDICTED:
+            torch._foreach_add_(self._state, weights)
+            self._is_filled = True
 
     def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor] | None:
         raise PlanError(
@@ -331,6 +381,22 @@ class WeightPrediction(Correction):
 def _point(parameters: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.data = tensor
+
+
+_AT_ONCE = 2**20
+"""Elements that are exchanged together: the copy of so many stays in a processor's cache."""
+
+
+def _exchange(lefts: Iterable[Tensor], rights: Iterable[Tensor]) -> None:
+    """Exchange the contents of tensors of equal shapes, part by part."""
+    for left, right in zip(lefts, rights, strict=True):
+        pair = [left, right]
+        if same_layout(left, right):  # as they lie in memory
+            pair = [t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in pair]
+        for mine, other in zip(*(tensor.split(_AT_ONCE) for tensor in pair), strict=True):
+            held = mine.clone()
+            mine.copy_(other)
+            other.copy_(held)
 
 
 def _unfilled(weight: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ CHOSEN = [
     case("soap", ("predict", False), 2),
     case("muon", ("exact", False), 1, error_feedback=True),
     case("muon", ("off", False), 2, error_feedback=True),
+    case("muon", ("predict", False), 2, error_feedback=True),
 ]
 ALL = [case(*chosen) for chosen in product(OPTIMIZERS, CORRECTIONS, SIZES)]
 

@@ -56,6 +56,8 @@ class SimulatedPipeline:
             gets a copy as in the real pipeline.
         config: Path or mapping of the JSON configuration.
         delays: See `Delays`; or for each stage its own, in micro-batches.
+        together: Whether micro-batches that see the same weights of a stage pass it as one batch:
+            faster, and equal up to rounding.
 
     Attributes:
         stages: From carry to carry.
@@ -72,7 +74,12 @@ class SimulatedPipeline:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: Any, *, delays: Delays | Sequence[int] = "pipeline"
+        self,
+        model: PreTrainedModel,
+        config: Any,
+        *,
+        delays: Delays | Sequence[int] = "pipeline",
+        together: bool = False,
     ) -> None:
         values = load_config(config)
         pipeline = WavemareConfig.of(values).pipeline
@@ -88,6 +95,7 @@ class SimulatedPipeline:
         pipeline = WavemareConfig.of(values).pipeline
         self.stages = self.cut(model, pipeline)
         self.optimizers: list[Optimizer] = []
+        self._together = together
         self.replay = self._replay(values, pipeline, delays)
 
     def cut(self, model: PreTrainedModel, pipeline: PipelineConfig) -> list[nn.Module]:
@@ -139,6 +147,7 @@ class SimulatedPipeline:
             delays=_delays(delays, len(self.stages), self.micro_batches, settings.slack),
             clip=clipping_limit(values) or None,
             error_feedback=settings.error_feedback,
+            together=self._together,
         )
 
     @property

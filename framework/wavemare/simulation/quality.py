@@ -77,6 +77,10 @@ SYSTEMS: Mapping[str, System] = {
     "soap+feedback": System((*_SOAP, _FEEDBACK), correction="auto", baseline="flush-soap"),
     "muon": System(_MUON, correction="auto", baseline="flush-muon"),
     "muon+feedback": System((*_MUON, _FEEDBACK), correction="auto", baseline="flush-muon"),
+    "muon+feedback+off": System((*_MUON, _FEEDBACK), baseline="flush-muon"),
+    "muon+feedback+prediction": System(
+        (*_MUON, _FEEDBACK), correction="predict", baseline="flush-muon"
+    ),
     "auto": System((f"{_PIPEMARE}.optimizer_policy=auto",), correction=None, baseline="flush-muon"),
 }
 """By name. ``flush`` is any synchronous schedule; ``naive`` PACI; ``stashing`` PipeDream; ``2bw``
@@ -88,6 +92,7 @@ COLUMNS = {
     "deviation": Column("deviation", ".4f"),
     "gap": Column("gap", "+.2%"),
     "gap to its own": Column("own_gap", "+.2%"),
+    "worst": Column("worst_own_gap", "+.2%"),
     "memory": Column("memory_total", ".2f"),
 }
 
@@ -204,19 +209,22 @@ def to_row(name: str, runs: Sequence[Mapping[str, Any]], **parameters: Any) -> d
     Returns:
         Beside these: mean and largest deviation of the validation loss, its ``gap`` to ``flush``
         and ``own_gap`` to the synchronous system with the same optimizer (relative, mean over
-        seeds), and ``memory``, in weights: of the optimizer's states and of the correction.
+        seeds; ``worst_own_gap`` is the largest), and ``memory``, in weights: of the optimizer's
+        states and of the correction.
     """
     own = {run["seed"]: run["eval_loss"] for run in runs if run["system"] == name}
     mean = statistics.fmean(own.values())
     memory = next(run["memory"] for run in runs if run["system"] == name)
+    own_gaps = _gaps(own, runs, _baseline(name, parameters))
     return {
         "system": name,
         **parameters,
         "seeds": len(own),
         "eval_loss": mean,
         "deviation": max(abs(loss - mean) for loss in own.values()),
-        "gap": _gap(own, runs, "flush"),
-        "own_gap": _gap(own, runs, _baseline(name, parameters)),
+        "gap": _mean(_gaps(own, runs, "flush")),
+        "own_gap": _mean(own_gaps),
+        "worst_own_gap": max(own_gaps, default=None),
         "memory": memory,
         "memory_total": memory["optimizer"] + memory["correction"],
     }
@@ -229,12 +237,15 @@ def _baseline(name: str, parameters: Mapping[str, Any]) -> str:
     return f"flush-{policy_optimizer(worst).lower()}" if name == "auto" and worst else own
 
 
-def _gap(
+def _gaps(
     own: Mapping[int, float], runs: Sequence[Mapping[str, Any]], baseline: str
-) -> float | None:
+) -> list[float]:
     others = {run["seed"]: run["eval_loss"] for run in runs if run["system"] == baseline}
-    gaps = [loss / others[seed] - 1 for seed, loss in own.items() if seed in others]
-    return statistics.fmean(gaps) if gaps else None
+    return [loss / others[seed] - 1 for seed, loss in own.items() if seed in others]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def draw(file: Path, runs: Sequence[Mapping[str, Any]], title: str) -> None:

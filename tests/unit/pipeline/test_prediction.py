@@ -59,7 +59,7 @@ def test_prediction_is_what_the_optimizer_would_step_by_again(
 ):
     torch.manual_seed(2)
     weight = Parameter(torch.randn(4, 6))
-    optimizer, prediction = make([weight]), WeightPrediction([weight])
+    optimizer, prediction = make([weight]), WeightPrediction([weight], staleness)
     for _ in range(5):
         weight.grad = torch.randn(4, 6)
         prediction.before_step()
@@ -73,11 +73,12 @@ def test_prediction_is_what_the_optimizer_would_step_by_again(
         assert torch.equal(weight, newest)
 
 
-def test_backward_passes_use_the_newest_weights():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_backward_passes_use_the_newest_weights(depth):
     first = nn.Linear(3, 3, bias=False)
     norm = nn.LayerNorm(3)
     parameters = [*first.parameters(), *norm.parameters()]
-    prediction = WeightPrediction(parameters)
+    prediction = WeightPrediction(parameters, depth)
     prediction.before_step()
     for parameter in parameters:
         parameter.data.add_(torch.randn_like(parameter))
@@ -87,25 +88,28 @@ def test_backward_passes_use_the_newest_weights():
         out = first(x)
     out.sum().backward()
     assert torch.allclose(x.grad, torch.ones(2, 3) @ first.weight.detach())
-    with prediction.forward(2):
+    with prediction.forward(depth):
         out = norm(x.detach().requires_grad_())
     assert out.grad_fn is not None
     out.sum().backward()  # autograd has not noticed the writes
 
 
-def test_the_newest_weights_come_back_after_an_error():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_newest_weights_come_back_after_an_error(depth):
     weight = Parameter(torch.zeros(2))
-    prediction = WeightPrediction([weight])
+    prediction = WeightPrediction([weight], depth)
     move(prediction, weight)
     with pytest.raises(IndexError), prediction.forward(1):
         weight.data[5] += 1.0
     assert weight.tolist() == [1.0, 1.0]
 
 
-def test_nothing_is_predicted_without_staleness_or_before_the_first_step():
+@pytest.mark.parametrize("depth", [1, 3])
+def test_nothing_is_predicted_without_staleness_or_before_the_first_step(depth):
     weight = Parameter(torch.ones(2))
-    prediction = WeightPrediction([weight])
-    with prediction.forward(3):
+    prediction = WeightPrediction([weight], depth)
+    weight.data.sub_(1.0).add_(1.0)
+    with prediction.forward(depth):
         assert weight.tolist() == [1.0, 1.0]
     move(prediction, weight)
     with prediction.forward(0):
@@ -115,24 +119,75 @@ def test_nothing_is_predicted_without_staleness_or_before_the_first_step():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state(dtype):
+@pytest.mark.parametrize("depths", [(1, 1), (2, 2), (1, 2), (2, 1)])
+def test_state(dtype, depths):
     weight, other = (Parameter(torch.ones(4, dtype=dtype)) for _ in range(2))
-    prediction, resumed = WeightPrediction([weight]), WeightPrediction([other])
+    prediction, resumed = (
+        WeightPrediction([weight], depths[0]),
+        WeightPrediction([other], depths[1]),
+    )
+    resumed.load_state_dict(prediction.state_dict())
+    with resumed.forward(1):
+        assert other.tolist() == [1.0] * 4
     move(prediction, weight)
     other.data.copy_(weight)
     resumed.load_state_dict(prediction.state_dict())
-    with resumed.forward(2):
-        assert other.tolist() == [4.0] * 4
+    with resumed.forward(depths[1]):
+        assert other.tolist() == [2.0 + depths[1]] * 4
     with pytest.raises(CheckpointError):
         resumed.load_state_dict({"mode": "predict", "changes": []})
 
 
+SHAPES = {
+    "vector": torch.empty(500),
+    "large": torch.empty(3, 2**19),
+    "transposed": torch.empty(30, 20).T,
+    "channels last": torch.empty(4, 3, 5, 5).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("like", SHAPES.values(), ids=SHAPES.keys())
+def test_one_step_ahead_has_the_bits_of_many(like):
+    torch.manual_seed(3)
+    weight, other = (Parameter(torch.zeros_like(like)) for _ in range(2))
+    near, far = WeightPrediction([weight], 1), WeightPrediction([other], 2)
+    for number in range(4):
+        change = torch.randn_like(like)
+        for parameter, prediction in ((weight, near), (other, far)):
+            if number == 3:  # another memory format, with the same contents
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+            prediction.before_step()
+            parameter.data.add_(change)
+            prediction.after_step()
+        newest = weight.detach().clone()
+        with near.forward(1), far.forward(1):
+            assert torch.equal(weight, other)
+            assert not torch.equal(weight, newest)
+        assert torch.equal(weight, newest)
+    with pytest.raises(PlanError):
+        near.forward(2).__enter__()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prediction_goes_on_with_other_parameters(depth):
+    old, kept, new = (Parameter(torch.zeros(2)) for _ in range(3))
+    former = WeightPrediction([old, kept], depth)
+    former.before_step()
+    kept.data.add_(1.0)
+    former.after_step()
+    following = WeightPrediction([kept, new], depth)
+    following.go_on_from(former)
+    with following.forward(depth):
+        assert kept.tolist() == [1.0 + depth] * 2
+        assert new.tolist() == [0.0] * 2
+
+
 def test_tied_parameters_are_written_once_and_overlapping_ones_refused():
     weight = Parameter(torch.zeros(4))
-    prediction = WeightPrediction([weight, weight])
+    prediction = WeightPrediction([weight, weight], 1)
     move(prediction, weight)
     with prediction.forward(1):
         assert weight.tolist() == [2.0] * 4
     buffer = torch.zeros(6)
     with pytest.raises(ModelError):
-        WeightPrediction([Parameter(buffer[:4]), Parameter(buffer[2:])])
+        WeightPrediction([Parameter(buffer[:4]), Parameter(buffer[2:])], 1)

@@ -219,9 +219,60 @@ def test_staleness_is_that_of_the_plan(num_stages, micro_batches, warmup_steps, 
         )
 
 
+class Paired(nn.Module):
+    """A stage from two tensors to two, of which one needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, pair):
+        value, side = pair
+        return torch.tanh(self.linear(value) + side), side
+
+
+class Last(Paired):
+    def forward(self, pair):
+        return super().forward(pair)[0]
+
+
+@pytest.mark.parametrize("mode", ["off", "exact", "ema", "predict"])
+@pytest.mark.parametrize("micro_batches", [1, 3, 4])
+def test_micro_batches_together_give_what_they_give_one_by_one(mode, micro_batches):
+    draw = partial(torch.randn, 2, WIDTH, generator=torch.Generator().manual_seed(3))
+    data = [
+        [((draw().double(), draw().double()), draw().double()) for _ in range(micro_batches)]
+        for _ in range(6)
+    ]
+    weights, losses, calls = [], [], []
+    for together in (False, True):
+        torch.manual_seed(5)
+        stages = [Paired(), Paired(), Paired(), Last()]
+        for stage in stages:
+            stage.register_forward_hook(lambda *_, mark=together: calls.append(mark))
+        options = {"correction": mode, "error_feedback": True, "clip": 0.1, "warmup_steps": 1}
+        replay = replayed(
+            stages, data, OPTIMIZERS["momentum"], together=together, slack=1, **options
+        )
+        weights.append(flat(stages))
+        losses.append([each for record in replay.records for each in record.losses])
+    assert torch.allclose(*weights, rtol=0, atol=1e-12)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+    assert calls.count(False) == 4 * 6 * micro_batches
+    assert calls.count(True) < calls.count(False) or micro_batches == 1
+
+
+class Summed(nn.Linear):
+    def forward(self, value):
+        return super().forward(value).sum()
+
+
 def test_wrong_calls_are_refused():
     loss, make = nn.functional.mse_loss, OPTIMIZERS["sgd"]
     with refuses(PlanError, "correction", "emma"):
         Replay(mlp(2), loss, make, 1, correction="emma")
     with refuses(PlanError, "micro_batches", 1):
         Replay(mlp(2), loss, make, 2).step(batches(1, 1)[0])
+    mixing = [*mlp(1), Summed(WIDTH, WIDTH)]
+    with refuses(PlanError, "together"):
+        Replay(mixing, lambda value, _: value, make, 2, together=True).step(batches(1, 2)[0])
