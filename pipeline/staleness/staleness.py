@@ -47,8 +47,8 @@ class Measured:
 
 
 MEASURED = (
-    Measured("Muon", 1, "predict", 1, 0.001, 3.68, "async-quality-muon.json"),
-    Measured("Muon", 2, "off"),
+    Measured("Muon", 1, "predict", 1, 0.001, 2.83, "async-quality-muon-8x8.json"),
+    Measured("Muon", 2, "predict", 2, 0.017, 2.91, "async-quality-muon-4x2.json"),
     Measured("Muon", math.inf, "auto", 7, 0.291, 3.72, "async-quality-table.json"),
     Measured("SOAP", 1, "predict", 1, -0.005, 12.52, "async-quality-8x8.json"),
     Measured("SOAP", math.inf, "auto", 7, 0.266, 12.41, "async-quality-8x1.json"),
