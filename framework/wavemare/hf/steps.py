@@ -185,7 +185,7 @@ class TokenMean(Iterator[Any]):
         # The model divides its sum by the number. A cache would hide that rows are packed.
         return [{**b, "num_items_in_batch": items, "use_cache": False} for b in batches]
 
-    def loss(self, batches: Iterable[Any]) -> float:
+    def evaluate(self, batches: Iterable[Any]) -> float:
         """Return the mean loss over the labels of a rank's micro-batches, and the other ranks'."""
         weighted = self.weigh(batches)
         return float(self._engine.eval_batch(iter(weighted), num_micro_batches=len(weighted)))
