@@ -27,6 +27,7 @@ from wavemare.recipes.gpt import pretrain as gpt
 from wavemare.training.arguments import option, parse_arguments
 from wavemare.training.config import resolve_config
 from wavemare.training.models import new_causal_model, new_masked_model, read_model_config
+from wavemare.training.start import start_recording
 from wavemare.training.text import TrainingText, find_text, read_text
 
 _EVALUATED_AT_ONCE = 32  # samples
@@ -77,13 +78,7 @@ def main(make: Any = None) -> None:
     model_config = read_model_config(arguments.model_config, arguments.sequence_length, arguments)
     source = find_text(arguments)
     saved = read_checkpoint(arguments, config) if arguments.resume else None
-    recording = Recording(
-        arguments.output,
-        steps=arguments.max_steps,
-        done=saved["replay"]["steps"] if saved else 0,
-        arguments=arguments.given(),
-        show=True,
-    )
+    recording = start_recording(arguments, done=saved["replay"]["steps"] if saved else 0)
     quiet_libraries()
 
     import torch
@@ -93,7 +88,7 @@ def main(make: Any = None) -> None:
     from wavemare.simulation import SimulatedPipeline
 
     kind: Literal["gpt", "bert"] = "gpt" if name == "gpt" else "bert"
-    text = read_text(source, arguments, kind, tokenizer=arguments.tokenizer)
+    text = read_text(source, arguments, special_tokens=kind, tokenizer=arguments.tokenizer)
     if text.split is not None:
         reason = "a simulation reads no data in Megatron's order"
         raise ConfigError("--data", arguments.data, reason, "Give one text")
@@ -203,7 +198,7 @@ def prepare(
     length, seed = arguments.sequence_length, arguments.seed
     text.check_fits(length, model.config)
     if name == "gpt":
-        return (model, *text.causal_samples(length, 0, seed))
+        return (model, *text.causal_samples(length, num_samples=0, seed=seed))
     probability = arguments.mask_probability
     return (model, *text.masked_samples(length, probability=probability, seed=seed))
 

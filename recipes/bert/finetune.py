@@ -26,15 +26,15 @@ from wavemare.data.sources import resolve
 from wavemare.engine import Interruption
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
-from wavemare.observe import Recording, print_rank_0
+from wavemare.observe import print_rank_0
 from wavemare.training.arguments import ModelArguments, TrainArguments, option, parse_arguments
 from wavemare.training.balance import balanced_config
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluation_loader
 from wavemare.training.models import check_model_folder, load_classifier, model_config_of
 from wavemare.training.samples import classify
-from wavemare.training.setup import connect, leave, read_setup, seed_dropout, wait_for_data
-from wavemare.training.start import count_parameters, print_start
+from wavemare.training.setup import connect, disconnect, read_setup, seed_dropout, wait_for_data
+from wavemare.training.start import count_parameters, print_start, start_recording
 from wavemare.training.text import read_labelled_texts
 
 MODEL = str(Path(__file__).with_name("model.json"))
@@ -64,13 +64,12 @@ def main() -> None:
     args = parse_arguments(FinetuneArguments)
     check_options(args)
     setup = read_setup(args)  # the JSON, checked for this number of processes
-    model_config = model_config_of(args) if args.model is None else {}
+    model_config = {} if args.model else model_config_of(args)  # of a new model
     source = resolve(args.data)
-    # The run folder: metrics, events and results. Warnings are recorded from here on.
-    recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
+    recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Texts and model, whole on every process. One process of each host reads the texts.
-    connect(setup)  # also seeds the weights of the model alike on all processes
+    connect(setup)  # joins the other processes, and seeds the weights alike on all of them
     corpus = read_labelled_texts(source, args)
     num_classes = len(corpus.label_names)
     tokenizer, model = load_classifier(args, corpus, model_config, setup.tensor_parallel)
@@ -79,63 +78,64 @@ def main() -> None:
     print_start("BERT classification", setup, model, corpus.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
-    config, layout = balanced_config(setup, model)  # --balance auto measures the devices
+    config, layout = balanced_config(setup, model)  # layout: None without --balance
     engine, *_ = wavemare.initialize(model=model, config=config)
-    print_rank_0(layout or engine.layout)
-    seed_dropout(engine, args.seed)  # a checkpoint restores its own random numbers
+    print_rank_0(layout or engine.layout)  # None prints nothing
+    seed_dropout(engine, args.seed)  # per rank; before load_checkpoint, which restores a run's own
 
-    # Batches, from the start or from where the newest checkpoint stopped.
+    # Batches from the start, or from the newest checkpoint, with the training time before it.
     train_loader = ResumableLoader.of(engine, train, seed=args.seed)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)
     final_loader = evaluation_loader(engine, validation, setup.final_samples)
-    seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
+    earlier_seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
 
     # Training, until the last step or SIGTERM, which stops all processes after the same step.
     tokens_per_step = engine.train_batch_size() * args.sequence_length
     losses: list[Any] = []
     stopped = False
     with (
-        recording.training(engine, tokens=tokens_per_step, seconds=seconds),
+        recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
         Interruption(lead=engine.step_lead) as interruption,
     ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
-                losses.append(engine.train_batch(train_loader))
-            stopped = step < args.max_steps and interruption.stops_after(step)
-            last = stopped or step == args.max_steps
-
-            if last or step % args.log_interval == 0:
+                # One optimizer step: forward and backward of each micro-batch, then the update.
+                losses.append(engine.train_batch(train_loader))  # a tensor
+            stopped = step < args.max_steps and interruption.stops_after(step)  # by SIGTERM
+            is_last = stopped or step == args.max_steps
+            if is_last or step % args.log_interval == 0:
                 recording.log(step, loss=float(sum(losses) / len(losses)))  # waits for the device
                 losses.clear()
 
-            if step % args.eval_interval == 0 and not last:
-                with recording.paused():  # each stage evaluates the weights that it has
+            if step % args.eval_interval == 0 and not is_last:
+                with recording.paused():  # not in tokens per second; replicas of local steps differ
                     recording.log_eval(step, **evaluate(engine, eval_loader, num_classes))
 
-            if last or step % args.save_interval == 0:
+            if is_last or step % args.save_interval == 0:
                 save_checkpoint(setup, engine, train_loader, recording, layout)
-
             if stopped:
                 recording.stopped(step)
                 break
-        engine.finish_saving()
+        engine.finish_saving()  # waits for a checkpoint that is written in the background
 
     # Evaluation, export and the model's answer for a text.
     if not stopped:
-        engine.synchronize()  # asynchronous stages finish: what is evaluated is exported
-        found = evaluate(engine, final_loader, num_classes)
-        recording.log_eval(args.max_steps, **found)
+        engine.synchronize()  # one version of the weights on all ranks: evaluated and exported
+        metrics = evaluate(engine, final_loader, num_classes)
+        recording.log_eval(args.max_steps, **metrics)
         wavemare.save_pretrained(engine, setup.model_folder, tokenizer=tokenizer)
         if setup.rank == 0:
-            text, label = corpus.validation[0]["text"], corpus.validation[0]["label"]
-            answer = f"{classify(setup.model_folder, text)} (it is {corpus.label_names[label]})"
-            print(f"\nThe model in {setup.model_folder} classifies:\n{text[:300]}\n-> {answer}\n")
-        figures = {**found, **count_samples(engine, final_loader, validation)}
+            row = corpus.validation[0]
+            expected = corpus.label_names[row["label"]]
+            answer = classify(setup.model_folder, row["text"])
+            print(f"\nThe model in {setup.model_folder} classifies:\n{row['text'][:300]}")
+            print(f"-> {answer} (it is {expected})\n", flush=True)
+        figures = {**metrics, **count_samples(engine, final_loader, validation)}
         figures["parameters"] = count_parameters(setup, model)
         majority = majority_baseline(corpus)
         figures |= {f"majority {name}": value for name, value in majority.items()}
         recording.finish(figures)
-    leave()
+    disconnect()
 
 
 def check_options(args: FinetuneArguments) -> None:
@@ -161,7 +161,7 @@ def evaluate(engine: Any, loader: Any, num_classes: int) -> dict[str, float]:
 
     confusion = torch.zeros(num_classes, num_classes, dtype=torch.long, device=engine.device)
     losses = []
-    for batch in loader:
+    for batch in loader:  # one at a time: the logits returned are the last micro-batch's only
         loss, logits = engine.eval_batch(iter([batch]), return_logits=True, num_micro_batches=1)
         losses.append(float(loss))
         if logits is not None:  # in a pipeline the last stage has them

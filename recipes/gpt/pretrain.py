@@ -21,7 +21,7 @@ import wavemare
 from wavemare.data.loader import ResumableLoader
 from wavemare.engine import Interruption
 from wavemare.failure import run_main
-from wavemare.observe import Recording, print_rank_0
+from wavemare.observe import print_rank_0
 from wavemare.training.arguments import (
     ModelArguments,
     TokenizerArguments,
@@ -32,10 +32,15 @@ from wavemare.training.arguments import (
 from wavemare.training.balance import balanced_config
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
-from wavemare.training.models import export, model_config_of, new_causal_model, tokenizer_of
+from wavemare.training.models import (
+    export,
+    model_config_of,
+    new_causal_model,
+    tokenizer_folder_of,
+)
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import connect, leave, read_setup, seed_dropout, wait_for_data
-from wavemare.training.start import count_parameters, print_start
+from wavemare.training.setup import connect, disconnect, read_setup, seed_dropout, wait_for_data
+from wavemare.training.start import count_parameters, print_start, start_recording
 from wavemare.training.text import find_text, read_text
 
 MODEL = str(Path(__file__).with_name("model.json"))
@@ -45,7 +50,7 @@ MODEL = str(Path(__file__).with_name("model.json"))
 class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     """Options of GPT pretraining, beside those of all recipes (``--data``, ``--set``, ...)."""
 
-    causal = True  # continues text, as the models in Megatron's checkpoints do
+    causal = True  # allows the options of Megatron's checkpoints (--load of one, --save-megatron)
 
     output: str = option("runs/gpt-pretrain", "run folder")
     model_config: str = option(MODEL, "transformers configuration of the model")
@@ -65,13 +70,15 @@ def main() -> None:
     setup = read_setup(args)  # the JSON, checked for this number of processes
     source = find_text(args)
     model_config = model_config_of(args)
-    # The run folder: metrics, events and results. Warnings are recorded from here on.
-    recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
+    recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Text. One process of each host reads and tokenizes it; the others take it from the cache.
-    connect(setup)  # also seeds the weights of the model alike on all processes
-    text = read_text(source, args, "gpt", tokenizer=tokenizer_of(args))
-    train, validation = text.causal_samples(args.sequence_length, setup.num_samples, args.seed)
+    connect(setup)  # joins the other processes, and seeds the weights alike on all of them
+    text = read_text(source, args, special_tokens="gpt", tokenizer=tokenizer_folder_of(args))
+    # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
+    train, validation = text.causal_samples(
+        args.sequence_length, num_samples=setup.num_samples, seed=args.seed
+    )
     wait_for_data(setup)  # a collective would time out while one host still reads
 
     # Model: new, or a checkpoint's, of which each process reads its own part.
@@ -81,50 +88,49 @@ def main() -> None:
     print_start("GPT pretraining", setup, model, text.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
-    config, layout = balanced_config(setup, model)  # --balance auto measures the devices
+    config, layout = balanced_config(setup, model)  # layout: None without --balance
     engine, *_ = wavemare.initialize(model=model, config=config)
-    print_rank_0(layout or engine.layout)
-    seed_dropout(engine, args.seed)  # a checkpoint restores its own random numbers
+    print_rank_0(layout or engine.layout)  # None prints nothing
+    seed_dropout(engine, args.seed)  # per rank; before load_checkpoint, which restores a run's own
 
-    # Batches, from the start or from where the newest checkpoint stopped.
+    # Batches from the start, or from the newest checkpoint, with the training time before it.
     train_loader = ResumableLoader.of(engine, train, seed=args.seed, shuffle=text.shuffles)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)
     final_loader = evaluation_loader(engine, validation, setup.final_samples)
-    seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
+    earlier_seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
 
     # Training, until the last step or SIGTERM, which stops all processes after the same step.
     tokens_per_step = engine.train_batch_size() * args.sequence_length
     losses: list[Any] = []
     stopped = False
     with (
-        recording.training(engine, tokens=tokens_per_step, seconds=seconds),
+        recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
         Interruption(lead=engine.step_lead) as interruption,
     ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
-                losses.append(engine.train_batch(train_loader))
-            stopped = step < args.max_steps and interruption.stops_after(step)
-            last = stopped or step == args.max_steps
-
-            if last or step % args.log_interval == 0:
+                # One optimizer step: forward and backward of each micro-batch, then the update.
+                losses.append(engine.train_batch(train_loader))  # a tensor
+            stopped = step < args.max_steps and interruption.stops_after(step)  # by SIGTERM
+            is_last = stopped or step == args.max_steps
+            if is_last or step % args.log_interval == 0:
                 recording.log(step, loss=float(sum(losses) / len(losses)))  # waits for the device
                 losses.clear()
 
-            if step % args.eval_interval == 0 and not last:
-                with recording.paused():  # each stage evaluates the weights that it has
+            if step % args.eval_interval == 0 and not is_last:
+                with recording.paused():  # not in tokens per second; replicas of local steps differ
                     recording.log_eval(step, eval_loss=evaluate(engine, eval_loader))
 
-            if last or step % args.save_interval == 0:
+            if is_last or step % args.save_interval == 0:
                 save_checkpoint(setup, engine, train_loader, recording, layout)
-
             if stopped:
                 recording.stopped(step)
                 break
-        engine.finish_saving()
+        engine.finish_saving()  # waits for a checkpoint that is written in the background
 
     # Evaluation, export and a sample of what the model writes.
     if not stopped:
-        engine.synchronize()  # asynchronous stages finish: what is evaluated is exported
+        engine.synchronize()  # one version of the weights on all ranks: evaluated and exported
         eval_loss = evaluate(engine, final_loader)
         recording.log_eval(args.max_steps, eval_loss=eval_loss)
         export(args, engine, setup.model_folder, text.tokenizer)
@@ -134,7 +140,7 @@ def main() -> None:
         figures = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         figures["parameters"] = count_parameters(setup, model)
         recording.finish(figures, lambda: text.baselines(args.sequence_length, setup.final_samples))
-    leave()
+    disconnect()
 
 
 if __name__ == "__main__":

@@ -27,15 +27,22 @@ from wavemare.errors import ConfigError
 from wavemare.extras import require
 from wavemare.failure import run_main
 from wavemare.files import atomic_write_text
-from wavemare.observe import Recording, print_rank_0
+from wavemare.observe import print_rank_0
 from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
 from wavemare.training.chats import read_chats, weigh_by_tokens
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import evaluation_loader
 from wavemare.training.models import check_start, export, load_chat_model
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import Setup, connect, leave, read_setup, seed_dropout, wait_for_data
-from wavemare.training.start import count_parameters, print_start
+from wavemare.training.setup import (
+    Setup,
+    connect,
+    disconnect,
+    read_setup,
+    seed_dropout,
+    wait_for_data,
+)
+from wavemare.training.start import count_parameters, print_start, start_recording
 
 BEST = "best.json"
 """Of the run folder: the best evaluation, whose model was exported."""
@@ -45,7 +52,7 @@ BEST = "best.json"
 class SftArguments(TokenizerArguments, TrainArguments):
     """Options of fine-tuning, beside those of all recipes (``--data``, ``--set``, ...)."""
 
-    causal = True  # continues text, as the models in Megatron's checkpoints do
+    causal = True  # allows the options of Megatron's checkpoints (--load of one, --save-megatron)
 
     output: str = option("runs/llama-sft", "run folder")
     model: str = option("runs/llama-pretrain/model", "Hugging Face folder of model and tokenizer")
@@ -73,14 +80,13 @@ def main() -> None:
     check_options(args)
     check_start(args)
     source = resolve(args.data)
-    setup = read_setup(args, prefers_bf16=True)  # the JSON, checked for this number of processes
-    setup = replace(setup, config=completed_config(setup.config, args))
-    # The run folder: metrics, events and results. Warnings are recorded from here on.
-    recording = Recording(args.output, steps=args.max_steps, arguments=args.given(), show=True)
+    setup = read_setup(args, prefers_bf16=True)  # the JSON, checked; last, as it imports torch
+    setup = complete(setup, args)  # fills "lr": "auto" and pipeline.inputs
+    recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Model and chats. Each process reads its own part of the weights, and one process of each host
     # formats the chats.
-    connect(setup)  # also seeds the adapters of the model alike on all processes
+    connect(setup)  # joins the other processes, and seeds the weights alike on all of them
     tokenizer, model = load_chat_model(args)
     chats = read_chats(source, args, tokenizer)
     wait_for_data(setup)  # a collective would time out while one host still reads
@@ -89,36 +95,38 @@ def main() -> None:
 
     # Engine and batches. The loss of a step is the mean over its trained tokens on all ranks.
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
-    print_rank_0(engine.layout)
-    seed_dropout(engine, args.seed)  # a checkpoint restores its own random numbers
+    print_rank_0(engine.layout)  # None prints nothing
+    seed_dropout(engine, args.seed)  # per rank; before load_checkpoint, which restores a run's own
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
     eval_loader = evaluation_loader(engine, chats.validation, setup.eval_samples)
+    # It reads train_loader, and replaces the loss function of a pipeline by one that weighs.
     weighted_batches = weigh_by_tokens(engine, train_loader)
+    # The best evaluation, and the training time, before the checkpoint that a run resumes from.
     best = read_best(setup)
-    seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
+    earlier_seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
 
     # Training, until the last step or SIGTERM. The model of the best evaluation is exported.
     tokens_per_step = engine.train_batch_size() * args.sequence_length
     losses: list[Any] = []
     stopped = False
     with (
-        recording.training(engine, tokens=tokens_per_step, seconds=seconds),
+        recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
         Interruption(lead=engine.step_lead) as interruption,
     ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
-                losses.append(engine.train_batch(weighted_batches))
-            stopped = step < args.max_steps and interruption.stops_after(step)
-            last = stopped or step == args.max_steps
-
-            if last or step % args.log_interval == 0:
+                # One optimizer step: forward and backward of each micro-batch, then the update.
+                losses.append(engine.train_batch(weighted_batches))  # a tensor
+            stopped = step < args.max_steps and interruption.stops_after(step)  # by SIGTERM
+            is_last = stopped or step == args.max_steps
+            if is_last or step % args.log_interval == 0:
                 recording.log(step, loss=float(sum(losses) / len(losses)))  # waits for the device
                 losses.clear()
 
             if step == args.max_steps or step % args.eval_interval == 0:
                 with recording.paused():
-                    engine.synchronize()  # asynchronous stages finish their steps
-                    eval_loss = weighted_batches.loss(eval_loader)
+                    engine.synchronize()  # one version of the weights on all ranks
+                    eval_loss = weighted_batches.evaluate(eval_loader)
                     recording.log_eval(step, eval_loss=eval_loss)
                     if not best or eval_loss < best["eval_loss"]:
                         best = {"eval_loss": eval_loss, "step": step}
@@ -127,13 +135,12 @@ def main() -> None:
                             atomic_write_text(setup.folder / BEST, json.dumps(best))
 
             # After the evaluation: a run that resumes here evaluates later steps only.
-            if last or step % args.save_interval == 0:
+            if is_last or step % args.save_interval == 0:
                 save_checkpoint(setup, engine, train_loader, recording)
-
             if stopped:
                 recording.stopped(step)
                 break
-        engine.finish_saving()
+        engine.finish_saving()  # waits for a checkpoint that is written in the background
 
     # An answer of the exported model.
     if not stopped:
@@ -142,7 +149,7 @@ def main() -> None:
             print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
         figures = {"eval_loss": best["eval_loss"], "best step": best["step"]}
         recording.finish({**figures, "parameters": count_parameters(setup, model)})
-    leave()
+    disconnect()
 
 
 def check_options(args: SftArguments) -> None:
@@ -153,10 +160,12 @@ def check_options(args: SftArguments) -> None:
             LoRA is to be written for Megatron.
         LaunchError: peft is not installed.
     """
-    for name, default in (("balance", "none"), ("split", None)):
-        if getattr(args, name) != default:
-            reason = "rows of fine-tuning are shared equally, and split by their hash"
-            raise ConfigError(f"--{name}", getattr(args, name), reason, "Leave it out")
+    if args.balance != "none":
+        reason = "rows of fine-tuning are shared equally"
+        raise ConfigError("--balance", args.balance, reason, "Leave it out")
+    if args.split is not None:
+        reason = "rows of fine-tuning are split by their hash"
+        raise ConfigError("--split", args.split, reason, "Leave it out")
     if args.long_rows not in ("cut", "skip"):
         reason = "there is no such way to treat them"
         raise ConfigError("--long_rows", args.long_rows, reason, "Give cut or skip")
@@ -175,16 +184,16 @@ def read_best(setup: Setup) -> dict[str, Any]:
     return dict(gather(found)[0])  # hosts may have a folder each
 
 
-def completed_config(config: dict[str, Any], args: SftArguments) -> dict[str, Any]:
-    """Return the configuration with a learning rate, and with what travels through a pipeline."""
-    config = copy.deepcopy(config)
+def complete(setup: Setup, args: SftArguments) -> Setup:
+    """Return the setup with a learning rate, and with what travels through a pipeline."""
+    config = copy.deepcopy(setup.config)
     rates = config.get("optimizer", {}).get("params", {})
     if rates.get("lr") == "auto":
         rates["lr"] = 2e-5 if args.lora_r is None else 2e-4
     pipeline = config.get("wavemare", {}).get("pipeline")
     if pipeline is not None:
         pipeline["inputs"] = ["input_ids"] if args.no_packing else ["input_ids", "position_ids"]
-    return config
+    return replace(setup, config=config)
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ def run(kind: str, file: Path, cache: Path) -> dict[str, int]:
     else:
         options = {"data": str(file), "cache": str(cache), "sequence_length": LENGTH}
         arguments = PretrainArguments(**options, vocab_size=VOCABULARY)
-        text = read_text(find_text(arguments), arguments, "gpt")
-        samples, validation = text.causal_samples(LENGTH, 0, 0)
+        text = read_text(find_text(arguments), arguments, special_tokens="gpt")
+        samples, validation = text.causal_samples(LENGTH, num_samples=0, seed=0)
         tokens = sum(store.num_tokens for store in text.single())
         text.baselines(LENGTH, 8192)
     loader = ResumableLoader(samples, micro_batch_size=8, data_rank=0, data_world_size=1, seed=0)

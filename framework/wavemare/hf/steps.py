@@ -191,7 +191,7 @@ class TokenMean(Iterator[Any]):
         )
         return [{**b, **bounds, **more} for b, bounds in zip(batches, packed, strict=True)]
 
-    def loss(self, batches: Iterable[Any]) -> float:
+    def evaluate(self, batches: Iterable[Any]) -> float:
         """Return the mean loss over the labels of a rank's micro-batches, and the other ranks'."""
         weighted = self.weigh(batches)
         return float(self._engine.eval_batch(iter(weighted), num_micro_batches=len(weighted)))

@@ -147,7 +147,7 @@ def open_start(args: Any) -> Any:
     return opened
 
 
-def tokenizer_of(args: Any) -> str | None:
+def tokenizer_folder_of(args: Any) -> str | None:
     """Return the folder of the tokenizer that options name, or that of the checkpoint.
 
     Raises:
@@ -318,7 +318,7 @@ def load_chat_model(args: Any) -> tuple[Any, Any]:
     from wavemare.data.tokenizer import load_tokenizer, set_chat_template
     from wavemare.models.deferred import read_weights
 
-    own = tokenizer_of(args)
+    own = tokenizer_folder_of(args)
     tokenizer: Any = load_tokenizer(own or args.model, "--tokenizer" if own else "--model")
     if args.chat_template is not None:
         set_chat_template(tokenizer, args.chat_template)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a run before its model, checked once; and how its processes meet and leave."""
+"""What is known of a run before its model, checked once; and how processes join and part."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def seed_dropout(engine: Any, seed: int) -> None:
     torch.manual_seed(seed + 1 + distributed.get_rank() // shared)
 
 
-def leave() -> None:
+def disconnect() -> None:
     """Wait for the other processes and leave their group, so that no thread of it remains."""
     from torch import distributed
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe shows before it trains."""
+"""What a recipe records, and what it shows before it trains."""
 
 from __future__ import annotations
 
@@ -7,10 +7,32 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from wavemare.engine.config.resolve import zero_section
+from wavemare.observe.recording import Recording
 from wavemare.observe.screen import Screen
+from wavemare.training.arguments import TrainArguments
 
 if TYPE_CHECKING:
     from wavemare.training.setup import Setup
+
+
+def start_recording(arguments: TrainArguments, *, done: int | None = None) -> Recording:
+    """Return the recording of a run by the recipe's options, which shows its progress.
+
+    Args:
+        arguments: The recipe's options.
+        done: Optimizer steps done before; by default the engine's count.
+
+    Raises:
+        ConfigError: See `wavemare.observe.Recording`.
+    """
+    return Recording(
+        arguments.output,
+        steps=arguments.max_steps,
+        done=done,
+        arguments=arguments.given(),
+        trace_steps=arguments.trace_steps,
+        show=True,
+    )
 
 
 def print_start(

@@ -94,7 +94,9 @@ class TrainingText:
             raise ConfigError("--data", self.source.name, reason, remedy)
         return self.train[0], self.validation[0]
 
-    def causal_samples(self, sequence_length: int, num_samples: int, seed: int) -> tuple[Any, Any]:
+    def causal_samples(
+        self, sequence_length: int, *, num_samples: int, seed: int
+    ) -> tuple[Any, Any]:
         """Return samples for a GPT, to train on and to validate on.
 
         The number of samples of the whole training and the seed decide Megatron's order.
@@ -227,8 +229,8 @@ class TrainingText:
 def read_text(
     source: Source,
     arguments: TrainArguments,
-    kind: Literal["gpt", "bert"],
     *,
+    special_tokens: Literal["gpt", "bert"],
     tokenizer: str | None = None,
 ) -> TrainingText:
     """Read and tokenise text, or open the tokens of the same text from the cache.
@@ -236,7 +238,7 @@ def read_text(
     Args:
         source: Of `find_text`.
         arguments: The recipe's options.
-        kind: Decides the special tokens of a new tokenizer.
+        special_tokens: Whose special tokens a new tokenizer has.
         tokenizer: Hugging Face folder of a tokenizer; a new byte-level BPE is trained if omitted.
 
     Raises:
@@ -254,7 +256,7 @@ def read_text(
         return _read_megatron(source, split, found)
     cache = Path(arguments.cache).expanduser()
     # One process of a host reads the text; the others are told which entries of the cache it is.
-    made = f"{kind} {size}" if found is None else definition_of(found)
+    made = f"{special_tokens} {size}" if found is None else definition_of(found)
     settings = ("corpus", _FORMAT_VERSION, made, arguments.text_column, source_key(source))
     entry = cache / f"corpus-{content_key(settings)[:32]}"
 
@@ -262,7 +264,7 @@ def read_text(
         corpus = load_text(source, text_column=arguments.text_column)
         parts, own = {}, found
         if own is None:
-            folder = tokenizer_folder(corpus.train, size, kind, cache)
+            folder = tokenizer_folder(corpus.train, size, special_tokens, cache)
             own, parts["tokenizer"] = load_tokenizer(folder), folder.name
         for name, documents in (("train", corpus.train), ("validation", corpus.validation)):
             parts[name] = cached_tokens(documents, own, cache).name

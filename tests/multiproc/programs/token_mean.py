@@ -92,7 +92,7 @@ def trained(samples, **section):
     batches = TokenMean(engine, loader)
     losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
     evaluated = [next(loader) for _ in range(BATCH // MICRO // ranks)]
-    losses.append(batches.loss(evaluated))
+    losses.append(batches.evaluate(evaluated))
     state = whole_state_dict(engine) if section else engine.module.state_dict()
     engine.destroy()
     return losses, state

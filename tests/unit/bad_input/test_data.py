@@ -182,8 +182,8 @@ def test_shares(refused, split):
 def test_a_text_that_is_too_short_is_named_by_its_file(refused, write, tmp_path):
     options = {"data": str(write("a.txt", "few words. " * 9)), "cache": str(tmp_path)}
     arguments = PretrainArguments(**options, vocab_size=300)
-    text = read_text(find_text(arguments), arguments, "gpt")
-    act = lambda: text.causal_samples(128, 1, 0)  # noqa: E731
+    text = read_text(find_text(arguments), arguments, special_tokens="gpt")
+    act = lambda: text.causal_samples(128, num_samples=1, seed=0)  # noqa: E731
     refused(act, DataError, "--data")
     assert "a.txt" in text.source.name
 

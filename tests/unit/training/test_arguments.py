@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recipe's command line, also in Megatron's spellings, and the configuration that it makes."""
 
+import ast
 import json
 import sys
+from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +17,14 @@ from wavemare.engine.config.resolve import check_batch_sizes, check_config
 from wavemare.errors import CheckpointError, ConfigError, DataError
 from wavemare.recipes.bert.finetune import FinetuneArguments as Classification
 from wavemare.recipes.bert.finetune import check_options
+from wavemare.recipes.bert.pretrain import PretrainArguments as BertArguments
 from wavemare.recipes.gpt.finetune import FinetuneArguments
 from wavemare.recipes.gpt.pretrain import PretrainArguments
 from wavemare.recipes.llama.pretrain import PretrainArguments as LlamaArguments
 from wavemare.recipes.llama.sft import SftArguments
 from wavemare.training.arguments import parse_arguments
 from wavemare.training.config import resolve_config
+from wavemare.training.megatron import TABLE
 from wavemare.training.models import (
     check_start,
     load_chat_model,
@@ -40,6 +44,30 @@ WARMUP = {"warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr"}
 
 def parsed(line, kind=PretrainArguments):
     return parse_arguments(kind, ["--deepspeed_config", CONFIG, *line.split()])
+
+
+RECIPES = {
+    "gpt/pretrain": PretrainArguments,
+    "gpt/finetune": FinetuneArguments,
+    "llama/pretrain": LlamaArguments,
+    "llama/sft": SftArguments,
+    "bert/pretrain": BertArguments,
+    "bert/finetune": Classification,
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_option_is_read(name):
+    """By the recipe, or by a helper of recipes."""
+    helpers = Path(str(files("wavemare.training"))).glob("*.py")
+    read = {
+        node.attr
+        for file in (Path(str(files("wavemare.recipes"))) / f"{name}.py", *helpers)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    own = {field.name for field in fields(RECIPES[name])} - TABLE.keys()
+    assert own - read == {"local_rank"}  # the launcher gives it, and the environment says the same
 
 
 def test_a_megatron_command_line(tmp_path):

@@ -95,12 +95,16 @@ def test_data_without_validation_documents_is_refused(tmp_path):
             writer.end_document()
     train_tokenizer(["few"], 300, kind="gpt").save_pretrained(tmp_path / "tokenizer")
     arguments = PretrainArguments(data=str(tmp_path / "few"), split="969,30,1")
-    text = read_text(find_text(arguments), arguments, "gpt", tokenizer=str(tmp_path / "tokenizer"))
+    text = read_text(
+        find_text(arguments), arguments, special_tokens="gpt", tokenizer=str(tmp_path / "tokenizer")
+    )
     with refuses(DataError, "--split", "969,30,1") as caught:
         text.causal_samples(sequence_length=2, num_samples=4, seed=0)
     assert (caught.value.key, caught.value.value) == ("--split", "969,30,1")
     arguments = PretrainArguments(data=str(tmp_path / "few"), data_path=[str(tmp_path / "few")])
-    again = read_text(find_text(arguments), arguments, "gpt", tokenizer=str(tmp_path / "tokenizer"))
+    again = read_text(
+        find_text(arguments), arguments, special_tokens="gpt", tokenizer=str(tmp_path / "tokenizer")
+    )
     assert again.split == "969,30,1"  # Megatron's default
     assert text.baselines(sequence_length=2) == ({}, {})
 
@@ -109,7 +113,7 @@ def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
     (tmp_path / "tales.txt").write_text("Once upon a time there was a sea.\n" * 40)
     options = {"data": str(tmp_path / "tales.txt"), "cache": str(tmp_path / "cache")}
     arguments = PretrainArguments(**options, vocab_size=300)
-    text = read_text(find_text(arguments), arguments, "gpt")
+    text = read_text(find_text(arguments), arguments, special_tokens="gpt")
     whole = text.tokenizer.decode(text.validation[0].tokens.tolist())
     beginnings = [text.beginning(positions) for positions in (64, 3)]
     assert all(whole.startswith(one) for one in beginnings)
@@ -119,7 +123,7 @@ def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
 def read_lines(tmp_path):
     options = {"data": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache")}
     arguments = PretrainArguments(**options, vocab_size=300)
-    return read_text(find_text(arguments), arguments, "gpt")
+    return read_text(find_text(arguments), arguments, special_tokens="gpt")
 
 
 def tokens_of(text):

@@ -19,7 +19,7 @@ from wavemare.training.models import (
     load_causal_model,
     model_config_of,
     new_causal_model,
-    tokenizer_of,
+    tokenizer_folder_of,
 )
 
 CONFIG = str(files("wavemare.recipes") / "gpt" / "finetune.json")
@@ -66,9 +66,9 @@ def test_a_checkpoint_of_megatron_starts_a_run(model, tmp_path, kind):
             check(parsed(f"{start} {words}", kind))
     check(parsed(f"{start} --num-layers 3 --use-checkpoint-args", kind))
     with pytest.raises(ConfigError) as caught:
-        tokenizer_of(args)  # none lies beside it, and none is named
+        tokenizer_folder_of(args)  # none lies beside it, and none is named
     assert caught.value.key == "--tokenizer"
-    assert tokenizer_of(parsed(f"{start} --tokenizer other", kind)) == "other"
+    assert tokenizer_folder_of(parsed(f"{start} --tokenizer other", kind)) == "other"
 
 
 def test_a_folder_is_read_late_if_its_family_is_known(model, tmp_path):
