@@ -63,10 +63,9 @@ class SftArguments(TokenizerArguments, TrainArguments):
     log_interval: int = option(5, "steps per line of metrics.jsonl")
     seed: int = option(1234, "seed of weights, data order and dropout")
     no_packing: bool = option(False, "one row per sample")
-    long_rows: str = option(
-        "cut", "what happens to rows that are too long: cut shortens them, skip leaves them out"
-    )
+    long_rows: str = option("cut", "what becomes of too long rows: cut, or skip to leave them out")
     chat_template: str | None = option(None, "file in place of the tokenizer's chat template")
+    chat_template_kwargs: str | None = option(None, "JSON that the template is given")
     lora_r: int | None = option(None, "rank of LoRA; all weights are trained if omitted")
     lora_alpha: int = option(32, "LoRA's alpha: adapters are scaled by alpha / rank")
     lora_targets: str = option("all-linear", "names of the adapted layers, with commas between")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ class TrainingChats:
         source: Origin of the rows.
         tokenizer: Has formatted them.
         max_length: Tokens of a sample.
+        template_arguments: What the chat template is given with each chat.
         rows: To train on.
         validation_rows: To validate on.
         train: Samples of the rows, packed if the options say so.
@@ -31,6 +33,7 @@ class TrainingChats:
     source: Source
     tokenizer: Any
     max_length: int
+    template_arguments: Mapping[str, Any] | None
     rows: EncodedRows
     validation_rows: EncodedRows
     train: ChatSamples
@@ -56,7 +59,8 @@ class TrainingChats:
         """Return what the assistant is asked by the first validation row."""
         from wavemare.data.chat import last_question
 
-        return last_question(self.validation_rows.first, self.tokenizer)
+        row = self.validation_rows.first
+        return last_question(row, self.tokenizer, self.template_arguments)
 
 
 def read_chats(source: Source, arguments: Any, tokenizer: Any) -> TrainingChats:
@@ -71,16 +75,20 @@ def read_chats(source: Source, arguments: Any, tokenizer: Any) -> TrainingChats:
         DataError: See `wavemare.data.chat.prepare_chats`.
     """
     from wavemare.data.chat import ChatSamples, prepare_chats
+    from wavemare.data.row_format import parse_arguments
 
     length, packs = arguments.sequence_length, not arguments.no_packing
-    cache = Path(arguments.cache).expanduser()
+    cache, given = (
+        Path(arguments.cache).expanduser(),
+        parse_arguments(arguments.chat_template_kwargs),
+    )
     rows, validation_rows = prepare_chats(
-        source, tokenizer, length, cache, long_rows=arguments.long_rows
+        source, tokenizer, length, cache, long_rows=arguments.long_rows, template_arguments=given
     )
     fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     train = ChatSamples(rows, length, fill, packs=packs, positions=packs)
     validation = ChatSamples(validation_rows, length, fill, packs=False, positions=packs)
-    return TrainingChats(source, tokenizer, length, rows, validation_rows, train, validation)
+    return TrainingChats(source, tokenizer, length, given, rows, validation_rows, train, validation)
 
 
 def weigh_by_tokens(engine: Any, loader: ResumableLoader) -> TokenMean:
