@@ -80,8 +80,8 @@ class Replay:
             ``2 (P - 1 - s) + 1`` PipeMare's dataflow machine.
         clip: Bound of the gradient norm over all stages in this step, or None.
         together: Whether micro-batches that see the same weights of a stage pass it as one batch.
-            That is several times as fast for small micro-batches. Results are equal up to rounding,
-            if samples do not depend on one another, as they do in batch normalization.
+            It is faster for small micro-batches. Results are equal up to rounding, if samples do
+            not depend on one another, as they do in batch normalization.
 
     Attributes:
         records: One for each step since the last load.
