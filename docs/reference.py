@@ -90,7 +90,9 @@ def cells(name: str) -> str:
             cell = f"{schedule}/{feature}"
             refused = values["REFUSED"].get(cell, "").partition(": ")[2]
             known = any(f"{each}/".startswith(f"{cell}/") for each in values["CELLS"])
-            row.append(f"refused: `{refused}`" if refused else "equal" * known)
+            note = values.get("NOTES", {}).get(cell)
+            equal = f"equal {note}" if note else "equal"
+            row.append(f"refused: `{refused}`" if refused else equal * known)
         rows.append(row)
     heads = ["", *(f"`{schedule}`" for schedule in values["ROWS"])]
     return _markdown([heads, ["---"] * len(heads), *rows])

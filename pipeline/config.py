@@ -58,9 +58,13 @@ class PipeMareConfig(Section):
     """See `DiscrepancyCorrection`."""
 
     optimizer_policy: Literal["keep", "auto"] = "keep"
-    """If gradients are stale, ``auto`` replaces Adam and AdamW by an optimizer that bears it: Muon
-    for matrices up to a staleness of two steps, SOAP beyond. It logs its choice and the reason.
-    ``keep`` keeps them, and says in one line what ``auto`` would give."""
+    """If gradients are stale, ``auto`` replaces Adam and AdamW by an optimizer that bears stale
+    gradients: Muon for matrices up to a staleness of two steps, SOAP beyond. It keeps your ``lr``
+    and ``weight_decay``, and turns on ``error_feedback``. It costs time in each step, and with SOAP
+    memory (docs/asynchronous.md). It logs its choice and the reason. It is refused with an
+    optimizer that was given to ``initialize``, with ``offload_optimizer``, and for matrices of
+    which a rank holds a part. ``keep`` keeps Adam and AdamW, and says in one line what ``auto``
+    would give."""
 
     error_feedback: bool = False
     """Whether each update corrects the error of the previous, stale one: it adds the mean

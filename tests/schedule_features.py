@@ -100,3 +100,5 @@ REFUSED = {
     },
     "pipemare/weights tied across stages": "ConfigError: wavemare.pipeline.untie",
 }
+NOTES = {"auto/exact resume": "without dropout"}
+"""What limits the equality of a cell."""
