@@ -19,6 +19,7 @@ from torch import Tensor
 
 from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.feature import Feature
+from wavemare.engine.labels import IGNORED
 from wavemare.engine.launch.group import gather
 from wavemare.errors import DataError
 
@@ -67,11 +68,14 @@ class SameBatches(Feature):
         """Compare what the next pass reads; all ranks call it."""
         self._is_soon = True
 
-    def read(self, batch: tuple[Any, Any], *, may_wait: bool) -> Marks:
+    def read(
+        self, batch: tuple[Any, Any], *, may_wait: bool, uses: Sequence[int] = (0, 1)
+    ) -> Marks:
         """Return the marks of a micro-batch that this rank has read, and compare them.
 
         Args:
             batch: Inputs and labels: tensors in mappings and sequences, or None.
+            uses: Which of them the ranks that split layers use: 0 for inputs, 1 for labels.
             may_wait: Whether the host may wait for ranks that split layers, which all say so, and
                 for a GPU that holds the batch.
 
@@ -81,7 +85,9 @@ class SameBatches(Feature):
         marks = marks_of(*batch, on_device=may_wait)
         if may_wait and self._group is not None:
             ranks = torch.distributed.get_process_group_ranks(self._group)
-            check(list(zip(ranks, gather(marks, self._group), strict=True)))
+            found = list(zip(ranks, gather(marks, self._group), strict=True))
+            for part in uses:
+                check([(rank, (each[part], each[part])) for rank, each in found])
         return marks
 
 
@@ -126,7 +132,8 @@ def check(found: Sequence[tuple[int, Marks]]) -> None:
     remedy = (
         "Let them draw alike, in each epoch: give the loader, or a data set or a collator that"
         " draws, a generator of the same seed on all ranks, or a DistributedSampler of"
-        " engine.data_world_size and engine.data_rank"
+        " engine.data_world_size and engine.data_rank. Give None for a part that a stage does not"
+        " use"
     )
     raise DataError("data_iter", "a micro-batch", reason, remedy)
 
@@ -171,8 +178,12 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _is_placeholder(sample: Tensor) -> bool:
-    """Whether it tells nothing: one value throughout. One element alone does, unless it is 0."""
-    return bool((sample == sample[:1]).all()) and (len(sample) != 1 or not sample.any())
+    """Whether it tells nothing: one value throughout. One element alone does, but 0, -100, NaN."""
+    first = sample[:1]
+    is_nan = sample.isnan()
+    if not bool(((sample == first) | (is_nan & first.isnan())).all()):
+        return False
+    return len(sample) != 1 or bool(((sample == 0) | (sample == IGNORED) | is_nan).all())
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:

@@ -275,7 +275,7 @@ def check_optimizer(folder: Path, engine: EngineMixin) -> None:
     if kind is not None:
         remedy = f'Resume with "optimizer": {{"type": "{kind}", ...}} and the settings of that run'
     elif _added(ours) and engine.settings.pipeline.pipemare.optimizer_policy == "auto":
-        remedy = f'Resume with {POLICY} "keep"'
+        remedy = f'Resume with {POLICY} "keep" and the optimizer that saved it'
     if theirs == [*ours, _COMPILED]:
         remedy = (
             'Set WAVEMARE_COMPILED_OPS=1 and leave out "torch_adam", or offload as that run did'

@@ -7,6 +7,7 @@ that a part of a matrix would not step as it does within the matrix.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from inspect import signature
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _MATRIX, _EXPERTS = (4, 4), (4, 4, 4)
 _STEPS = 4
+_CHANGED = (list, dict, set, Tensor)
+"""Types of an optimizer's attributes that a step may change in place."""
 _READS_WHOLE = "it reads whole tensors for a step"
 _UNTRIED = "it could not be tried on parts of tensors"
 _NEAR = 1e-3
@@ -146,11 +149,17 @@ def _made_anew(optimizer: Any, group: dict[str, Any]) -> Any:
 
 
 def _emptied(optimizer: Any, group: dict[str, Any]) -> Any:
-    """Return a copy with one parameter group and no state."""
+    """Return a copy with one parameter group, no state, and containers of its own."""
     own = object.__new__(type(optimizer))
+    weights = {id(p): p for each in optimizer.param_groups for p in each["params"]}
+    held = {
+        name: copy.deepcopy(value, weights.copy()) if isinstance(value, _CHANGED) else value
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups") and not name.endswith("_hooks")
+    }
     hooks: dict[str, Any] = {
         name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")
     }
-    vars(own).update({**vars(optimizer), **hooks})
+    vars(own).update({**held, **hooks})
     own.state, own.param_groups = defaultdict(dict), [group]
     return own

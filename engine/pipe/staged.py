@@ -118,7 +118,8 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
             return UNKNOWN
         is_evaluation = not torch.is_grad_enabled()
         may_wait = is_evaluation or is_due(self.global_steps + step + 1)
-        return self.same_batches.read(batch.given, may_wait=may_wait)
+        uses = [part for part in (0, 1) if (self.is_first_stage, self.is_last_stage)[part]()]
+        return self.same_batches.read(batch.given, may_wait=may_wait, uses=uses)
 
     def _start_timers(self, timer_names: Sequence[str]) -> None:
         # DeepSpeed's pipeline starts those of a backward pass, and so do its hooks of outputs.

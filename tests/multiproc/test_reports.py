@@ -145,7 +145,7 @@ NIGHTLY = {
     **lora("plain", ALL, *DATA, *TENSOR, *STAGES, reentrant=False),
     **lora("reentrant", ALL, *DATA, *TENSOR, *STAGES, reentrant=True),
     **lora("saved", DATA, *DATA, reentrant=None, **SAVED),
-    **lora("dora", ZERO, *ZERO, reentrant=None, use_dora=True),
+    **lora("dora", ALL, *ZERO, "zb-h1", reentrant=None, use_dora=True),
     **lora(
         "ranked",
         ALL,
@@ -174,7 +174,6 @@ REFUSED = {
     "within a step": "Call it after a step",
     "lora saved tensor": WHOLE,
     "lora saved 1f1b": WHOLE,
-    "lora dora zb-h1": "use_dora",
     "few interleaved": "Give a multiple of 2",
 }
 STALE = {"stale": {"ours": {"pipeline": {"stages": 2, "schedule": "pipemare"}}}}
@@ -192,7 +191,6 @@ CASES = {
         **passes("two losses", "ZeRO-1"),
         "within a step": ["resized_within_a_step", {}],
         **lora("saved", ALL, "tensor", "1f1b", reentrant=None, **SAVED),
-        **lora("dora", ALL, "zb-h1", reentrant=None, use_dora=True),
         "few interleaved": [
             "refused_micro_batches",
             {"settings": STAGES["interleaved"], "count": 3},

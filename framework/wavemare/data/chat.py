@@ -267,6 +267,13 @@ def iterate_rows(source: Source, part: int = 0) -> Iterator[dict[str, Any]]:
     texts = source.kind in (Kind.CSV, Kind.TSV)
     choices = ({"messages": texts}, {"prompt": texts, "completion": texts}, {"text": True})
     for row in iterate_records(source, part, *choices, optional=CHAT_COLUMNS):
+        for name in ("prompt", "completion"):
+            value = row.get(name)
+            if not isinstance(value, str | list | None):
+                kind = type(value).__name__
+                reason = f"the column {name!r} has a value of the type {kind}"
+                remedy = "Write texts, or lists of messages"
+                raise DataError("--data", source.name, reason, remedy)
         yield {k: v for k, v in row.items() if v is not None or k not in CHAT_COLUMNS}
 
 

@@ -494,7 +494,9 @@ class Trainer(StockTrainer):
     ) -> Any:
         """Evaluate a batch in a pipeline; the last stage sends the results to the others."""
         inputs = self._prepare_inputs(inputs)
-        labels = inputs.get("labels", inputs.get("input_ids"))  # DPO has no labels
+        labels = inputs.get("labels")
+        if trl.class_of(self) == "DPOTrainer":  # its batches have none, but its loop looks for some
+            labels = inputs["input_ids"]
         predict: Any = super().prediction_step
         if trl.is_known(self):
             predict = partial(type(self).prediction_step, self)

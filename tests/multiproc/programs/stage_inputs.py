@@ -236,11 +236,6 @@ def tied_inside(_, schedule):
     return [float(engine.train_batch(data)) for _ in range(STEPS)]
 
 
-def frozen_zero(_, schedule, *changes):
-    """A stage that trains nothing, with an optimizer of DeepSpeed's that needs weights."""
-    return refusal(lambda: start(frozen(1), schedule, *changes))
-
-
 def tied_sparse(_, schedule):
     """A sparse embedding on the first and the last stage."""
 
@@ -279,7 +274,6 @@ SPECIAL = {
     "epochs": epochs,
     "reentrant": reentrant,
     "tied": tied_inside,
-    "frozen-zero": frozen_zero,
     "tied-sparse": tied_sparse,
 }
 

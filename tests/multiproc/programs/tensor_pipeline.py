@@ -104,17 +104,22 @@ def asynchronous(names):
         result[f"{name} bf16"] = half_step(name)
         chosen = {"schedule": "pipemare", "pipemare": {"optimizer_policy": "auto"}}
         result["policy"] = refusal(lambda name=name, chosen=chosen: start(name, chosen))
-        result["apart"] = read_apart(name)
+        own = itertools.islice(batches(name), torch.distributed.get_rank() % 2, None)
+        result["apart"] = read_apart(name, own)
+        result["apart inputs"] = read_apart(name, turned(batches(name)))
     return result
 
 
-def read_apart(name):
+def turned(data):
+    """The same labels on the ranks that split a stage, with inputs in another order."""
+    for one in data:
+        yield {**one, "input_ids": one["input_ids"].roll(torch.distributed.get_rank() % 2, -1)}
+
+
+def read_apart(name, own):
     """The ranks that split a stage read alike at first; in later steps those of one place do."""
     engine = start(name, {"schedule": "pipemare"})
-    alike, own = (
-        batches(name),
-        itertools.islice(batches(name), torch.distributed.get_rank() % 2, None),
-    )
+    alike = batches(name)
     train_on = [alike] * 2 + [own] * 3
     said = [refusal(lambda data=data: engine.train_batch(data)) for data in train_on]
     return [sentence for sentence in said if sentence != "accepted"][:1]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """By what ranks of one model tell that they have read the same micro-batch."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from support.refusals import refuses
 from wavemare.engine.same_batches import COMPARED_EACH, UNKNOWN, check, is_due, marks_of
 from wavemare.errors import DataError
 
+EMPTY = [torch.empty(0), torch.tensor([-100]), torch.full((3,), math.nan), torch.tensor([math.nan])]
 SHAPES = [(2, 3), (3, 1), (64, 784), (63, 785), (4096, 3), (5000, 64), (2, 100_000)]
 
 
@@ -48,7 +50,7 @@ def test_rows_are_found_in_whatever_a_loader_gives():
 
 @pytest.mark.parametrize(
     "part",
-    [None, (), torch.zeros(3, 2), torch.full((4,), -100), torch.zeros(1), torch.empty(0), "text"],
+    [*(None, (), "text", torch.zeros(3, 2), torch.full((4,), -100), torch.zeros(1)), *EMPTY],
     ids=repr,
 )
 def test_placeholders_tell_nothing(part):
