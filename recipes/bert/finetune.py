@@ -81,17 +81,17 @@ def main() -> None:
     config, layout = balanced_config(setup, model)  # layout: None without --balance
     engine, *_ = wavemare.initialize(model=model, config=config)
     print_rank_0(layout or engine.layout)  # None prints nothing
-    seed_dropout(engine, args.seed)  # per rank; before load_checkpoint, which restores a run's own
+    seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
     train_loader = ResumableLoader.of(engine, train, seed=args.seed)
-    eval_loader = evaluation_loader(engine, validation, setup.eval_samples)
-    final_loader = evaluation_loader(engine, validation, setup.final_samples)
+    eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
+    final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
     earlier_seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
 
     # Training, until the last step or SIGTERM, which stops all processes after the same step.
     tokens_per_step = engine.train_batch_size() * args.sequence_length
-    losses: list[Any] = []
+    losses: list[Any] = []  # since the last line of the log
     stopped = False
     with (
         recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
@@ -100,7 +100,8 @@ def main() -> None:
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
                 # One optimizer step: forward and backward of each micro-batch, then the update.
-                losses.append(engine.train_batch(train_loader))  # a tensor
+                loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
+            losses.append(loss)
             stopped = step < args.max_steps and interruption.stops_after(step)  # by SIGTERM
             is_last = stopped or step == args.max_steps
             if is_last or step % args.log_interval == 0:
@@ -108,7 +109,7 @@ def main() -> None:
                 losses.clear()
 
             if step % args.eval_interval == 0 and not is_last:
-                with recording.paused():  # not in tokens per second; replicas of local steps differ
+                with recording.paused():  # its time is not in tokens per second
                     recording.log_eval(step, **evaluate(engine, eval_loader, num_classes))
 
             if is_last or step % args.save_interval == 0:
@@ -130,11 +131,11 @@ def main() -> None:
             answer = classify(setup.model_folder, row["text"])
             print(f"\nThe model in {setup.model_folder} classifies:\n{row['text'][:300]}")
             print(f"-> {answer} (it is {expected})\n", flush=True)
-        figures = {**metrics, **count_samples(engine, final_loader, validation)}
-        figures["parameters"] = count_parameters(setup, model)
+        results = {**metrics, **count_samples(engine, final_loader, validation)}
+        results["parameters"] = count_parameters(setup, model)
         majority = majority_baseline(corpus)
-        figures |= {f"majority {name}": value for name, value in majority.items()}
-        recording.finish(figures)
+        results |= {f"majority {name}": value for name, value in majority.items()}
+        recording.finish(results)
     disconnect()
 
 

@@ -95,7 +95,7 @@ def main() -> None:
     # Engine and batches. The loss of a step is the mean over its trained tokens on all ranks.
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_rank_0(engine.layout)  # None prints nothing
-    seed_dropout(engine, args.seed)  # per rank; before load_checkpoint, which restores a run's own
+    seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
     eval_loader = evaluation_loader(engine, chats.validation, setup.eval_samples)
     # It reads train_loader, and replaces the loss function of a pipeline by one that weighs.
@@ -106,7 +106,7 @@ def main() -> None:
 
     # Training, until the last step or SIGTERM. The model of the best evaluation is exported.
     tokens_per_step = engine.train_batch_size() * args.sequence_length
-    losses: list[Any] = []
+    losses: list[Any] = []  # since the last line of the log
     stopped = False
     with (
         recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
@@ -115,7 +115,8 @@ def main() -> None:
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
                 # One optimizer step: forward and backward of each micro-batch, then the update.
-                losses.append(engine.train_batch(weighted_batches))  # a tensor
+                loss = engine.train_batch(weighted_batches)  # a tensor: the mean of the step
+            losses.append(loss)
             stopped = step < args.max_steps and interruption.stops_after(step)  # by SIGTERM
             is_last = stopped or step == args.max_steps
             if is_last or step % args.log_interval == 0:
@@ -146,8 +147,8 @@ def main() -> None:
         if setup.rank == 0:
             answer = continue_text(setup.model_folder, chats.question(), args.seed)
             print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
-        figures = {"eval_loss": best["eval_loss"], "best step": best["step"]}
-        recording.finish({**figures, "parameters": count_parameters(setup, model)})
+        results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
+        recording.finish({**results, "parameters": count_parameters(setup, model)})
     disconnect()
 
 
