@@ -26,7 +26,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import rich.console  # noqa: F401  keeps os.environ, which some tests replace for a while
 import torch
 from hypothesis import settings
 

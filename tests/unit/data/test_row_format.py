@@ -2,7 +2,10 @@
 """Chats as tokens, and which of them are trained: six public forms against a slow twin and TRL."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -448,7 +451,7 @@ def show(tokenizers, tmp_path):
     return run
 
 
-def test_the_command_marks_each_trained_token(show, tokenizers):
+def test_the_command_marks_each_trained_token(show, tokenizers, tmp_path):
     tokenizer = tokenizers["chatml"]
     rows = [ROWS["tools"], {"messages": ASKED[:1]}, ROWS["one turn"], ROWS["one turn"]]
     output = show(rows, "--rows", "3")
@@ -462,8 +465,16 @@ def test_the_command_marks_each_trained_token(show, tokenizers):
         )
     ]
     assert lines == expected
-    coloured = show(rows, "--rows", "3", FORCE_COLOR="1", TERM="xterm")
-    marked = re.findall(r"^\x1b\[32m +\d+  (.)", coloured, re.MULTILINE)
+    # In a process of its own: rich keeps what it has found out about the terminal.
+    words = ["data", "show", str(tmp_path / "rows.jsonl"), "--rows", "3"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "wavemare", *words, "--tokenizer", str(tmp_path / "model")],
+        env={**os.environ, "FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    marked = re.findall(r"^\x1b\[32m +\d+  (.)", ran.stdout, re.MULTILINE)
     assert marked == ["»"] * sum(mark == "»" for _, mark, _ in expected)
 
 
