@@ -18,7 +18,8 @@ TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 CPU    ?= $(if $(wildcard $(VENV)/.cpu),1)
 BIN    := $(VENV)/bin
-# What is imported is compiled then; pip would compile all files, for most of its time.
+# pip would compile all files, for most of its time. Python compiles what is imported: the set-up ends
+# with one import, so that a run's processes do not each compile the same.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-compile
 # A stamp for what training needs, and one for what tests and documentation need beside it; other
@@ -32,6 +33,8 @@ MPI    ?= mpi
 ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1
+# An environment that forbids it would have each process compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup train demo test test-ci test-nightly test-mpi test-openmpi test-hosts test-megatron test-tuning test-gpu test-oldest test-newest conformance docs reference lint clean
 .DELETE_ON_ERROR:
@@ -51,6 +54,7 @@ $(READY): pyproject.toml
 	echo '$(BUILD)' > $(VENV)/.torch
 	$(if $(CPU),touch,rm -f) $(VENV)/.cpu
 	$(INSTALL) --editable '.[$(MPI),report,sparse]'
+	$(BIN)/python -c 'import datasets, deepspeed.runtime.pipe.engine, transformers.models.gpt2.modeling_gpt2' >/dev/null
 	touch $@
 
 $(DEV): $(READY)
