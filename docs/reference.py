@@ -333,7 +333,10 @@ def table(name: str) -> str:
         ]
     else:
         head = [f"key in `wavemare.{name}`", "values", "default", "meaning"]
-        rows = [list(row) for row in keys(SECTIONS[name].model_json_schema())]
+        rows = [
+            [f'<a id="{name}.{key}"></a>`{key}`', *rest]
+            for key, *rest in keys(SECTIONS[name].model_json_schema())
+        ]
     return _markdown([head, ["---"] * len(head), *rows])
 
 
@@ -355,7 +358,7 @@ def keys(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
                 default = json.dumps(field["default"]) if "default" in field else None
                 shown = {"null": "none", None: "required"}.get(default, f"`{default}`")
                 meaning = _one_line(field["description"], f"{prefix}{key}")
-                yield f"`{prefix}{key}`", _values(field, schema), shown, meaning
+                yield f"{prefix}{key}", _values(field, schema), shown, meaning
             for one in models:
                 yield from walk(one, f"{prefix}{key}.")
 

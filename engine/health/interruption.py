@@ -69,6 +69,16 @@ class Interruption:
         self._stop_at: int | None = None
         self._stopped = False
 
+    @classmethod
+    def of(cls, engine: Any, **options: Any) -> Self:
+        """Return one for the training loop of an engine, with the lead of its schedule.
+
+        Args:
+            engine: Of `wavemare.initialize`.
+            options: ``signals``, ``store`` and ``rank`` of the class.
+        """
+        return cls(lead=engine.step_lead, **options)
+
     def __enter__(self) -> Self:
         from torch.distributed import distributed_c10d
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import wavemare
-from wavemare.data.classification import majority_baseline, prepare_encoded, scores
+from wavemare.data.classification import majority_baseline, prepare_encoded
 from wavemare.data.loader import ResumableLoader
 from wavemare.data.sources import resolve
 from wavemare.engine import Interruption
@@ -28,9 +28,9 @@ from wavemare.errors import ConfigError
 from wavemare.failure import run_main
 from wavemare.observe import print_rank_0
 from wavemare.training.arguments import ModelArguments, TrainArguments, option, parse_arguments
-from wavemare.training.balance import balanced_config
+from wavemare.training.balance import balance
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
-from wavemare.training.evaluation import count_samples, evaluation_loader
+from wavemare.training.evaluation import count_samples, evaluate_classes, evaluation_loader
 from wavemare.training.models import check_model_folder, load_classifier, model_config_of
 from wavemare.training.samples import classify
 from wavemare.training.setup import connect, disconnect, read_setup, seed_dropout, wait_for_data
@@ -64,8 +64,8 @@ def main() -> None:
     args = parse_arguments(FinetuneArguments)
     check_options(args)
     setup = read_setup(args)  # the JSON, checked for this number of processes
-    model_config = {} if args.model else model_config_of(args)  # of a new model
     source = resolve(args.data)
+    model_config = {} if args.model else model_config_of(args)  # of a new model
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Texts and model, whole on every process. One process of each host reads the texts.
@@ -78,9 +78,9 @@ def main() -> None:
     print_start("BERT classification", setup, model, corpus.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
-    config, layout = balanced_config(setup, model)  # layout: None without --balance
-    engine, *_ = wavemare.initialize(model=model, config=config)
-    print_rank_0(layout or engine.layout)  # None prints nothing
+    setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
+    engine, *_ = wavemare.initialize(model=model, config=setup.config)
+    print_rank_0(setup.layout or engine.layout)  # None prints nothing
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
@@ -95,7 +95,7 @@ def main() -> None:
     stopped = False
     with (
         recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
-        Interruption(lead=engine.step_lead) as interruption,
+        Interruption.of(engine) as interruption,
     ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
@@ -110,10 +110,11 @@ def main() -> None:
 
             if step % args.eval_interval == 0 and not is_last:
                 with recording.paused():  # its time is not in tokens per second
-                    recording.log_eval(step, **evaluate(engine, eval_loader, num_classes))
+                    scores = evaluate_classes(engine, eval_loader, num_classes)
+                    recording.log_eval(step, **scores)  # eval_loss, accuracy, macro_f1
 
             if is_last or step % args.save_interval == 0:
-                save_checkpoint(setup, engine, train_loader, recording, layout)
+                save_checkpoint(setup, engine, train_loader, recording)
             if stopped:
                 recording.stopped(step)
                 break
@@ -122,8 +123,8 @@ def main() -> None:
     # Evaluation, export and the model's answer for a text.
     if not stopped:
         engine.synchronize()  # one version of the weights on all ranks: evaluated and exported
-        metrics = evaluate(engine, final_loader, num_classes)
-        recording.log_eval(args.max_steps, **metrics)
+        scores = evaluate_classes(engine, final_loader, num_classes)
+        recording.log_eval(args.max_steps, **scores)
         wavemare.save_pretrained(engine, setup.model_folder, tokenizer=tokenizer)
         if setup.rank == 0:
             row = corpus.validation[0]
@@ -131,10 +132,10 @@ def main() -> None:
             answer = classify(setup.model_folder, row["text"])
             print(f"\nThe model in {setup.model_folder} classifies:\n{row['text'][:300]}")
             print(f"-> {answer} (it is {expected})\n", flush=True)
-        results = {**metrics, **count_samples(engine, final_loader, validation)}
+        results = {**scores, **count_samples(engine, final_loader, validation)}
         results["parameters"] = count_parameters(setup, model)
-        majority = majority_baseline(corpus)
-        results |= {f"majority {name}": value for name, value in majority.items()}
+        for name, value in majority_baseline(corpus).items():
+            results[f"majority {name}"] = value
         recording.finish(results)
     disconnect()
 
@@ -147,30 +148,10 @@ def check_options(args: FinetuneArguments) -> None:
         ModelError: The folder ``--model`` holds no model that is long enough.
     """
     if args.split is not None:
-        reason = (
-            "labelled texts are no Megatron data, and their validation part is chosen by its hash"
-        )
+        reason = "labelled texts have no shares: a hash of each text chooses the validation part"
         raise ConfigError("--split", args.split, reason, "Leave it out")
     if args.model is not None:
         check_model_folder(args.model, args.sequence_length)
-
-
-def evaluate(engine: Any, loader: Any, num_classes: int) -> dict[str, float]:
-    """Return loss, accuracy and macro F1 of a loader's samples, the same on all ranks."""
-    import torch
-    from torch import distributed
-
-    confusion = torch.zeros(num_classes, num_classes, dtype=torch.long, device=engine.device)
-    losses = []
-    for batch in loader:  # one at a time: the logits returned are the last micro-batch's only
-        loss, logits = engine.eval_batch(iter([batch]), return_logits=True, num_micro_batches=1)
-        losses.append(float(loss))
-        if logits is not None:  # in a pipeline the last stage has them
-            labels = batch["labels"].to(logits.device)
-            cells = labels * num_classes + logits.argmax(-1)
-            confusion += torch.bincount(cells, minlength=num_classes**2).view_as(confusion)
-    distributed.all_reduce(confusion)
-    return {"eval_loss": sum(losses) / len(losses), **scores(confusion)}
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from wavemare.training.arguments import (
     option,
     parse_arguments,
 )
-from wavemare.training.balance import balanced_config
+from wavemare.training.balance import balance
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
 from wavemare.training.models import max_positions, model_config_of, new_masked_model
@@ -81,9 +81,9 @@ def main() -> None:
     print_start("BERT pretraining", setup, model, text.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
-    config, layout = balanced_config(setup, model)  # layout: None without --balance
-    engine, *_ = wavemare.initialize(model=model, config=config)
-    print_rank_0(layout or engine.layout)  # None prints nothing
+    setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
+    engine, *_ = wavemare.initialize(model=model, config=setup.config)
+    print_rank_0(setup.layout or engine.layout)  # None prints nothing
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
@@ -98,7 +98,7 @@ def main() -> None:
     stopped = False
     with (
         recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
-        Interruption(lead=engine.step_lead) as interruption,
+        Interruption.of(engine) as interruption,
     ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
@@ -116,7 +116,7 @@ def main() -> None:
                     recording.log_eval(step, eval_loss=evaluate(engine, eval_loader))
 
             if is_last or step % args.save_interval == 0:
-                save_checkpoint(setup, engine, train_loader, recording, layout)
+                save_checkpoint(setup, engine, train_loader, recording)
             if stopped:
                 recording.stopped(step)
                 break

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -20,7 +20,7 @@ from wavemare.engine import Interruption
 from wavemare.failure import run_main
 from wavemare.observe import print_rank_0
 from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
-from wavemare.training.balance import balanced_config
+from wavemare.training.balance import balance
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
 from wavemare.training.models import check_start, export, load_causal_model, tokenizer_folder_of
@@ -34,7 +34,7 @@ from wavemare.training.text import find_text, read_text
 class FinetuneArguments(TokenizerArguments, TrainArguments):
     """Options of GPT fine-tuning, beside those of all recipes (``--data``, ``--set``, ...)."""
 
-    causal = True  # allows the options of Megatron's checkpoints (--load of one, --save-megatron)
+    megatron_checkpoints: ClassVar[bool] = True  # --load may name one; --save-megatron writes one
 
     output: str = option("runs/gpt-finetune", "run folder")
     model: str = option(
@@ -42,8 +42,8 @@ class FinetuneArguments(TokenizerArguments, TrainArguments):
     )
     sequence_length: int = option(128, "tokens per sample")
     max_steps: int = option(100, "optimizer steps")
-    eval_interval: int = option(100, "steps between evaluations")
-    save_interval: int = option(200, "steps between checkpoints")
+    eval_interval: int = option(50, "steps between evaluations")
+    save_interval: int = option(50, "steps between checkpoints")
     log_interval: int = option(5, "steps per line of metrics.jsonl")
     seed: int = option(1234, "seed of weights, data order and dropout")
     prompt: str | None = option(None, "start of the sample text; by default a validation text's")
@@ -75,9 +75,9 @@ def main() -> None:
     print_start("GPT fine-tuning", setup, model, text.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
-    config, layout = balanced_config(setup, model)  # layout: None without --balance
-    engine, *_ = wavemare.initialize(model=model, config=config)
-    print_rank_0(layout or engine.layout)  # None prints nothing
+    setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
+    engine, *_ = wavemare.initialize(model=model, config=setup.config)
+    print_rank_0(setup.layout or engine.layout)  # None prints nothing
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
@@ -92,7 +92,7 @@ def main() -> None:
     stopped = False
     with (
         recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
-        Interruption(lead=engine.step_lead) as interruption,
+        Interruption.of(engine) as interruption,
     ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
@@ -110,7 +110,7 @@ def main() -> None:
                     recording.log_eval(step, eval_loss=evaluate(engine, eval_loader))
 
             if is_last or step % args.save_interval == 0:
-                save_checkpoint(setup, engine, train_loader, recording, layout)
+                save_checkpoint(setup, engine, train_loader, recording)
             if stopped:
                 recording.stopped(step)
                 break

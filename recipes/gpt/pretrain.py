@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -29,7 +29,7 @@ from wavemare.training.arguments import (
     option,
     parse_arguments,
 )
-from wavemare.training.balance import balanced_config
+from wavemare.training.balance import balance
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
 from wavemare.training.models import (
@@ -50,7 +50,7 @@ MODEL = str(Path(__file__).with_name("model.json"))
 class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     """Options of GPT pretraining, beside those of all recipes (``--data``, ``--set``, ...)."""
 
-    causal = True  # allows the options of Megatron's checkpoints (--load of one, --save-megatron)
+    megatron_checkpoints: ClassVar[bool] = True  # --load may name one; --save-megatron writes one
 
     output: str = option("runs/gpt-pretrain", "run folder")
     model_config: str = option(MODEL, "transformers configuration of the model")
@@ -88,9 +88,9 @@ def main() -> None:
     print_start("GPT pretraining", setup, model, text.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
-    config, layout = balanced_config(setup, model)  # layout: None without --balance
-    engine, *_ = wavemare.initialize(model=model, config=config)
-    print_rank_0(layout or engine.layout)  # None prints nothing
+    setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
+    engine, *_ = wavemare.initialize(model=model, config=setup.config)
+    print_rank_0(setup.layout or engine.layout)  # None prints nothing
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
@@ -105,7 +105,7 @@ def main() -> None:
     stopped = False
     with (
         recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
-        Interruption(lead=engine.step_lead) as interruption,
+        Interruption.of(engine) as interruption,
     ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
@@ -123,7 +123,7 @@ def main() -> None:
                     recording.log_eval(step, eval_loss=evaluate(engine, eval_loader))
 
             if is_last or step % args.save_interval == 0:
-                save_checkpoint(setup, engine, train_loader, recording, layout)
+                save_checkpoint(setup, engine, train_loader, recording)
             if stopped:
                 recording.stopped(step)
                 break

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -32,7 +32,7 @@ from wavemare.training.arguments import (
     option,
     parse_arguments,
 )
-from wavemare.training.balance import balanced_config
+from wavemare.training.balance import balance
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
 from wavemare.training.models import (
@@ -42,7 +42,14 @@ from wavemare.training.models import (
     tokenizer_folder_of,
 )
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import connect, disconnect, read_setup, seed_dropout, wait_for_data
+from wavemare.training.setup import (
+    connect,
+    disconnect,
+    prefer_bf16,
+    read_setup,
+    seed_dropout,
+    wait_for_data,
+)
 from wavemare.training.start import count_parameters, print_start, start_recording
 from wavemare.training.text import find_text, read_text
 
@@ -53,7 +60,7 @@ MODEL = str(Path(__file__).with_name("model.json"))
 class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     """Options of Llama pretraining, beside those of all recipes (``--data``, ``--set``, ...)."""
 
-    causal = True  # allows the options of Megatron's checkpoints (--load of one, --save-megatron)
+    megatron_checkpoints: ClassVar[bool] = True  # --load may name one; --save-megatron writes one
 
     output: str = option("runs/llama-pretrain", "run folder")
     model_config: str = option(MODEL, "transformers configuration of the model")
@@ -70,13 +77,14 @@ def main() -> None:
     """Pretrain, evaluate, export and sample."""
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(PretrainArguments)
+    setup = read_setup(args)  # the JSON, checked for this number of processes
     source = find_text(args)
     model_config = model_config_of(args)
-    setup = read_setup(args, prefers_bf16=True)  # the JSON, checked; last, as it imports torch
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Text. One process of each host reads and tokenizes it; the others take it from the cache.
     connect(setup)  # joins the other processes, and seeds the weights alike on all of them
+    setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     text = read_text(source, args, special_tokens="gpt", tokenizer=tokenizer_folder_of(args))
     # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
     train, validation = text.causal_samples(
@@ -91,10 +99,10 @@ def main() -> None:
     print_start("Llama pretraining", setup, model, text.describe(), rate="warm-up, constant, decay")
 
     # Engine. The JSON decides the layout and the optimizer, and may have a scheduler of its own.
-    config, layout = balanced_config(setup, model)  # layout: None without --balance
-    scheduler = None if "scheduler" in config else warmup_stable_decay(args.max_steps)
-    engine, *_ = wavemare.initialize(model=model, config=config, lr_scheduler=scheduler)
-    print_rank_0(layout or engine.layout)  # None prints nothing
+    setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
+    scheduler = None if "scheduler" in setup.config else warmup_stable_decay(args.max_steps)
+    engine, *_ = wavemare.initialize(model=model, config=setup.config, lr_scheduler=scheduler)
+    print_rank_0(setup.layout or engine.layout)  # None prints nothing
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
@@ -109,7 +117,7 @@ def main() -> None:
     stopped = False
     with (
         recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
-        Interruption(lead=engine.step_lead) as interruption,
+        Interruption.of(engine) as interruption,
     ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
@@ -127,7 +135,7 @@ def main() -> None:
                     recording.log_eval(step, eval_loss=evaluate(engine, eval_loader))
 
             if is_last or step % args.save_interval == 0:
-                save_checkpoint(setup, engine, train_loader, recording, layout)
+                save_checkpoint(setup, engine, train_loader, recording)
             if stopped:
                 recording.stopped(step)
                 break

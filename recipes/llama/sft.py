@@ -14,52 +14,47 @@ whole model on each GPU. ``--set`` changes it (docs/recipes.md).
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
 from wavemare.data.sources import resolve
 from wavemare.engine import Interruption
-from wavemare.engine.launch.group import gather
 from wavemare.errors import ConfigError
 from wavemare.extras import require
 from wavemare.failure import run_main
-from wavemare.files import atomic_write_text
 from wavemare.observe import print_rank_0
 from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
 from wavemare.training.chats import read_chats, weigh_by_tokens
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
-from wavemare.training.evaluation import evaluation_loader
+from wavemare.training.evaluation import evaluate, evaluation_loader, keep_best, read_best
 from wavemare.training.models import check_start, export, load_chat_model
 from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
     Setup,
     connect,
     disconnect,
+    prefer_bf16,
     read_setup,
     seed_dropout,
     wait_for_data,
 )
 from wavemare.training.start import count_parameters, print_start, start_recording
 
-BEST = "best.json"
-"""Of the run folder: the best evaluation, whose model was exported."""
-
 
 @dataclass(frozen=True)
 class SftArguments(TokenizerArguments, TrainArguments):
     """Options of fine-tuning, beside those of all recipes (``--data``, ``--set``, ...)."""
 
-    causal = True  # allows the options of Megatron's checkpoints (--load of one, --save-megatron)
+    megatron_checkpoints: ClassVar[bool] = True  # --load may name one; --save-megatron writes one
 
     output: str = option("runs/llama-sft", "run folder")
     model: str = option("runs/llama-pretrain/model", "Hugging Face folder of model and tokenizer")
     sequence_length: int = option(256, "tokens per sample")
     max_steps: int = option(100, "optimizer steps")
     eval_interval: int = option(50, "steps between evaluations; the best one's model is exported")
-    save_interval: int = option(200, "steps between checkpoints")
+    save_interval: int = option(50, "steps between checkpoints")
     log_interval: int = option(5, "steps per line of metrics.jsonl")
     seed: int = option(1234, "seed of weights, data order and dropout")
     no_packing: bool = option(False, "one row per sample")
@@ -77,32 +72,32 @@ def main() -> None:
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(SftArguments)
     check_options(args)
+    setup = read_setup(args)  # the JSON, checked for this number of processes
     check_start(args)
     source = resolve(args.data)
-    setup = read_setup(args, prefers_bf16=True)  # the JSON, checked; last, as it imports torch
-    setup = complete(setup, args)  # fills "lr": "auto" and pipeline.inputs
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Model and chats. Each process reads its own part of the weights, and one process of each host
     # formats the chats.
     connect(setup)  # joins the other processes, and seeds the weights alike on all of them
+    setup = complete(prefer_bf16(setup), args)  # "lr": "auto", and what travels between stages
     tokenizer, model = load_chat_model(args)
     chats = read_chats(source, args, tokenizer)
     wait_for_data(setup)  # a collective would time out while one host still reads
     print_start("supervised fine-tuning", setup, model, chats.describe())
     print_rank_0(chats.preview())
 
-    # Engine and batches. The loss of a step is the mean over its trained tokens on all ranks.
+    # Engine. The JSON decides the layout and the optimizer.
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_rank_0(engine.layout)  # None prints nothing
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
+
+    # Batches from the start, or from the newest checkpoint, with the training time before it.
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
+    train_batches = weigh_by_tokens(engine, train_loader)  # what it reads, with weights
     eval_loader = evaluation_loader(engine, chats.validation, setup.eval_samples)
-    # It reads train_loader, and replaces the loss function of a pipeline by one that weighs.
-    weighted_batches = weigh_by_tokens(engine, train_loader)
-    # The best evaluation, and the training time, before the checkpoint that a run resumes from.
-    best = read_best(setup)
     earlier_seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
+    best = read_best(setup)  # step and loss of the evaluation whose model was exported; or empty
 
     # Training, until the last step or SIGTERM. The model of the best evaluation is exported.
     tokens_per_step = engine.train_batch_size() * args.sequence_length
@@ -110,12 +105,12 @@ def main() -> None:
     stopped = False
     with (
         recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
-        Interruption(lead=engine.step_lead) as interruption,
+        Interruption.of(engine) as interruption,
     ):
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
                 # One optimizer step: forward and backward of each micro-batch, then the update.
-                loss = engine.train_batch(weighted_batches)  # a tensor: the mean of the step
+                loss = engine.train_batch(train_batches)  # a tensor: the mean over trained tokens
             losses.append(loss)
             stopped = step < args.max_steps and interruption.stops_after(step)  # by SIGTERM
             is_last = stopped or step == args.max_steps
@@ -124,15 +119,13 @@ def main() -> None:
                 losses.clear()
 
             if step == args.max_steps or step % args.eval_interval == 0:
-                with recording.paused():
+                with recording.paused():  # its time is not in tokens per second
                     engine.synchronize()  # one version of the weights on all ranks
-                    eval_loss = weighted_batches.evaluate(eval_loader)
+                    eval_loss = evaluate(engine, train_batches.weigh(eval_loader))
                     recording.log_eval(step, eval_loss=eval_loss)
                     if not best or eval_loss < best["eval_loss"]:
-                        best = {"eval_loss": eval_loss, "step": step}
                         export(args, engine, setup.model_folder, tokenizer, merge=args.merge)
-                        if setup.rank == 0:
-                            atomic_write_text(setup.folder / BEST, json.dumps(best))
+                        best = keep_best(setup, step, eval_loss)
 
             # After the evaluation: a run that resumes here evaluates later steps only.
             if is_last or step % args.save_interval == 0:
@@ -175,13 +168,6 @@ def check_options(args: SftArguments) -> None:
         raise ConfigError("--save-megatron", args.save_megatron, reason, remedy)
     if args.lora_r is not None:
         require("peft", "--lora_r")
-
-
-def read_best(setup: Setup) -> dict[str, Any]:
-    """Return step and loss of the best evaluation so far, as rank 0 knows it; empty at first."""
-    file = setup.folder / BEST
-    found = json.loads(file.read_text()) if setup.resume and file.is_file() else {}
-    return dict(gather(found)[0])  # hosts may have a folder each
 
 
 def complete(setup: Setup, args: SftArguments) -> Setup:

@@ -104,6 +104,7 @@ def test_a_resumed_run_reads_the_samples_that_a_sampler_has_drawn(results):
         for name, run in found.items():
             assert run["digests"][0] == run["digests"][1], name
             assert run["losses"][0] == run["losses"][1], name
+            assert run["newest"] == [None, "checkpoint-2"], name
         for order in ("grouped", "weighted"):
             assert found[f"zero1 {order}"] == found[f"stock {order}"]
 

@@ -4,7 +4,8 @@
 Read `trainer.py` first.
 """
 
+from wavemare.hf.checkpoints import newest_checkpoint
 from wavemare.hf.recording import RecordingCallback
 from wavemare.hf.trainer import Trainer
 
-__all__ = ["RecordingCallback", "Trainer"]
+__all__ = ["RecordingCallback", "Trainer", "newest_checkpoint"]

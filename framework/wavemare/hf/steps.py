@@ -190,8 +190,3 @@ class TokenMean(Iterator[Any]):
             kernel_bounds(config, b.get("position_ids"), b.get("attention_mask")) for b in batches
         )
         return [{**b, **bounds, **more} for b, bounds in zip(batches, packed, strict=True)]
-
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """Return the mean loss over the labels of a rank's micro-batches, and the other ranks'."""
-        weighted = self.weigh(batches)
-        return float(self._engine.eval_batch(iter(weighted), num_micro_batches=len(weighted)))

@@ -53,8 +53,8 @@ def option(default: Any, text: str) -> Any:
 class TrainArguments(MegatronArguments):
     """Options of every recipe."""
 
-    causal: ClassVar[bool] = False
-    """Whether the recipe trains a model that continues text, which Megatron's checkpoints hold."""
+    megatron_checkpoints: ClassVar[bool] = False
+    """Whether the recipe's model continues text, so that Megatron's checkpoints can hold it."""
 
     deepspeed_config: str = option("", "JSON configuration (DeepSpeed's and ours)")
     set: list[str] = field(
@@ -284,7 +284,7 @@ def _resolve_megatron(arguments: Arguments) -> Arguments:
         changes |= _tokenizer_folder(given)
     resolved = replace(arguments, **changes)
     for name in ("pretrained_checkpoint", "save_megatron"):
-        if (folder := getattr(resolved, name)) is not None and not resolved.causal:
+        if (folder := getattr(resolved, name)) is not None and not resolved.megatron_checkpoints:
             reason = "this recipe trains another kind of model than Megatron's checkpoints hold"
             key = "--load" if folder == given.load else f"--{TABLE[name].name}"
             raise ConfigError(key, folder, reason, "Leave it out, or train gpt or llama")

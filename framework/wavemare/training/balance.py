@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +65,10 @@ def with_layout(config: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     return {**config, SECTION: {**config[SECTION], "parallel": plan}}
 
 
-def balanced_config(setup: Setup, model: Any) -> tuple[dict[str, Any], Layout | None]:
-    """Return DeepSpeed's configuration of a model, and its layout; all ranks call this.
+def balance(setup: Setup, model: Any) -> Setup:
+    """Return the setup with each device's share of the work; all ranks call this.
 
-    ``--balance auto`` measures the devices. Without ``--balance`` the configuration is the setup's,
-    and there is no layout.
+    ``--balance auto`` measures the devices. Without ``--balance`` the setup stays as it is.
 
     Raises:
         ConfigError: The configuration cannot be balanced.
@@ -76,7 +76,7 @@ def balanced_config(setup: Setup, model: Any) -> tuple[dict[str, Any], Layout | 
     """
     config, layout = setup.config, setup.layout
     if setup.arguments.balance == NONE:
-        return config, None
+        return setup
     _check_agreement(setup)
     if layout is None:
         layout = _measure(setup, model)
@@ -84,13 +84,13 @@ def balanced_config(setup: Setup, model: Any) -> tuple[dict[str, Any], Layout | 
             config = with_layout(config, layout)
         else:  # no checkpoint is bound to measured shares
             config = _with_balance(layout.configure(config), {"shares": list(layout.shares)})
-    if layout.wavelet and layout.stages == 1:
-        return config, layout  # losses of waves cannot be weighted, and their shares are equal
-    if not type(model).__name__.endswith("ForSequenceClassification"):
+    # Losses of waves cannot be weighted, and their shares are equal.
+    waves = layout.wavelet and layout.stages == 1
+    if not waves and not type(model).__name__.endswith("ForSequenceClassification"):
         # Samples have different numbers of labels (masked tokens, all but a document's first).
         own = config[SECTION].get("balance", {})
         config = _with_balance(config, {"mean": "tokens", **own})
-    return config, layout
+    return replace(setup, config=config, layout=layout)
 
 
 def _with_balance(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,8 +94,8 @@ def read_chats(source: Source, arguments: Any, tokenizer: Any) -> TrainingChats:
 def weigh_by_tokens(engine: Any, loader: ResumableLoader) -> TokenMean:
     """Return a loader's micro-batches, so that the loss of a step is the mean over its labels.
 
-    ``evaluate`` of what is returned is that mean for an `evaluation_loader`. A pipeline's loss
-    function is replaced by one that takes the number of labels.
+    ``weigh`` of what is returned gives an evaluation's micro-batches such weights. A pipeline's
+    loss function is replaced by one that takes the number of labels.
     """
     from wavemare.hf.steps import TokenMean
 

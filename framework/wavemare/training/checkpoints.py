@@ -18,7 +18,6 @@ from wavemare.errors import CheckpointError, ConfigError
 from wavemare.files import atomic_write_text, remove_leftovers, replace_folder, temporary_sibling
 from wavemare.observe.recording import Recording
 from wavemare.observe.screen import print_rank_0
-from wavemare.parallel.layout.layout import Layout
 from wavemare.training.balance import LAYOUT_FILE
 
 if TYPE_CHECKING:
@@ -52,11 +51,10 @@ def save_checkpoint(
     engine: Any,
     loader: ResumableLoader,
     recording: Recording,
-    layout: Layout | None = None,
 ) -> None:
     """Save all that `load_checkpoint` needs, and the layout of the run beside it if it has one."""
-    if layout is not None and setup.rank == 0:
-        atomic_write_text(setup.folder / LAYOUT_FILE, layout.to_json())
+    if setup.layout is not None and setup.rank == 0:
+        atomic_write_text(setup.folder / LAYOUT_FILE, setup.layout.to_json())
     step = engine.global_steps
     state = {"loader": loader.state_dict(), "seconds": recording.training_seconds}
     with recording.saving(step, f"step-{step:06d}") as tag:

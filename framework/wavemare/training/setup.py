@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ class Setup:
     Attributes:
         arguments: The recipe's options.
         config: DeepSpeed's configuration, with the changes of the options.
-        layout: The layout that ``--balance`` names, or that of the run that continues.
+        layout: The layout that ``--balance`` names, that of the run that continues, or the one
+            that `wavemare.training.balance.balance` has measured.
         section: The section ``"wavemare"`` of the configuration.
         batch: DeepSpeed's three batch sizes by their keys.
         resume: Whether the run continues from a checkpoint.
@@ -99,13 +100,11 @@ class Setup:
         return self.section.tensor_parallel.size
 
 
-def read_setup(arguments: TrainArguments, *, prefers_bf16: bool = False) -> Setup:
+def read_setup(arguments: TrainArguments) -> Setup:
     """Resolve and check the configuration, before torch and DeepSpeed are imported.
 
     Args:
         arguments: The recipe's options.
-        prefers_bf16: Whether to compute in bf16 on GPUs, unless the configuration says otherwise.
-            Only torch knows of GPUs: it is then imported at the end.
 
     Raises:
         LaunchError: No launcher started this process.
@@ -130,23 +129,21 @@ def read_setup(arguments: TrainArguments, *, prefers_bf16: bool = False) -> Setu
     foreign = None
     if resume:
         foreign = check_resume(folder / "checkpoints", config, world_size, section.model_ranks)
-    if prefers_bf16:
-        config = _in_bf16(config, world_size)
     if foreign is not None:  # it is converted first, by `connect`
         config = {**config, "checkpoint": {**config.get("checkpoint", {}), "load_universal": True}}
     return Setup(arguments, config, layout, section, batch, resume, foreign, rank, world_size)
 
 
-def _in_bf16(config: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Return the configuration in bf16, where there are GPUs and it names no 16-bit type."""
+def prefer_bf16(setup: Setup) -> Setup:
+    """Return the setup in bf16 if there are GPUs and the JSON names no 16-bit type."""
     import torch
 
-    if torch.cuda.is_available() and not config.keys() & {"bf16", "fp16"}:
-        changed = {**config, "bf16": {"enabled": True}}
+    if torch.cuda.is_available() and not setup.config.keys() & {"bf16", "fp16"}:
+        changed = {**setup.config, "bf16": {"enabled": True}}
         with suppress(ConfigError):  # some features refuse it
-            check_config(changed, world_size=world_size)
-            return changed
-    return config
+            check_config(changed, world_size=setup.world_size)
+            return replace(setup, config=changed)
+    return setup
 
 
 def connect(setup: Setup) -> None:

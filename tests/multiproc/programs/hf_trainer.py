@@ -4,6 +4,7 @@
 import sys
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
@@ -13,6 +14,7 @@ from tensor_models import Widths
 
 import wavemare
 import wavemare.hf
+from wavemare.hf import newest_checkpoint
 
 
 def run(kind, name, trainer_class, config, **changes):
@@ -120,9 +122,10 @@ def of_weighted(base):
 def interrupted(name, trainer_class, config, **changes):
     """Train with dropout, then again from a checkpoint in the first epoch; digests of weights."""
     digests, seen = [], []
+    output, newest = Path(sys.argv[1], name), []
 
-    for again in (None, f"{sys.argv[1]}/{name}/checkpoint-2"):
-        saves = {"save_strategy": "steps", "save_steps": 2} if again is None else {}
+    for again in (False, True):
+        saves = {} if again else {"save_strategy": "steps", "save_steps": 2}
         options = {**changes, **saves}
         trainer = trainer_class(
             model=MODELS["gpt2"](),
@@ -130,12 +133,19 @@ def interrupted(name, trainer_class, config, **changes):
             data_collator=pad,
             train_dataset=Rows("gpt2", 40, varied=True),
         )
-        trainer.train(resume_from_checkpoint=again)
+        newest.append(newest_checkpoint(output))
+        trainer.train(resume_from_checkpoint=newest[-1])
         trainer.save_model()
         torch.distributed.barrier()
         digests.append(file_digest(trainer.args.output_dir))
         seen.append(losses(trainer)[-2:])
-    return {"digests": digests, "losses": seen}
+        if not again and trainer.args.process_index == 0:  # as if the last save had been killed
+            (output / "checkpoint-4" / "trainer_state.json").unlink()
+    return {
+        "digests": digests,
+        "losses": seen,
+        "newest": [path and Path(path).name for path in newest],
+    }
 
 
 def resumed():

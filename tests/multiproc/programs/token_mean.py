@@ -17,6 +17,7 @@ from wavemare.data.loader import ResumableLoader
 from wavemare.engine import init_distributed
 from wavemare.hf.steps import TokenMean
 from wavemare.models import whole_state_dict
+from wavemare.training.evaluation import evaluate
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -92,7 +93,7 @@ def trained(samples, **section):
     batches = TokenMean(engine, loader)
     losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
     evaluated = [next(loader) for _ in range(BATCH // MICRO // ranks)]
-    losses.append(batches.evaluate(evaluated))
+    losses.append(evaluate(engine, batches.weigh(evaluated)))
     state = whole_state_dict(engine) if section else engine.module.state_dict()
     engine.destroy()
     return losses, state

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from deepspeed import accelerator
@@ -92,8 +93,11 @@ def simulate(seed, *, lead, ahead, told=None):
     """
     rng, store, steps = random.Random(seed), HashStore(), 30
     ranks = [
-        Interruption(
-            store=store, rank=rank, lead=lead if told is None else told, signals=[SIGNALS[rank]]
+        Interruption.of(
+            SimpleNamespace(step_lead=lead if told is None else told),
+            store=store,
+            rank=rank,
+            signals=[SIGNALS[rank]],
         )
         for rank in range(3)
     ]

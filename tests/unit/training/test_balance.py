@@ -9,7 +9,7 @@ from support.refusals import refuses
 from wavemare.errors import ConfigError, PlanError
 from wavemare.parallel.layout.layout import Layout
 from wavemare.training.arguments import TrainArguments
-from wavemare.training.balance import balanced_config, read_layout
+from wavemare.training.balance import balance, read_layout
 from wavemare.training.setup import Setup
 
 PLAN = Layout(data_parallel=2, global_batch=8, shares=(5, 3))
@@ -43,14 +43,14 @@ def test_a_plan_on_some_machines_only_is_refused_before_anything_is_measured(mon
     config = {"wavemare": {"pipeline": {"stages": 2}}}
     resumed = balancing(tmp_path, "auto", config, STAGES, resume=True)
     with refuses(PlanError, "--balance", "auto") as caught:
-        balanced_config(resumed, LanguageModel())
+        balance(resumed, LanguageModel())
     assert "rank 1" in str(caught.value)
 
 
 def test_unlike_files_are_refused(monkeypatch, tmp_path):
     ranks_that_read(monkeypatch, "0123456789ab")
     with refuses(PlanError, "--balance", str(tmp_path / "layout.json")) as caught:
-        balanced_config(balancing(tmp_path, None, plan=PLAN), LanguageModel())
+        balance(balancing(tmp_path, None, plan=PLAN), LanguageModel())
     assert "rank 1 0123456789ab" in str(caught.value)
 
 
@@ -58,7 +58,7 @@ def test_what_auto_would_drop_is_refused(monkeypatch, tmp_path):
     ranks_that_read(monkeypatch, None)
     waves = balancing(tmp_path, "auto", {"wavemare": {"wavelet": {"mode": "sync"}}})
     with refuses(ConfigError, "wavemare.wavelet.mode", "sync"):
-        balanced_config(waves, LanguageModel())
+        balance(waves, LanguageModel())
     with refuses(ConfigError, "--balance", "auto"):
         balancing(tmp_path, "auto", {"wavemare": {"parallel": {"stages": 2}}})
 
@@ -81,7 +81,7 @@ def test_speeds_are_those_of_the_jobs_own_type(monkeypatch, tmp_path, config, dt
         return PLAN
 
     monkeypatch.setattr("wavemare.parallel.balance.balance_replicas", measure)
-    found, layout = balanced_config(balancing(tmp_path, "auto", config), LanguageModel())
-    assert layout == PLAN
+    found = balance(balancing(tmp_path, "auto", config), LanguageModel())
+    assert found.layout == PLAN
     assert asked == [{"zero_stage": zero, "sequence_length": 8, "dtype": dtype}]
-    assert found["wavemare"]["balance"] == {"mean": "tokens", "shares": [5, 3]}
+    assert found.config["wavemare"]["balance"] == {"mean": "tokens", "shares": [5, 3]}
