@@ -35,6 +35,7 @@ from wavemare.engine.pipe.timers import timed
 from wavemare.engine.pipe.update import Handlers, Update
 from wavemare.engine.same_batches import UNKNOWN, Marks, check
 from wavemare.errors import CommError, DataError, NumericsError, WavemareError
+from wavemare.pipeline.optim.feedback import forget_updates
 from wavemare.pipeline.plan.files import GivenPlan
 from wavemare.pipeline.plan.orders import forward_only
 from wavemare.pipeline.plan.plan import Action, Kind, Plan, RankPlan
@@ -569,6 +570,9 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         """Load an `extra_state`."""
         super().load_extra_state(state)
         self.update.load_state(state)
+        optimizer = getattr(self, "basic_optimizer", None)
+        if optimizer is not None and not self.update.feeds_back:
+            forget_updates(optimizer)
 
     @property
     def step_lead(self) -> int:

@@ -16,7 +16,7 @@ from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.experts import expert_group
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.optimizers import take_optimizer, without_compiled_optimizer
-from wavemare.engine.optim.policy import Written, as_written, tell_replaced
+from wavemare.engine.optim.policy import Written, as_written, remedies, tell_replaced
 from wavemare.engine.pipe.micro_batch import Batch, to_device
 from wavemare.engine.same_batches import UNKNOWN, Marks, is_due
 from wavemare.engine.seams import fail_group
@@ -55,10 +55,19 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
         alone = self.sparse is None and self.num_replicas == 1
         return self._groups is not None and follows and alone
 
+    def goes_on_as(self, written: Written) -> bool:
+        """Whether a run with the checkpoint's optimizer corrects staleness as a resume must."""
+        wanted = WavemareConfig.of(self._as_written(written)).pipeline.pipemare
+        return remedies(wanted) == remedies(self.settings.pipeline.pipemare)
+
+    def _as_written(self, written: Written) -> dict[str, Any]:
+        assert self._given is not None
+        sizes = {"stages": self.num_stages, "micro_batches": self.micro_batches}
+        return as_written(self._given, written, **sizes)
+
     def replace_optimizer(self, written: Written) -> None:
         """Go on as a checkpoint was written, in place of the policy's choice; all ranks call it."""
-        assert self._given is not None
-        config = as_written(self._given, written)
+        config = self._as_written(written)
         self.settings = WavemareConfig.of(config)
         self.broken = "a load has replaced the optimizer, and did not end"
         if hasattr(self.optimizer, "destroy"):

@@ -280,8 +280,8 @@ class WeightPrediction(Correction):
     ``w_old`` is the version before the newest, and ``w`` backward. The last change of the
     weights stands for the next one, so no optimizer state is read (PipeOptim, arXiv 2312.00839).
 
-    Between two steps it holds the last change, so that whatever else changes the weights there, they
-    are predicted from what they are then. At a staleness of one step, the first such pass of a step
+    Between two steps it holds the last change. Whatever else changes the weights there, they are
+    predicted from what they are then. At a staleness of one step, the first such pass of a step
     adds the weights to the change, in its memory, and passes exchange them with the newest. Beyond,
     a second copy holds the newest weights during a pass.
 
