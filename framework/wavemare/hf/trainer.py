@@ -34,7 +34,7 @@ from wavemare.hf import trl
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.losses import StageLoss, TrainerLoss
 from wavemare.hf.stages import filled, first_rows, from_last_stage, of_last_stage
-from wavemare.hf.steps import MicroBatch, StepFeed, fill_rows, without_labels
+from wavemare.hf.steps import MicroBatch, StepFeed, Unused, fill_rows, without_labels
 from wavemare.lazy import Proxy
 from wavemare.models import save_pretrained
 from wavemare.models.adapters import is_adapted
@@ -394,8 +394,8 @@ class Trainer(StockTrainer):
         if trains and not engine.dynamic_shape:
             travels = fill_rows(self._masked(travels), self._train_batch_size)
         required = trains and not self._has_own_loss
-        inputs, labels = engine.module.split_batch(travels, labels_required=required)
-        return inputs, batch if engine.is_last_stage() else labels
+        inputs, _ = engine.module.split_batch(travels, labels_required=required)
+        return inputs, batch if engine.is_last_stage() else Unused(batch.inputs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         items = super()._get_num_items_in_batch(batch_samples, device)
