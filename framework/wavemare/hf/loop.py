@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers' training loop holds in place of an engine that trains whole steps by itself."""
+"""What transformers' training loop holds in place of an engine that trains whole steps."""
 
 from __future__ import annotations
 
