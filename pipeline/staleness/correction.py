@@ -294,7 +294,7 @@ class WeightPrediction(Correction):
     """
 
     mode = "predict"
-    _state_key = "changes"
+    _state_key: str = "changes"
 
     def __init__(self, parameters: Iterable[Tensor], depth: int) -> None:
         super().__init__(parameters)
