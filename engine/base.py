@@ -123,6 +123,10 @@ class EngineMixin(CheckpointMixin):
         """Whether a load may go on with another optimizer than this one, the checkpoint's."""
         return False
 
+    def goes_on_as(self, written: Written) -> bool:
+        """Whether the engine already does what `replace_optimizer` would have it do."""
+        return True
+
     def replace_optimizer(self, written: Written) -> None:
         """Go on as a checkpoint was written; all ranks call it.
 

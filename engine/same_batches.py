@@ -26,9 +26,12 @@ from wavemare.errors import DataError
 if TYPE_CHECKING:
     from wavemare.engine.base import EngineMixin
 
-Marks = tuple[float, float]
-"""Digests of the inputs and of the labels of a micro-batch, whole numbers; 0 if not known."""
-UNKNOWN: Marks = (0.0, 0.0)
+Digests = tuple[float, float]
+"""Of the inputs and of the labels of a micro-batch, whole numbers; 0 if not known."""
+NONE: Digests = (0.0, 0.0)
+Marks = tuple[float, float, float, float]
+"""Digests of a micro-batch, and together those of the ones before it that no message had."""
+UNKNOWN: Marks = (*NONE, *NONE)
 COMPARED_EACH = 64
 """Steps or passes after which ranks compare at the latest, where that makes them wait."""
 _SAMPLE = 4096
@@ -37,15 +40,18 @@ _STRIDE = 2_654_435_761
 """A prime: so samples lie in all columns, whatever the length of a row."""
 _DIGEST_BYTES = 6
 """A float64 holds whole numbers of so many bytes."""
+_PRIME, _FACTOR = 2**53 - 111, 1_000_003
+"""Of the sum of digests, which a float64 holds, too."""
 
 
 class SameBatches(Feature):
     """Compares micro-batches of an engine among the ranks of its model.
 
-    In a pipeline the first activation of each step and evaluation carries the marks of its batch
-    from the first stage to the last one, which compares them with its own: no rank waits for it.
-    Ranks that split layers compare by a collective, see `is_due`; without stages also after each
-    checkpoint and evaluation.
+    In a pipeline activations carry the marks of their batches from the first stage to the last one,
+    which compares them with its own: no rank waits for it. With synchronous schedules only the
+    first activation of a step or an evaluation has such numbers. It carries the marks of its own
+    batch, and those of the other ones of the step before. Ranks that split layers compare by a
+    collective, see `is_due`; without stages also after each checkpoint and evaluation.
 
     Args:
         group: Ranks that all read, and meet in each pass; None if this one reads alone.
@@ -55,6 +61,7 @@ class SameBatches(Feature):
         self._group = group
         self._passes = 0
         self._is_soon = False
+        self._before = NONE
 
     def before_forward(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Compare what the whole model gets in a forward pass of training."""
@@ -70,8 +77,8 @@ class SameBatches(Feature):
 
     def read(
         self, batch: tuple[Any, Any], *, may_wait: bool, uses: Sequence[int] = (0, 1)
-    ) -> Marks:
-        """Return the marks of a micro-batch that this rank has read, and compare them.
+    ) -> Digests:
+        """Return the digests of a micro-batch that this rank has read, and compare them.
 
         Args:
             batch: Inputs and labels: tensors in mappings and sequences, or None.
@@ -82,13 +89,22 @@ class SameBatches(Feature):
         Raises:
             DataError: Ranks that split layers have different batches; on all of them.
         """
-        marks = marks_of(*batch, on_device=may_wait)
+        digests = digests_of(*batch, on_device=may_wait)
         if may_wait and self._group is not None:
             ranks = torch.distributed.get_process_group_ranks(self._group)
-            found = list(zip(ranks, gather(marks, self._group), strict=True))
+            found = list(zip(ranks, gather(digests, self._group), strict=True))
             for part in uses:
                 check([(rank, (each[part], each[part])) for rank, each in found])
-        return marks
+        return digests
+
+    def keep(self, digests: Digests) -> None:
+        """Add the digests of a micro-batch of which no message goes out."""
+        self._before = added(self._before[0], digests[0]), added(self._before[1], digests[1])
+
+    def take(self) -> Digests:
+        """Return what was kept, and forget it: another step or other data begin."""
+        before, self._before = self._before, NONE
+        return before
 
 
 def attach_same_batches(engine: EngineMixin) -> SameBatches | None:
@@ -110,20 +126,38 @@ def is_due(number: int) -> bool:
     return not number & (number - 1) or not number % COMPARED_EACH
 
 
-def check(found: Sequence[tuple[int, Marks]]) -> None:
+def compare(first: tuple[int, Marks], last: tuple[int, Marks]) -> None:
+    """Check that the first and the last stage have read the same micro-batches.
+
+    Args:
+        first: The rank of the first stage, and the marks that came with an activation.
+        last: This rank, and its own.
+
+    Raises:
+        DataError: They have different ones.
+    """
+    for part, what in ((slice(2), _ONE), (slice(2, 4), f"{_ONE} of the step before")):
+        check([(rank, (marks[part][0], marks[part][1])) for rank, marks in (first, last)], what)
+
+
+_ONE = "a micro-batch"
+
+
+def check(found: Sequence[tuple[int, Digests]], what: str = _ONE) -> None:
     """Check that ranks of one model have read the same micro-batch.
 
     A rank may have a placeholder for the part that it does not need: nothing, or one value
     throughout. So only ranks that differ in both parts are an error.
 
     Args:
-        found: Ranks and the marks of what they have read.
+        found: Ranks and the digests of what they have read.
+        what: Of which the digests are.
 
     Raises:
         DataError: Ranks have different batches.
     """
     of_inputs, of_labels = (
-        _first_two([(rank, marks[part]) for rank, marks in found]) for part in (0, 1)
+        _first_two([(rank, digests[part]) for rank, digests in found]) for part in (0, 1)
     )
     if of_inputs is None or of_labels is None:
         return
@@ -135,7 +169,7 @@ def check(found: Sequence[tuple[int, Marks]]) -> None:
         " engine.data_world_size and engine.data_rank. Give None for a part that a stage does not"
         " use"
     )
-    raise DataError("data_iter", "a micro-batch", reason, remedy)
+    raise DataError("data_iter", what, reason, remedy)
 
 
 def _first_two(found: Sequence[tuple[int, float]]) -> tuple[int, int] | None:
@@ -144,14 +178,25 @@ def _first_two(found: Sequence[tuple[int, float]]) -> tuple[int, int] | None:
     return next(((known[0][0], rank) for rank, digest in known if digest != known[0][1]), None)
 
 
-def marks_of(inputs: Any, labels: Any, *, on_device: bool) -> Marks:
+def added(total: float, digest: float) -> float:
+    """Return a digest of one more micro-batch than before; one that is not known adds nothing."""
+    return float((int(total) * _FACTOR + int(digest)) % _PRIME or 1) if digest else total
+
+
+def digests_of(inputs: Any, labels: Any, *, on_device: bool) -> Digests:
     """Return digests of a micro-batch; 0 for a part whose tensors are all placeholders.
+
+    Labels with an attribute ``whole`` say by it what the rank has read, inputs included: nothing of
+    it is a placeholder, and ranks that differ anywhere have different batches.
 
     Args:
         inputs: Tensors in mappings and sequences, or None.
         labels: Likewise.
         on_device: Whether to read a part that is not on the host, which waits for its device.
     """
+    whole = getattr(labels, "whole", None)
+    if whole is not None:
+        inputs = labels = whole
     one = _digest(inputs, on_device=on_device)
     return one, one if labels is inputs else _digest(labels, on_device=on_device)
 
@@ -160,30 +205,28 @@ def _digest(part: Any, *, on_device: bool) -> float:
     tensors = list(_tensors(part))
     if not (on_device or all(tensor.is_cpu for tensor in tensors)):
         return 0.0
-    samples = [sample for sample in map(_sample, tensors) if not _is_placeholder(sample)]
+    samples = [sample for sample in map(_sample, tensors) if sample is not None]
     if not samples:
         return 0.0
-    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for sample in samples:
-        found.update(sample.view(torch.uint8).numpy().tobytes())
+    found = hashlib.blake2b(b"".join(samples), digest_size=_DIGEST_BYTES)
     return float(int.from_bytes(found.digest()) or 1)
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """Return elements of a tensor, on the host: all of a small one, some of a large one."""
+def _sample(tensor: Tensor) -> bytes | None:
+    """Return elements of a tensor, all of a small one and some of a large one.
+
+    None of a placeholder, which tells nothing: one value throughout. One element alone does, but 0,
+    -100, NaN.
+    """
     flat = tensor.detach().reshape(-1)
     if len(flat) > _SAMPLE:
         flat = flat[torch.arange(_SAMPLE, device=flat.device) * _STRIDE % len(flat)]
-    return flat.cpu().contiguous()
-
-
-def _is_placeholder(sample: Tensor) -> bool:
-    """Whether it tells nothing: one value throughout. One element alone does, but 0, -100, NaN."""
-    first = sample[:1]
-    is_nan = sample.isnan()
-    if not bool(((sample == first) | (is_nan & first.isnan())).all()):
-        return False
-    return len(sample) != 1 or bool(((sample == 0) | (sample == IGNORED) | is_nan).all())
+    flat = flat.cpu()
+    found, count = flat.view(torch.uint8).numpy().tobytes(), len(flat)
+    if found != found[: flat.element_size()] * count:
+        return found
+    tells = count == 1 and (value := flat.item()) == value and value not in (0, IGNORED)
+    return found if tells else None
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -50,6 +50,7 @@ class SimulationOptions:
     )
     output: str = option("runs/simulation", "run folder")
     eval_samples: int = option(512, "samples of an evaluation")
+    trace_steps: int = option(0, "0: there are no ranks whose actions could be recorded")
 
 
 @dataclass(frozen=True)
@@ -203,20 +204,28 @@ def prepare(
     return (model, *text.masked_samples(length, probability=probability, seed=seed))
 
 
+IDLE = {
+    "balance": "a simulation is one process",
+    "split": "a simulation reads no data in Megatron's order",
+    "eval_iters": "a simulation counts samples: --eval_samples",
+    "final_eval_samples": "the last evaluation is like the others: --eval_samples",
+    "trace_steps": "a simulation has no ranks whose actions it could record",
+    "prompt": "a simulation shows no sample",
+    "save_megatron": "a simulation writes no model",
+}
+"""Options of the recipes that have no effect here, and why."""
+
+
 def refuse_idle(arguments: Any) -> None:
     """Refuse options that have no effect.
 
     Raises:
         ConfigError: One of them is given.
     """
-    for name, idle, reason in (
-        ("balance", "none", "a simulation is one process"),
-        ("split", None, "a simulation reads no data in Megatron's order"),
-        ("eval_iters", None, "a simulation counts samples: --eval_samples"),
-    ):
-        value = getattr(arguments, name)
-        if value != idle:
-            raise ConfigError(f"--{name}", value, reason, "Leave it out")
+    for each in fields(arguments):
+        value = getattr(arguments, each.name)
+        if each.name in IDLE and value != each.default:
+            raise ConfigError(f"--{each.name}", value, IDLE[each.name], "Leave it out")
 
 
 def configure(arguments: Any) -> dict[str, Any]:

@@ -358,9 +358,18 @@ def pytest_sessionfinish(session):
     """Fail if processes, with their ports, shared memory or network namespaces are left."""
     if hasattr(session.config, "workerinput"):
         return
-    before, deadline = session.config.stash[_BEFORE], time.monotonic() + GRACE_S
-    while (left := _left_by_the_suite(before)) and time.monotonic() < deadline:
+    before = session.config.stash[_BEFORE]
+    begin = ended = time.monotonic()
+    while True:
+        running, files = _left_by_the_suite(before)
+        now = time.monotonic()
+        ended = now if running else ended
+        # Of ranks that were killed nobody removes the files.
+        deadline = begin + GRACE_S if running else ended + FILES_S
+        if not (running or files) or now > deadline:
+            break
         time.sleep(0.1)
+    left = running + files
     if _EXTENSIONS in session.config.stash:
         left += [f"a build of {name}" for name in os.listdir(session.config.stash[_EXTENSIONS])]
         shutil.rmtree(session.config.stash[_EXTENSIONS])
@@ -381,19 +390,20 @@ def _named_resources():
 
 
 def _left_by_the_suite(before):
-    found, used = [], set()
+    """Return the processes that run, and the files that nobody has open."""
+    running, used = [], set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if _is_of_this_suite(process):
                 ports = [c.laddr.port for c in process.net_connections() if c.status == "LISTEN"]
-                found.append(f"process {process.pid} {process.cmdline()[:6]}, ports {ports}")
+                running.append(f"process {process.pid} {process.cmdline()[:6]}, ports {ports}")
             else:
                 used.update(
                     re.findall(r"/dev/shm/\S+", Path(f"/proc/{process.pid}/maps").read_text())
                 )
     new = set(_named_resources()) - before
     # What a process of somebody else has open is somebody else's.
-    return found + sorted(str(path) for path in new if str(path) not in used)
+    return running, sorted(str(path) for path in new if str(path) not in used)
 
 
 def _is_of_this_suite(process):
@@ -408,6 +418,8 @@ def _is_of_this_suite(process):
 
 # --- what one test leaves behind -----------------------------------------------------------------
 
+FILES_S = 5.0
+"""How long those that clean up after a process may take when it has ended."""
 GRACE_S = 200.0
 """How long threads and processes may outlive what they served, and orphans their parent."""
 

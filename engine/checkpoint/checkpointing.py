@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,15 +26,10 @@ from deepspeed.checkpoint.constants import (
     CHECKPOINT_PARALLEL_DIMS,
     FOLDING_METADATA_KEY,
     FROZEN_PARAM_FRAGMENTS,
-    PIPELINE_REPLICATED_PARAMETER_PATTERNS,
     UNIVERSAL_CHECKPOINT_INFO,
-    UNIVERSAL_CHECKPOINT_VERSION_KEY,
-    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.zero_to_fp32 import get_model_state_files, parse_model_states
 from torch import Tensor
 
 from wavemare.engine.checkpoint.compatibility import (
@@ -47,7 +41,6 @@ from wavemare.engine.checkpoint.compatibility import (
     check_universal,
     check_whole,
     count_alone,
-    keeps_adam_alone,
     shapes,
     topology,
     untied_weights,
@@ -75,6 +68,11 @@ from wavemare.engine.checkpoint.manifest import (
 )
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group, tidy
+from wavemare.engine.checkpoint.universal import (
+    universal_information,
+    universal_tag,
+    universal_weights,
+)
 from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
@@ -185,7 +183,7 @@ class CheckpointMixin(DeepSpeedEngine):
         tag = agree(Path(save_dir), lambda: self._check_save(name, client_state))
         self._check_folder(save_dir)
         self._checkpoint_tag_validation(tag)  # of the ranks' own tags, not of a shared name
-        state = {**_universal_information(self), **client_state}
+        state = {**universal_information(self), **client_state}
         if self.checkpoint_engine.is_decoupled():  # writes in the background, renames nothing
             with own_part(), self.without_expert_files():
                 return super().save_checkpoint(
@@ -289,7 +287,7 @@ class CheckpointMixin(DeepSpeedEngine):
         manifest = None
         if universal:
             check_universal(load_dir, self)
-            tag = _universal_tag(Path(load_dir), tag)
+            tag = universal_tag(Path(load_dir), tag)
         else:
             find = partial(_find, Path(load_dir), tag, self, whole=whole)
             tag, manifest = agree(Path(load_dir), find)
@@ -304,19 +302,10 @@ class CheckpointMixin(DeepSpeedEngine):
                 folder, partial(_read_own, folder, manifest, self, strict=strict, whole=whole)
             )
         same = whole and manifest is not None and manifest["topology"] == topology(self)
-        # A pipeline in bf16 without ZeRO saves its optimizer's states as ZeRO does; DeepSpeed would
-        # look elsewhere.
-        as_zero = {"zero_optimization": lambda: True} if adapt(self).accumulates_in_fp32 else {}
         # Under ZeRO 3 DeepSpeed takes weights from the optimizer's files; with load_module_only it
         # does so only if told to leave the optimizer's states.
         states = load_optimizer_states and (whole or not self.zero_optimization_partition_weights())
-        with (
-            replaced(self, {"reads_own_replica": same, **as_zero}),
-            self.without_expert_files(),
-            safe_loading(load_dir),
-            _weights_of(tag, universal=universal),
-            taken_literally(os.path.join(load_dir, tag or "")),
-        ):
+        with self._reading(load_dir, tag, same=same, universal=universal):
             result = super().load_checkpoint(
                 load_dir,
                 tag,
@@ -337,12 +326,29 @@ class CheckpointMixin(DeepSpeedEngine):
         if whole:
             count_alone(self.basic_optimizer)
             self.load_extra_state(own.get("engine", {}))
-        for key, ours in _universal_information(self).items():  # not the client's
+        for key, ours in universal_information(self).items():  # not the client's
             if result[1] and result[1].get(key) == ours:
                 del result[1][key]
         if load_optimizer_states and not states and result[1]:
             result[1].pop("optimizer", None)  # nor is what DeepSpeed was told to leave
         return result
+
+    @contextmanager
+    def _reading(
+        self, load_dir: str, tag: str | None, *, same: bool, universal: bool
+    ) -> Iterator[None]:
+        """Have DeepSpeed read the files that were written, and harmless classes alone."""
+        # A pipeline in bf16 without ZeRO saves its optimizer's states as ZeRO does; DeepSpeed would
+        # look elsewhere.
+        as_zero = {"zero_optimization": lambda: True} if adapt(self).accumulates_in_fp32 else {}
+        with (
+            replaced(self, {"reads_own_replica": same, **as_zero}),
+            self.without_expert_files(),
+            safe_loading(load_dir),
+            _weights_of(tag, universal=universal),
+            taken_literally(os.path.join(load_dir, tag or "")),
+        ):
+            yield
 
     def load_module_state_dict(
         self,
@@ -446,20 +452,8 @@ def _weights_of(tag: str | None, *, universal: bool) -> AbstractContextManager[N
     """
     module = import_module("deepspeed.runtime.engine")
     name = "get_fp32_state_dict_from_zero_checkpoint"
-    read = _universal_weights if universal else getattr(module, name)
+    read = universal_weights if universal else getattr(module, name)
     return replaced(module, {name: partial(read, tag=tag)})
-
-
-def _universal_weights(load_dir: str, tag: str | None) -> dict[str, Any]:
-    """Return the whole weights and the buffers of a universal checkpoint of ZeRO 3."""
-    folder = Path(load_dir, str(tag))
-    state = parse_model_states(get_model_state_files(str(folder)))[0]
-    weights = dict(state.buffers)
-    for name, shape in (each for group in state.param_shapes for each in group.items()):
-        found = torch.load(folder / "zero" / name / "fp32.pt", weights_only=True)
-        weights[name] = (found["param"] if isinstance(found, Mapping) else found).view(shape)
-    shared = {one: weights[other] for one, other in state.shared_params if other in weights}
-    return weights | shared
 
 
 def _check_client_state(engine: EngineMixin, state: Mapping[str, Any]) -> None:
@@ -470,26 +464,6 @@ def _check_client_state(engine: EngineMixin, state: Mapping[str, Any]) -> None:
         key = f"client_state[{taken[0]!r}]"
         raise CheckpointError(key, state[taken[0]], reason, "Use another name")
     check_client_state(state)
-
-
-def _universal_information(engine: EngineMixin) -> dict[str, Any]:
-    """Return what ``ds_to_universal`` asks of the client: which weights it takes of rank 0 alone.
-
-    It asks rank 0, and reads weights that are tied on other ranks from each of them.
-    """
-    experts = engine.has_moe_layers or engine.settings.expert_parallel.size > 1
-    if hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) or experts:
-        return {}  # tensor parallelism has put its own there, and experts have no place in it
-    if not keeps_adam_alone(engine):
-        return {}  # without it ds_to_universal refuses states that it would drop
-    tied = engine.module.tied_modules if isinstance(engine.module, PipelineModule) else ()
-    information = {
-        UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-        PIPELINE_REPLICATED_PARAMETER_PATTERNS: [
-            rf"tied_modules\.{re.escape(key)}\..*" for key in tied
-        ],
-    }
-    return {UNIVERSAL_CHECKPOINT_INFO: information}
 
 
 def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
@@ -528,14 +502,6 @@ def _write_weights(file: Path, state: dict[str, Tensor] | None) -> None:
         partial.unlink(missing_ok=True)
         reason = f"the weights could not be written ({error})"
         raise CheckpointError("save_dir", str(file), reason, "Choose another folder") from error
-
-
-def _universal_tag(load_dir: Path, tag: object) -> str | None:
-    """Return the tag given, else the one that ``latest_universal`` names, else None."""
-    latest = load_dir / "latest_universal"
-    if tag is not None or not latest.is_file():
-        return None if tag is None else as_tag(tag)
-    return latest.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def _find(

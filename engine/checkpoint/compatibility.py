@@ -238,15 +238,19 @@ def written_with(folder: Path, engine: EngineMixin) -> Written | None:
         return None
     theirs, ours = _telling(groups[0]), _telling(basic.param_groups[0])
     kind = _added(theirs) or ("Adam" if theirs in (_ADAM, [*_ADAM, _COMPILED]) else None)
-    if theirs == ours or kind not in ("SOAP", "Muon", "Adam"):
+    if kind not in ("SOAP", "Muon", "Adam"):
         return None
     first = folder / rank_file(0)  # of the stalest stage
     own = read_file(first).get("engine", {}) if first.is_file() else {}
-    # Older versions have not saved the two settings, but what they made.
-    feeds_back = any(FEEDBACK in each for each in state.get("state", {}).values())
-    made = own.get("correction", {}).get("mode")
-    made = made if made in ("off", "predict", None) else "auto"
-    return Written(kind, own.get("error_feedback", feeds_back), own.get("correction_mode", made))
+    written = Written(kind)
+    if "correction" in own:  # else a synchronous run saved it
+        # Older versions have not saved the two settings, but what they made.
+        feeds_back = any(FEEDBACK in each for each in state.get("state", {}).values())
+        made = own["correction"].get("mode")
+        made = made if made in ("off", "predict") else "auto"
+        feeds_back = own.get("error_feedback", feeds_back)
+        written = Written(kind, feeds_back, own.get("correction_mode", made))
+    return None if theirs == ours and engine.goes_on_as(written) else written
 
 
 def check_optimizer(folder: Path, engine: EngineMixin) -> None:

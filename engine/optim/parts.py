@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _MATRIX, _EXPERTS = (4, 4), (4, 4, 4)
 _STEPS = 4
-_CHANGED = (list, dict, set, Tensor)
-"""Types of an optimizer's attributes that a step may change in place."""
+_CHANGED = (MutableSequence, MutableMapping, MutableSet, tuple, Tensor)
+"""Types of an optimizer's attributes that a step may change in place, or what they hold."""
 _READS_WHOLE = "it reads whole tensors for a step"
 _UNTRIED = "it could not be tried on parts of tensors"
 _NEAR = 1e-3

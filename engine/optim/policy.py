@@ -14,7 +14,7 @@ from wavemare.engine.config.resolve import SECTION, WavemareConfig, zero_section
 from wavemare.engine.config.shape import offloads
 from wavemare.engine.observe.choices import choice_line, tell_choice, tell_warning
 from wavemare.errors import ConfigError
-from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.config import PipelineConfig, PipeMareConfig
 from wavemare.pipeline.optim.matrix_optimizer import check_betas
 from wavemare.pipeline.staleness.staleness import (
     largest_staleness,
@@ -87,14 +87,14 @@ class Written:
 
     Args:
         optimizer: ``SOAP``, ``Muon``, or ``Adam`` for Adam and AdamW.
-        feeds_back: Whether it corrects updates by `UpdateFeedback`.
-        correction: Mode of the discrepancy correction, ``auto`` for ``exact`` and ``ema``; None if
-            it is unknown.
+        feeds_back: Whether it corrects updates by `UpdateFeedback`; None of a synchronous run.
+        correction: Mode of the discrepancy correction, ``auto`` for ``exact`` and ``ema``; None of
+            a synchronous run.
     """
 
     optimizer: str
-    feeds_back: bool
-    correction: str | None
+    feeds_back: bool | None = None
+    correction: str | None = None
 
 
 def advise(
@@ -253,38 +253,81 @@ def _replaced(kind: str, chosen: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     return {"type": kind, "params": params}, said
 
 
-def as_written(config: Mapping[str, Any], written: Written) -> dict[str, Any]:
+def as_written(
+    config: Mapping[str, Any], written: Written, *, stages: int, micro_batches: int
+) -> dict[str, Any]:
     """Return a configuration with the policy ``auto`` that goes on as a checkpoint was written.
 
-    The user's settings of the section ``pipemare`` stay.
+    The user's settings of the section ``pipemare`` stay. A synchronous run had neither feedback nor
+    a correction, so that the policy chooses both for its optimizer.
 
     Args:
         config: As before `advise`.
         written: Of the checkpoint, whose numbers replace those of the optimizer at the load.
+        stages: Length of the pipeline.
+        micro_batches: Micro-batches per optimizer step.
     """
     config = dict(config)
     if written.optimizer != "Adam":
         config["optimizer"], _ = _replaced(written.optimizer, config["optimizer"])
     given = WavemareConfig.of(config).pipeline.pipemare
+    sizes = stages, micro_batches, given.slack
     if "error_feedback" not in given.model_fields_set:
-        config[SECTION] = _with(config[SECTION], {"error_feedback": written.feeds_back})
+        feeds_back = written.feeds_back
+        if feeds_back is None:
+            feeds_back = written.optimizer != "Adam" and largest_staleness(*sizes)[0] > 0
+        config[SECTION] = _with(config[SECTION], {"error_feedback": feeds_back})
     correction = given.discrepancy_correction
-    if "mode" not in correction.model_fields_set and written.correction is not None:
+    if written.correction is None:
+        pipeline = WavemareConfig.of(config).pipeline
+        config, _ = _choose_correction(config, pipeline, _name_of(config), sizes)
+    elif correction.mode == "auto":
         mode = {"discrepancy_correction": {**_set(correction), "mode": written.correction}}
         config[SECTION] = _with(config[SECTION], mode)
     return config
 
 
+def remedies(settings: PipeMareConfig) -> dict[str, Any]:
+    """Return what a configuration does against stale gradients, for a resume that keeps it."""
+    correction = settings.discrepancy_correction.mode
+    return {"error_feedback": settings.error_feedback, "correction_mode": correction}
+
+
 def tell_replaced(settings: WavemareConfig, written: Written) -> None:
     """Say with what a run goes on as its checkpoint was written."""
     own = settings.pipeline.pipemare
-    feedback = f"error_feedback is {'on' if own.error_feedback else 'off'}"
-    tell_choice(
-        POLICY,
-        written.optimizer,
-        f"it is the checkpoint's optimizer, which a resume keeps; {feedback}, "
-        f"discrepancy_correction is {own.discrepancy_correction.mode}",
+    chosen = (
+        f"error_feedback is {_on(own.error_feedback)}, "
+        f"discrepancy_correction is {own.discrepancy_correction.mode}"
     )
+    reason = "it is the checkpoint's optimizer, which a resume keeps"
+    if written.correction is None:
+        reason += ", of a synchronous run"
+    tell_choice(POLICY, written.optimizer, f"{reason}; {chosen}")
+
+
+def tell_changed(settings: PipeMareConfig, saved: Mapping[str, Any]) -> None:
+    """Say what a run does otherwise than the one that saved its checkpoint.
+
+    Args:
+        settings: Of the run.
+        saved: As `remedies` gave it; older versions and synchronous runs have saved none.
+    """
+    own = remedies(settings)
+    changed = [
+        f"{key} was {_on(saved[name])}, and is {_on(own[name])}"
+        for name, key in _REMEDIES.items()
+        if name in saved and saved[name] != own[name]
+    ]
+    if changed:
+        tell_warning(f"pipemare: since the checkpoint, {'; '.join(changed)}")
+
+
+_REMEDIES = {"error_feedback": "error_feedback", "correction_mode": "discrepancy_correction"}
+
+
+def _on(value: bool | str) -> str:
+    return value if isinstance(value, str) else ("off", "on")[value]
 
 
 def _lengthen_average(params: dict[str, Any]) -> Iterator[str]:

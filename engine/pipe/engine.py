@@ -33,8 +33,9 @@ from wavemare.engine.pipe.plans import agreed_plan, peer_of
 from wavemare.engine.pipe.staged import StagedEngine
 from wavemare.engine.pipe.timers import timed
 from wavemare.engine.pipe.update import Handlers, Update
-from wavemare.engine.same_batches import UNKNOWN, Marks, check
+from wavemare.engine.same_batches import UNKNOWN, Marks, compare
 from wavemare.errors import CommError, DataError, NumericsError, WavemareError
+from wavemare.pipeline.optim.feedback import forget_updates
 from wavemare.pipeline.plan.files import GivenPlan
 from wavemare.pipeline.plan.orders import forward_only
 from wavemare.pipeline.plan.plan import Action, Kind, Plan, RankPlan
@@ -118,6 +119,7 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         self._prepare_plan()
         self.passes = StagePasses(self, split=not asynchronous and self.plan.is_split)
         self.update: Update = PipeMare(self) if asynchronous else Flush(self)
+        self.marks_each = self.update.in_each_activation
         self._do = timed(self, {**self._handlers(), **self.update.handlers})
 
     def _watches_forwards(self) -> bool:
@@ -346,7 +348,7 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
             micro_batch.labels, own = self._labels.pop(action.micro_batch)
             if any(own):
                 first = self.grid.pp_group[self._homes[0]]
-                check([(first, micro_batch.marks), (self.global_rank, own)])
+                compare((first, micro_batch.marks), (self.global_rank, own))
         with (trains and self.update.forward_context(action)) or nullcontext():
             self.passes.forward(micro_batch, is_last=is_last)
         if trains:
@@ -556,6 +558,8 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         super().reset_state()
         self._micro_batches.clear()
         self._labels.clear()
+        if self.same_batches is not None:
+            self.same_batches.take()
         self.update.reset()
         if any(gather(self.link.is_closed)):
             self.link.close()
@@ -569,6 +573,9 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         """Load an `extra_state`."""
         super().load_extra_state(state)
         self.update.load_state(state)
+        optimizer = getattr(self, "basic_optimizer", None)
+        if optimizer is not None and not self.update.feeds_back:
+            forget_updates(optimizer)
 
     @property
     def step_lead(self) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.recorder import Telemetry
+from wavemare.engine.optim.policy import remedies, tell_changed
 from wavemare.engine.pipe.micro_batch import DataEndedError, MicroBatch
 from wavemare.engine.pipe.stage_optimizer import StageNorms, StageOptimizer
 from wavemare.engine.pipe.update import Handlers, Update
@@ -58,6 +59,7 @@ class PipeMare(Update):
         self._clip = max(float(engine.gradient_clipping()), 0.0)
         self._norms = StageNorms(engine)
         self._optimizer = StageOptimizer(engine, clip=self._clip, config=self._config)
+        self.feeds_back = self._optimizer.feeds_back
         self._telemetry = Telemetry(engine.stage_id, engine.num_stages)
         self.grad_numbers = 1 + len(self._telemetry.pack())
         self._first = self._next = 0  # micro-batch of the present step, and of the next one
@@ -364,13 +366,13 @@ class PipeMare(Update):
         return {
             "norms": self._norms.state_dict(),
             "correction": self._correction.state_dict(),
-            # For a resume that keeps them: a stage whose weights are all frozen shows neither.
-            "error_feedback": self._config.error_feedback,
-            "correction_mode": self._config.discrepancy_correction.mode,
+            # A stage whose weights are all frozen shows them nowhere else.
+            **remedies(self._config),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load a `state`; another schedule or correction has saved none."""
+        tell_changed(self._config, state)
         if "norms" in state:
             self._norms.load_state_dict(state["norms"])
         correction = state.get("correction", {})

@@ -36,6 +36,9 @@ class StageOptimizer:
         clip: ``gradient_clipping``; 0 for none.
         config: Says whether the learning rate is rescheduled (PipeMare's T1).
 
+    Attributes:
+        feeds_back: Whether its steps correct the ones before.
+
     Raises:
         ConfigError: The optimizer needs more than its own stage.
     """
@@ -68,7 +71,9 @@ class StageOptimizer:
         self._mean_staleness = 0.0
         if config.lr_rescheduling.enabled:
             self._reschedule(config)
-        if config.error_feedback and ahead(engine.stage_id, engine.num_stages, config.slack):
+        stale = ahead(engine.stage_id, engine.num_stages, config.slack) > 0
+        self.feeds_back = config.error_feedback and stale
+        if self.feeds_back:
             UpdateFeedback(basic, lambda: self._mean_staleness)
 
     def _reschedule(self, config: PipeMareConfig) -> None:

@@ -16,9 +16,9 @@ from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.experts import expert_group
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.optimizers import take_optimizer, without_compiled_optimizer
-from wavemare.engine.optim.policy import Written, as_written, tell_replaced
+from wavemare.engine.optim.policy import Written, as_written, remedies, tell_replaced
 from wavemare.engine.pipe.micro_batch import Batch, to_device
-from wavemare.engine.same_batches import UNKNOWN, Marks, is_due
+from wavemare.engine.same_batches import NONE, UNKNOWN, Marks, is_due
 from wavemare.engine.seams import fail_group
 from wavemare.errors import CommError, ConfigError, DataError
 
@@ -34,6 +34,8 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
 
     _groups: list[Any] | None = None
     """What the optimizer is made of, if a load may replace it."""
+    marks_each = False
+    """Whether every activation carries the marks of its batch, or only the first of a step."""
     _has_groups = True
     """Whether the groups of ranks that share a stage are open."""
 
@@ -55,10 +57,19 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
         alone = self.sparse is None and self.num_replicas == 1
         return self._groups is not None and follows and alone
 
+    def goes_on_as(self, written: Written) -> bool:
+        """Whether a run with the checkpoint's optimizer corrects staleness as a resume must."""
+        wanted = WavemareConfig.of(self._as_written(written)).pipeline.pipemare
+        return remedies(wanted) == remedies(self.settings.pipeline.pipemare)
+
+    def _as_written(self, written: Written) -> dict[str, Any]:
+        assert self._given is not None
+        sizes = {"stages": self.num_stages, "micro_batches": self.micro_batches}
+        return as_written(self._given, written, **sizes)
+
     def replace_optimizer(self, written: Written) -> None:
         """Go on as a checkpoint was written, in place of the policy's choice; all ranks call it."""
-        assert self._given is not None
-        config = as_written(self._given, written)
+        config = self._as_written(written)
         self.settings = WavemareConfig.of(config)
         self.broken = "a load has replaced the optimizer, and did not end"
         if hasattr(self.optimizer, "destroy"):
@@ -104,7 +115,7 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
         return Batch(inputs, labels, given)
 
     def _marks_of(self, batch: Batch | None, number: int) -> Marks:
-        """Return what the last stage compares: of the first micro-batch of each step alone.
+        """Return what the last stage compares.
 
         Args:
             batch: That this rank has read; None if there was none.
@@ -113,13 +124,19 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
         Raises:
             DataError: Ranks that split layers have read different ones.
         """
-        step, place = divmod(number, self.micro_batches)
-        if batch is None or self.same_batches is None or place:
+        same = self.same_batches
+        if batch is None or same is None:
             return UNKNOWN
-        is_evaluation = not torch.is_grad_enabled()
-        may_wait = is_evaluation or is_due(self.global_steps + step + 1)
+        step = self.global_steps + number // self.micro_batches + 1
+        may_wait = not torch.is_grad_enabled() or is_due(step)
         uses = [part for part in (0, 1) if (self.is_first_stage, self.is_last_stage)[part]()]
-        return self.same_batches.read(batch.given, may_wait=may_wait, uses=uses)
+        digests = same.read(batch.given, may_wait=may_wait, uses=uses)
+        if self.marks_each:
+            return (*digests, *NONE)
+        if number:
+            same.keep(digests)
+            return UNKNOWN
+        return (*digests, *same.take())
 
     def _start_timers(self, timer_names: Sequence[str]) -> None:
         # DeepSpeed's pipeline starts those of a backward pass, and so do its hooks of outputs.

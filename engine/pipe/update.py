@@ -32,10 +32,11 @@ class Update:
         grad_numbers: Length of a gradient's header.
         trains_short_steps: Whether a step may have fewer micro-batches than the others.
         clips_alone: Whether it clips without DeepSpeed.
+        feeds_back: Whether this stage's steps correct the ones before.
     """
 
     activation_numbers = 1 + len(UNKNOWN)  # whether the data has ended, and the batch's marks
-    in_each_activation = trains_short_steps = clips_alone = False
+    in_each_activation = trains_short_steps = clips_alone = feeds_back = False
     grad_numbers = 0
 
     def __init__(self, engine: PipelineEngine) -> None:

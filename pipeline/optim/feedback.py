@@ -67,6 +67,12 @@ class UpdateFeedback:
         self._former = []
 
 
+def forget_updates(optimizer: Optimizer) -> None:
+    """Drop the previous updates, which a checkpoint of a run with feedback has brought."""
+    for state in optimizer.state.values():
+        state.pop(FEEDBACK, None)
+
+
 def _stepped(optimizer: Any) -> list[Tensor]:
     """Return the parameters that have a gradient."""
     groups = optimizer.param_groups

@@ -273,9 +273,6 @@ class VelocityCorrection(Correction):
         return self._estimate
 
 
-_CHANGES, _PREDICTED = "changes", "predicted"
-
-
 class WeightPrediction(Correction):
     """SpecTrain's weight prediction: forward passes use the weights expected at the backward pass.
 
@@ -283,8 +280,10 @@ class WeightPrediction(Correction):
     ``w_old`` is the version before the newest, and ``w`` backward. The last change of the
     weights stands for the next one, so no optimizer state is read (PipeOptim, arXiv 2312.00839).
 
-    At a staleness of one step it holds the predicted weights alone, and exchanges them with the
-    newest. Beyond, it costs two copies: the last change, and the newest weights during a pass.
+    Between two steps it holds the last change. Whatever else changes the weights there, they are
+    predicted from what they are then. At a staleness of one step, the first such pass of a step
+    adds the weights to the change, in its memory, and passes exchange them with the newest. Beyond,
+    a second copy holds the newest weights during a pass.
 
     Args:
         parameters: See `Correction`.
@@ -295,21 +294,18 @@ class WeightPrediction(Correction):
     """
 
     mode = "predict"
+    _state_key: str = "changes"
 
     def __init__(self, parameters: Iterable[Tensor], depth: int) -> None:
         super().__init__(parameters)
-        self._state_key = _PREDICTED if depth == 1 else _CHANGES
-        # Until a step or a checkpoint gives predicted weights, there are none.
-        self._is_filled = depth > 1
-        if depth == 1:
-            self._state = [weight.clone() for weight in self._weights()]
-        else:
-            self._state = [torch.zeros_like(weight) for weight in self._weights()]
-            self._saved = [torch.empty_like(weight) for weight in self._weights()]
+        self._state = [torch.zeros_like(weight) for weight in self._weights()]
+        self._is_added = False  # whether the state is the predicted weights, not the change
+        self._exchanges = depth == 1
+        self._saved = [] if self._exchanges else [torch.empty_like(w) for w in self._weights()]
 
     def forward(self, staleness: int) -> AbstractContextManager[None]:
         """Return a context in which the predicted weights are in place."""
-        return self._predicted(staleness) if staleness and self._is_filled else nullcontext()
+        return self._predicted(staleness) if staleness else nullcontext()
 
     @contextmanager
     def _predicted(self, staleness: int) -> Iterator[None]:
@@ -317,10 +313,13 @@ class WeightPrediction(Correction):
         # newest weights. Through .data, its version counters do not change.
         self._check_newest("forward")
         weights = self._weights()
-        if self._state_key == _CHANGES:
+        if not self._exchanges:
             torch._foreach_copy_(self._saved, weights)
             torch._foreach_add_(weights, self._state, alpha=staleness)
         elif staleness == 1:
+            if not self._is_added:
+                torch._foreach_add_(self._state, weights)
+                self._is_added = True
             _exchange(weights, self._state)
         else:
             remedy = "Make the correction for the largest staleness"
@@ -328,46 +327,46 @@ class WeightPrediction(Correction):
         try:
             yield
         finally:
-            if self._state_key == _CHANGES:
-                torch._foreach_copy_(weights, self._saved)
-            else:
+            if self._exchanges:
                 _exchange(weights, self._state)
+            else:
+                torch._foreach_copy_(weights, self._saved)
+
+    def discard_versions(self) -> None:
+        """Hold the last change again, as after a step."""
+        if self._is_added:
+            torch._foreach_sub_(self._state, self._weights())
+            self._is_added = False
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Correction.state_dict`; before the first step there may be nothing to save."""
-        return super().state_dict() if self._is_filled else {"mode": self.mode}
+        """See `Correction.state_dict`."""
+        self.discard_versions()
+        return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Correction.load_state_dict`; the newest weights are loaded already.
 
-        A correction for another staleness may have saved it.
+        Older versions may have saved predicted weights, or nothing before the first step.
         """
-        is_near = self._state_key == _PREDICTED
-        key, other = (_PREDICTED, _CHANGES) if is_near else (_CHANGES, _PREDICTED)
-        if key in state:
+        if (predicted := state.get("predicted")) is not None:
+            super().load_state_dict({self._state_key: predicted})
+            torch._foreach_sub_(self._state, self._weights())
+        elif self._state_key in state:
             super().load_state_dict(state)
-        elif other in state:
-            super().load_state_dict({key: state[other]})
-            torch._foreach_add_(self._state, self._weights(), alpha=1 if is_near else -1)
-        else:
-            return
-        self._is_filled = True
+        self._is_added = False
 
     def go_on_from(self, former: Correction) -> None:
         """See `Correction.go_on_from`."""
-        if isinstance(former, WeightPrediction) and former._state_key == self._state_key:
-            super().go_on_from(former)
-            self._is_filled = former._is_filled
+        former.discard_versions()
+        super().go_on_from(former)
 
     def _before_step(self, weights: list[Tensor]) -> None:
         torch._foreach_copy_(self._state, weights)
+        self._is_added = False
 
     def _after_step(self, weights: list[Tensor]) -> None:
         torch._foreach_sub_(self._state, weights)
         torch._foreach_neg_(self._state)
-        if self._state_key == _PREDICTED:
-            torch._foreach_add_(self._state, weights)
-            self._is_filled = True
 
     def _former(self, weights: list[Tensor], staleness: int) -> list[Tensor] | None:
         raise PlanError(

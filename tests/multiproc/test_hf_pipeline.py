@@ -18,6 +18,7 @@ ASYNCHRONOUS = ["gpt2_pipemare", "bert_pipemare"]
 STALE = ["stale_auto", "stale_absent"]
 IGNORED = ["ignored_wavelet", "ignored_1f1b"]
 # Last, as they leave broken engines.
+APART = ["apart_1f1b", "apart_pipemare"]
 IMPOSSIBLE = {
     "impossible_train": "a second call of the model",
     "impossible_evaluate": "output_hidden_states",
@@ -26,7 +27,7 @@ IMPOSSIBLE = {
 
 @pytest.fixture
 def results(launch_once):
-    others = *STALE, "own_interleaved", "begun", "refusals", *IMPOSSIBLE
+    others = *STALE, "own_interleaved", "begun", "refusals", *APART, *IMPOSSIBLE
     return launch_once("hf_pipeline.py", *SYNCHRONOUS, *IGNORED, *ASYNCHRONOUS, *others)
 
 
@@ -91,6 +92,12 @@ def test_a_loss_of_the_scripts_own_is_that_of_one_process(results):
 def test_a_loss_that_the_last_stage_cannot_compute_ends_all_ranks_with_the_reason(results, case):
     for result in results:
         assert IMPOSSIBLE[case] in result[case]
+
+
+@pytest.mark.parametrize("case", APART)
+def test_ranks_whose_labels_alone_differ_are_refused(results, case):
+    for result in results:
+        assert "ranks 0 and 1 hold one model, and read different batches" in result[case]
 
 
 @pytest.mark.parametrize("case", IGNORED)

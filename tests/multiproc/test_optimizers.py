@@ -151,6 +151,7 @@ def test_resumed_runs_equal_uninterrupted_ones_and_universal_ones_are_refused(
 
 FED = {"error_feedback": True, "discrepancy_correction": {"mode": "predict"}}
 POLICY = {"optimizer_policy": "auto"}
+BARE = {**POLICY, "error_feedback": False, "discrepancy_correction": {"mode": "off"}}
 REPLICAS = {"engine": "pipemare", "zero": 1, "stages": 2, "pipemare": FED}
 # One start of four ranks for all: two stages of two replicas.
 GRID = [
@@ -173,6 +174,14 @@ GRID = [
     # The caller's own choice stays.
     {**REPLICAS, "type": "AdamW", "pipemare": {}, "folder": "muon", "resume": 4},
     {**REPLICAS, "type": "SOAP", "pipemare": POLICY, "folder": "muon", "resume": 4},
+    # The policy's own optimizer, without what it would do beside it.
+    {**REPLICAS, "type": "AdamW", "pipemare": BARE, "folder": "bare", "save": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "folder": "bare", "resume": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": {**BARE, **FED}, "folder": "bare", "resume": 4},
+    # Of a synchronous run, and by one.
+    {**REPLICAS, "engine": "1f1b", "type": "SOAP", "folder": "flushed", "save": 4},
+    {**REPLICAS, "type": "AdamW", "pipemare": POLICY, "folder": "flushed", "resume": 4},
+    {**REPLICAS, "engine": "1f1b", "type": "SOAP", "folder": "soap", "resume": 4},
 ]
 
 
@@ -219,9 +228,29 @@ def test_a_resume_under_the_policy_keeps_the_optimizer_of_the_checkpoint(grid):
 @pytest.mark.world_size(4)
 def test_a_checkpoint_of_another_optimizer_than_the_configurations_is_refused(grid):
     for results in grid:
-        for refused in results[14:]:
+        for refused in results[14:16]:
             assert refused["error"] == "CheckpointError"
             assert '{"type": "Muon", ...}' in refused["message"]
+
+
+@pytest.mark.world_size(4)
+def test_a_resume_says_what_it_does_otherwise_than_the_checkpoints_run(grid):
+    for rank, results in enumerate(grid):
+        bare, kept, other, flushed, stale, again = results[16:]
+        assert kept["remedies"] == bare["remedies"] == [False, "off"]
+        assert kept["losses"] == bare["losses"][4:]
+        assert kept["digest"] == bare["digest"]
+        assert other["remedies"] == [True, "predict"]
+        assert len(other["told"]) == (rank == 0)
+        assert all("error_feedback was off, and is on" in line for line in other["told"])
+        assert stale["kind"] == flushed["kind"]
+        assert stale["remedies"] == [True, "predict"]  # the policy's, for SOAP
+        # A synchronous step has nothing to correct, and keeps no update for it.
+        assert again["previous updates"] == 0
+        assert again["kind"] == results[0]["kind"]
+        for quiet in (bare, kept, flushed, stale, again):
+            assert quiet["told"] == []
+    assert grid[0][0]["previous updates"] > 0  # on the stale stage
 
 
 @pytest.mark.world_size(4)

@@ -42,6 +42,7 @@ CASES = {
             f"thawed {mode}": ["thawed", on(2, 1, mode=mode)]
             for mode in ("exact", "ema", "predict")
         },
+        **{f"changed {way}": ["changed", on(2, 1, way=way)] for way in ("halved", "averaged")},
         **{
             f"overflow {guard}": ["overflow", on(2, 2, bad=BAD, guard=guard, config=SPOILT)]
             for guard in ("off", "skip")
@@ -262,3 +263,13 @@ def test_layers_are_frozen_and_thawed_where_the_pipeline_is_empty(found, mode):
         assert ours["told"] == [True, True, False, False, True, True]
         assert ours["plain"] in ([True, True, False, False], [True, True, False])
         assert "engine.drain() on all ranks" in ours["refused"]
+
+
+@pytest.mark.parametrize("way", ["halved", "averaged"])
+def test_weights_that_a_caller_changes_are_predicted_from_themselves(found, way):
+    first, last = found(f"changed {way}")
+    (newest, _), (far, predicted) = first  # of the step's micro-batch, and of the next one's
+    assert newest == 0.0
+    assert predicted < 1e-6
+    assert far > 1e-4
+    assert [distance for distance, _ in last] == [0.0]

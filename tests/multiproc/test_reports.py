@@ -184,6 +184,8 @@ DRAWS = {
     "evaluation": ("1f1b",),
 }
 """When ranks of a model begin to shuffle apart, and in which layouts."""
+SECOND = {"tensor": 0, "1f1b": 1, "interleaved": 1, "drained": 0, "stale": 0}
+"""The step that tells of the first one's second micro-batch; synchronous stages learn it late."""
 CASES = {
     2: {
         **RIGHT,
@@ -204,6 +206,7 @@ CASES = {
             for draws, names in DRAWS.items()
             for name in names
         },
+        **{f"second {name}": ["second", {"settings": (ALL | STALE)[name]}] for name in SECOND},
         "placeholders": ["placeholders", {}],
     }
 }
@@ -306,6 +309,13 @@ def test_ranks_of_a_model_that_shuffle_by_themselves_are_refused(found, name):
     first = {"apart": 0, "later": 5, "evaluation": 3}[draws]
     last = first + (layout in ("tensor", "stale") and draws == "later")
     assert {ours["step"] for ours in results} <= {first, last}
+
+
+@pytest.mark.parametrize("layout", SECOND)
+def test_ranks_of_a_model_that_read_one_micro_batch_apart_are_refused(found, layout):
+    for ours in found(f"second {layout}"):
+        assert "ranks 0 and 1 hold one model, and read different batches" in ours["said"]
+        assert ours["step"] == SECOND[layout]
 
 
 def test_stages_may_have_placeholders_and_their_readers_errors_are_told(found):

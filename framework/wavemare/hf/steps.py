@@ -125,6 +125,22 @@ class MicroBatch(NamedTuple):
     items: Tensor | None
     weight: float
 
+    @property
+    def whole(self) -> dict[str, Any]:
+        """What the rank has read, by which the stages compare."""
+        return self.inputs
+
+
+class Unused:
+    """In place of the labels on a stage that takes none: it only says what the rank has read.
+
+    Args:
+        whole: The batch by name.
+    """
+
+    def __init__(self, whole: dict[str, Any]) -> None:
+        self.whole = whole
+
 
 class _LossOfItems:
     """A pipeline's loss of outputs, and of labels with their number of items, or plain labels.

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import DeepSpeedPlugin, DeepSpeedSchedulerWrapper
+from accelerate.utils import DeepSpeedPlugin
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch import distributed as dist
@@ -32,10 +32,10 @@ from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 from wavemare.hf import trl
 from wavemare.hf.config import TrainerConfig
+from wavemare.hf.loop import EngineScheduler, LoopModel
 from wavemare.hf.losses import StageLoss, TrainerLoss
 from wavemare.hf.stages import filled, first_rows, from_last_stage, of_last_stage
-from wavemare.hf.steps import MicroBatch, StepFeed, fill_rows, without_labels
-from wavemare.lazy import Proxy
+from wavemare.hf.steps import MicroBatch, StepFeed, Unused, fill_rows, without_labels
 from wavemare.models import save_pretrained
 from wavemare.models.adapters import is_adapted
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
@@ -45,28 +45,6 @@ leave_out_shared_memory()  # TrainingArguments may initialize torch.distributed
 
 _REMEDY = "Leave that out, or train data-parallel without waves"
 _ZERO_WEIGHTS = 3
-
-
-class _EngineScheduler(DeepSpeedSchedulerWrapper):
-    """Shows an engine's scheduler, which is another one after a load that replaced the optimizer.
-
-    Args:
-        engine: Steps the scheduler.
-        optimizers: As transformers wraps them.
-    """
-
-    def __init__(self, engine: Any, optimizers: Any) -> None:
-        self._engine = engine
-        super().__init__(None, optimizers)
-
-    @property
-    def scheduler(self) -> Any:
-        """The engine's."""
-        return self._engine.lr_scheduler
-
-    @scheduler.setter
-    def scheduler(self, _: Any) -> None:
-        """Leave it to the engine."""
 
 
 class Trainer(StockTrainer):
@@ -180,7 +158,7 @@ class Trainer(StockTrainer):
         if not self.trains_whole_steps or optimizer is not None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         engine = self.accelerator.deepspeed_engine_wrapped.engine
-        self.lr_scheduler = _EngineScheduler(engine, self.optimizer)
+        self.lr_scheduler = EngineScheduler(engine, self.optimizer)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -211,7 +189,7 @@ class Trainer(StockTrainer):
             engine.module.loss_fn = own
         else:
             engine.loss_fn = loss
-        return _LoopModel(engine), loader
+        return LoopModel(engine), loader
 
     def _release_engine(self) -> None:
         """Destroy the engine of an earlier call, but not with ZeRO 3, which owns the weights."""
@@ -394,8 +372,8 @@ class Trainer(StockTrainer):
         if trains and not engine.dynamic_shape:
             travels = fill_rows(self._masked(travels), self._train_batch_size)
         required = trains and not self._has_own_loss
-        inputs, labels = engine.module.split_batch(travels, labels_required=required)
-        return inputs, batch if engine.is_last_stage() else labels
+        inputs, _ = engine.module.split_batch(travels, labels_required=required)
+        return inputs, batch if engine.is_last_stage() else Unused(batch.inputs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         items = super()._get_num_items_in_batch(batch_samples, device)
@@ -606,10 +584,3 @@ def _sizes(model: Any) -> tuple[dict[str, int], int]:
     embeddings = {f"{name}.weight" for name, m in modules if isinstance(m, torch.nn.Embedding)}
     sizes = {n: getattr(p, "ds_numel", p.numel()) for n, p in model.named_parameters()}
     return sizes, sum(size for name, size in sizes.items() if name not in embeddings)
-
-
-class _LoopModel(Proxy):
-    """An engine in the Trainer's loop, which must not clear the gradients of pending passes."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine clears gradients when it steps."""

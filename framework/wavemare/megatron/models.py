@@ -89,29 +89,7 @@ def open_checkpoint(
     if num_attention_heads is not None and facts.get("num_attention_heads") is None:
         values = {**facts.values, "num_attention_heads": num_attention_heads}
         facts = replace(facts, values=values)
-    stored = store.weights.stored
-    carried = beside(store)
-    _check_kept(vocab_size, facts, carried)
-    notes = ["The checkpoint's history of FP8 scales is lost."] if store.lost_fp8 else []
-    if given is None and carried is not None:
-        given = _if_it_agrees(carried, facts, stored)
-    if given is not None:
-        found = copy.deepcopy(config_of(facts, stored, given=given))
-        if vocab_size is not None:
-            found.vocab_size = tokens_of(facts, stored[EMBEDDING].shape[0], vocab_size)
-    else:
-        if not described:
-            _check_guessed(store)
-        tokens = vocab_size
-        if tokens is None and facts.get("vocab_size") is None:
-            tokens = _tokens_of(carried)
-            if tokens is None and EMBEDDING in stored:
-                rows = stored[EMBEDDING].shape[0]
-                notes.append(
-                    f"The checkpoint does not say how many of its {rows} rows are tokens, so all "
-                    "stay. Give --vocab-size to cut padding off."
-                )
-        found = config_of(facts, stored, vocab_size=tokens)
+    found, notes = _described(store, facts, given, vocab_size, described=described)
     found.architectures = [language_model_of(found).__name__]
     centered = bool(facts.get("apply_layernorm_1p", False))
     weights = HfWeights(store.weights, found, centered=centered, dtype=dtype)
@@ -134,6 +112,42 @@ def open_checkpoint(
         store=store,
         notes=tuple(notes),
     )
+
+
+def _described(
+    store: Any, facts: Facts, given: Any, vocab_size: int | None, *, described: bool
+) -> tuple[Any, list[str]]:
+    """Return the configuration of a checkpoint's model, and what its user should know of it.
+
+    Args:
+        store: The checkpoint.
+        facts: What it says of itself.
+        given: The caller's configuration, if any.
+        vocab_size: Tokens without padding, if the caller says it.
+        described: Whether the checkpoint itself says the model's sizes.
+    """
+    stored, carried = store.weights.stored, beside(store)
+    _check_kept(vocab_size, facts, carried)
+    notes = ["The checkpoint's history of FP8 scales is lost."] if store.lost_fp8 else []
+    if given is None and carried is not None:
+        given = _if_it_agrees(carried, facts, stored)
+    if given is not None:
+        found = copy.deepcopy(config_of(facts, stored, given=given))
+        if vocab_size is not None:
+            found.vocab_size = tokens_of(facts, stored[EMBEDDING].shape[0], vocab_size)
+        return found, notes
+    if not described:
+        _check_guessed(store)
+    tokens = vocab_size
+    if tokens is None and facts.get("vocab_size") is None:
+        tokens = _tokens_of(carried)
+        if tokens is None and EMBEDDING in stored:
+            rows = stored[EMBEDDING].shape[0]
+            notes.append(
+                f"The checkpoint does not say how many of its {rows} rows are tokens, so all "
+                "stay. Give --vocab-size to cut padding off."
+            )
+    return config_of(facts, stored, vocab_size=tokens), notes
 
 
 def load_hf(

@@ -319,6 +319,15 @@ def impossible(evaluates):
     return refusal(trainer.evaluate if evaluates else trainer.train)
 
 
+def labels_apart(schedule):
+    """What is said of ranks of one model that have the same rows, and other labels."""
+    rows = Rows("bert", 8)
+    for row in rows.rows if torch.distributed.get_rank() else []:
+        row["labels"] = (row["labels"] + 1) % 3
+    options = {"train_dataset": rows, "max_steps": 2}
+    return refusal(trainer_of("bert", "apart", SECTIONS[schedule], **options).train)
+
+
 CASES = {
     "own_interleaved": lambda: own_loss("interleaved"),
     "ignored_1f1b": lambda: ignored("1f1b"),
@@ -337,6 +346,8 @@ CASES = {
     "stale_auto": stale,
     "stale_absent": lambda: stale(gradient_accumulation_steps=None, train_batch_size=None),
     "refusals": refusals,
+    "apart_1f1b": lambda: labels_apart("1f1b"),
+    "apart_pipemare": lambda: labels_apart("pipemare"),
     "impossible_train": lambda: impossible(evaluates=False),
     "impossible_evaluate": lambda: impossible(evaluates=True),
 }

@@ -22,7 +22,7 @@ from common import leave, warnings_told, weights_digest
 
 import wavemare
 from wavemare.errors import WavemareError
-from wavemare.pipeline.optim.matrix_optimizer import MatrixOptimizer
+from wavemare.pipeline.optim.matrix_optimizer import FEEDBACK, MatrixOptimizer
 
 WIDTH, WORDS, MICRO, LENGTH, ACCUMULATION, STEPS = 12, 23, 4, 8, 2, 8
 PARAMS = {
@@ -142,7 +142,10 @@ def train(case):
         for parameter in group["params"]
         if parameter in partitions
     )
+    own = engine.settings.pipeline.pipemare
     result = {
+        "remedies": [own.error_feedback, own.discrepancy_correction.mode],
+        "previous updates": sum(FEEDBACK in state for state in basic.state.values()),
         "losses": losses,
         "digest": weights_digest(engine),
         "kind": f"{type(basic).__module__}.{type(basic).__name__}",

@@ -300,6 +300,30 @@ def thawed(num_stages, micro_batches, mode):
     return found
 
 
+def changed(num_stages, micro_batches, way):
+    """Which weights passes see after a caller has changed them: how far from two guesses."""
+    section = {"discrepancy_correction": {"mode": "predict"}}
+    engine, data = build(num_stages, micro_batches, section=section), batches()
+    layer = next(each for each in engine.module.modules() if isinstance(each, torch.nn.Linear))
+    weight, seen = layer.weight, []
+    train(engine, data, 3)
+    before = weight.detach().clone()
+    train(engine, data, 1)
+    last_change = weight.detach() - before
+    if way == "halved":
+        engine.drain()
+        weight.data.mul_(0.5)
+    else:  # evaluated with other weights, as with an average of them
+        held = weight.detach().clone()
+        weight.data.copy_(before.mul(0.9))
+        engine.eval_batch(batches(seed=9), num_micro_batches=1)
+        weight.data.copy_(held)
+    newest = weight.detach().clone()
+    layer.register_forward_pre_hook(lambda *_: seen.append(weight.detach().clone()))
+    train(engine, data, 1)
+    return [[furthest([one], [newest + times * last_change]) for times in (0, 1)] for one in seen]
+
+
 def wrapped(num_stages, micro_batches):
     """A stream that the caller wraps anew for each call, with a drain in the middle."""
     found, held, wrappers = [], [], []

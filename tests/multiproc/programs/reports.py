@@ -463,6 +463,23 @@ def shuffled(settings, *, draws):
     return {"said": said, "step": step}
 
 
+def second(settings):
+    """Ranks read one micro-batch apart, the second of the first step: what is said, and when."""
+    engine = start(gpt2(), **settings)
+
+    def data():
+        for number, batch in enumerate(batches(0)):
+            shift = dist.get_rank() * (number == 1)
+            yield {name: tokens.roll(shift, 0) for name, tokens in batch.items()}
+
+    read, said, step = data(), "accepted", 0
+    while step < 3 and said == "accepted":
+        said = refusal(lambda: engine.train_batch(read))
+        step += said == "accepted"
+    engine.destroy()
+    return {"said": said, "step": step}
+
+
 def placeholders():
     """Stages may have placeholders for what they do not need; the reader's own error is told."""
     layers = [torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(2)]

@@ -66,6 +66,12 @@ COMMANDS = [
     ("convert . . --to hf", "TARGET = "),
     ("convert . t --to onnx", "--to = 'onnx'"),
     ("simulate t5", "RECIPE = 't5'"),
+    ("simulate gpt --trace_steps 4", "--trace_steps = 4"),
+    ("simulate gpt --final_eval_samples 64", "--final_eval_samples = '64'"),
+    ("simulate gpt --prompt x", "--prompt = 'x'"),
+    ("simulate bert --prompt x", "--prompt = 'x'"),
+    ("simulate gpt --save-megatron x", "--save_megatron = 'x'"),
+    ("simulate bert --balance auto", "--balance = 'auto'"),
 ]
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 
+import pyarrow.parquet
 import pytest
 import torch
 from transformers import (
@@ -27,6 +28,7 @@ from wavemare.data.chat import (
     describe_fates,
     encode_row,
     fit_row,
+    iterate_rows,
     mark_trained,
     pack,
     prepare_chats,
@@ -226,6 +228,26 @@ def test_columns_tell_the_kind_of_rows(tmp_path):
     file.write_text('{"question": "a", "answer": "b"}\n')
     with refuses(DataError, "--data", str(file)):
         read(str(file))
+
+
+@pytest.mark.parametrize("name", ["prompt", "completion"])
+@pytest.mark.parametrize("value", [3, 1.5, True, {"role": "user", "content": "sea"}], ids=repr)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_prompt_or_completion_is_text_or_messages(tmp_path, name, value, kind):
+    file = tmp_path / f"rows.{kind}"
+
+    def load(given):
+        rows = [{"prompt": "a", "completion": "b", name: given}] * 2
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        else:
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [row[name] for row in iterate_rows(resolve(str(file)))]
+
+    for given in ("text", [{"role": "user", "content": "sea"}]):  # the remedy
+        assert load(given) == [given] * 2
+    with refuses(DataError, "--data", str(file)):
+        load(value)
 
 
 def test_the_default_rows_describe_functions(tmp_path):

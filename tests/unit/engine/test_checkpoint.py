@@ -8,10 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from support.refusals import refuses
 from wavemare.engine.checkpoint import compatibility as checkpoint_checks
-from wavemare.engine.checkpoint.compatibility import check_checkpoint_fits, check_kind
+from wavemare.engine.checkpoint.compatibility import (
+    check_checkpoint_fits,
+    check_kind,
+    check_optimizer,
+)
 from wavemare.engine.checkpoint.manifest import (
     MANIFEST,
     as_tag,
@@ -23,7 +28,9 @@ from wavemare.engine.checkpoint.manifest import (
     verify_contents,
 )
 from wavemare.engine.config.resolve import WavemareConfig, check_config
+from wavemare.engine.optim.policy import POLICY
 from wavemare.errors import CheckpointError, ConfigError
+from wavemare.optim import SOAP, Muon
 
 TOPOLOGY = {"world_size": 2, "data": 1, "pipe": 2, "model": 1, "zero_stage": 1, "cuts": [0, 3, 6]}
 
@@ -251,3 +258,29 @@ def test_two_writers_in_the_background_are_refused(background):
     refused = refuses(ConfigError, "checkpoint.writer", {"type": "fast"})
     with refused if background else nullcontext():
         check_config({**config, "checkpoint": {"writer": {"type": "fast"}}}, world_size=1)
+
+
+def engine_of(kind, policy, **settings):
+    pipemare = {"schedule": "pipemare", "pipemare": {"optimizer_policy": policy}}
+    return SimpleNamespace(
+        basic_optimizer=kind([torch.nn.Parameter(torch.ones(2, 2))], **settings),
+        settings=WavemareConfig.of({"wavemare": {"pipeline": pipemare}}),
+    )
+
+
+@pytest.mark.parametrize("policys", [SOAP, Muon])
+@pytest.mark.parametrize(
+    ("kind", "settings"), [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {})]
+)
+def test_the_remedy_for_states_of_another_optimizer_than_the_policys_works(
+    tmp_path, policys, kind, settings
+):
+    saver = engine_of(kind, "keep", **settings)
+    state = {"optimizer": saver.basic_optimizer.state_dict()}
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    with refuses(CheckpointError, "checkpoint", str(tmp_path)) as caught:
+        check_optimizer(tmp_path, engine_of(policys, "auto"))
+    assert POLICY in caught.value.remedy
+    check_optimizer(tmp_path, saver)
+    with refuses(CheckpointError, "checkpoint", str(tmp_path)):  # "keep" alone does not do
+        check_optimizer(tmp_path, engine_of(torch.optim.NAdam, "keep"))

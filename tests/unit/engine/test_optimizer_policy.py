@@ -160,20 +160,38 @@ def test_the_correction_is_that_of_the_optimizer_and_its_staleness(kind, micro_b
         assert not own[1].choices
 
 
-def test_a_resume_goes_on_as_it_was_written_but_for_what_the_user_sets():
-    written = Written("SOAP", feeds_back=True, correction="predict")
-    found = as_written(config("AdamW"), written)
-    assert found["optimizer"]["type"] == "SOAP"
-    assert pipemare_of(found).error_feedback
-    assert pipemare_of(found).discrepancy_correction.mode == "predict"
+SIZES = {"stages": 8, "micro_batches": 8}
+CORRECTIONS = ["off", "exact", "ema", "predict", "auto"]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SOAP", "Muon"])
+@pytest.mark.parametrize("correction", [*CORRECTIONS, None])
+@pytest.mark.parametrize("feeds_back", [False, True, None])
+@pytest.mark.parametrize("asked", [{}, {"discrepancy_correction": {"mode": "auto"}}])
+def test_a_resume_goes_on_as_it_was_written(kind, correction, feeds_back, asked):
+    """None is that of a synchronous run, with which the policy does as with a new one."""
+    given = config("AdamW", **asked)
+    found = as_written(given, Written(kind, feeds_back, correction), **SIZES)
+    assert found["optimizer"]["type"] == ("AdamW" if kind == "Adam" else kind)
+    asynchronous = config(found["optimizer"]["type"], optimizer_policy="keep", **asked)
+    fresh = pipemare_of(advise(asynchronous, **SIZES)[0]).discrepancy_correction.mode
+    mode = fresh if correction is None else correction
+    assert pipemare_of(found).discrepancy_correction.mode == mode
+    feedback = kind != "Adam" if feeds_back is None else feeds_back
+    assert pipemare_of(found).error_feedback == feedback
+
+
+@pytest.mark.parametrize("written", [Written("SOAP", True, "predict"), Written("Muon")])
+def test_a_resume_keeps_what_the_user_sets(written):
     own = {"error_feedback": False, "discrepancy_correction": {"mode": "off"}}
-    found = pipemare_of(as_written(config("AdamW", **own), written))
+    found = pipemare_of(as_written(config("AdamW", **own), written, **SIZES))
     assert not found.error_feedback
     assert found.discrepancy_correction.mode == "off"
-    given = config("AdamW")
-    kept = as_written(given, Written("Adam", feeds_back=False, correction=None))
-    assert kept["optimizer"] == given["optimizer"]
-    assert pipemare_of(kept).discrepancy_correction.mode == "auto"
+
+
+def test_a_synchronous_run_gets_no_feedback_where_no_gradient_is_stale():
+    found = as_written(config("AdamW"), Written("Muon"), stages=1, micro_batches=8)
+    assert not pipemare_of(found).error_feedback
 
 
 def test_without_staleness_nothing_changes():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which optimizers are taken out of the JSON, which tensors Muon steps, and what is refused."""
 
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import pytest
@@ -225,3 +226,46 @@ def test_whether_an_optimizer_steps_parts_of_a_matrix_is_tried(kind):
     assert torch.equal(weight, torch.ones(4, 4))
     assert [{**group, "params": []} for group in optimizer.param_groups] == options
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Noting(torch.optim.SGD):
+    """Notes its steps in a container of its own."""
+
+    def __init__(self, parameters, held, note):
+        super().__init__(parameters, lr=0.1)
+        self.held, self.note = held, note
+
+    def step(self, closure=None):
+        self.note(self.held)
+        super().step()
+
+
+CONTAINERS = {
+    "list": (list, lambda held: held.append(1)),
+    "list of lists": (lambda: [[0]], lambda held: held[0].append(1)),
+    "tuple of lists": (lambda: ([0],), lambda held: held[0].append(1)),
+    "deque": (deque, lambda held: held.append(1)),
+    "dict": (dict, lambda held: held.update({len(held): 1})),
+    "counter": (Counter, lambda held: held.update(["step"])),
+    "set": (set, lambda held: held.add(len(held))),
+    "bytes": (lambda: bytearray(1), lambda held: held.append(1)),
+    "tensor": (lambda: torch.zeros(1), lambda held: held.add_(1)),
+    "dict of tensors": (lambda: {"steps": torch.zeros(1)}, lambda held: held["steps"].add_(1)),
+}
+
+
+@pytest.mark.parametrize(("make", "note"), CONTAINERS.values(), ids=CONTAINERS.keys())
+def test_a_trial_leaves_the_containers_of_an_optimizer_as_they_are(make, note):
+    optimizer = Noting([torch.nn.Parameter(torch.ones(4, 4))], make(), note)
+    assert not refusal_of_parts(optimizer, (4, 4), 0)
+    assert optimizer.held == make()
+    optimizer.step()
+    assert optimizer.held != make()
+
+
+def test_a_trial_copies_no_weight_that_a_container_holds():
+    weight, seen = torch.nn.Parameter(torch.ones(4, 4)), []
+    optimizer = Noting([weight], [weight], lambda held: seen.append(held[0]))
+    assert not refusal_of_parts(optimizer, (4, 4), 0)
+    assert seen
+    assert all(each is weight for each in seen)

@@ -2,13 +2,23 @@
 """By what ranks of one model tell that they have read the same micro-batch."""
 
 import math
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 import torch
 
 from support.refusals import refuses
-from wavemare.engine.same_batches import COMPARED_EACH, UNKNOWN, check, is_due, marks_of
+from wavemare.engine.same_batches import (
+    COMPARED_EACH,
+    NONE,
+    UNKNOWN,
+    SameBatches,
+    added,
+    check,
+    compare,
+    digests_of,
+    is_due,
+)
 from wavemare.errors import DataError
 
 EMPTY = [torch.empty(0), torch.tensor([-100]), torch.full((3,), math.nan), torch.tensor([math.nan])]
@@ -16,7 +26,7 @@ SHAPES = [(2, 3), (3, 1), (64, 784), (63, 785), (4096, 3), (5000, 64), (2, 100_0
 
 
 def of_rows(rows):
-    return marks_of(rows, None, on_device=False)[0]
+    return digests_of(rows, None, on_device=False)[0]
 
 
 def bordered(shape):
@@ -31,7 +41,7 @@ def bordered(shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_other_rows_have_other_marks(shape, dtype):
+def test_other_rows_have_other_digests(shape, dtype):
     rows = (1000 * bordered(shape)).to(dtype)
     again = of_rows(rows.clone())
     assert again == of_rows(rows) == of_rows(rows.t().contiguous().t())
@@ -55,7 +65,7 @@ def test_rows_are_found_in_whatever_a_loader_gives():
 )
 def test_placeholders_tell_nothing(part):
     assert of_rows(part) == 0
-    assert marks_of(part, part, on_device=True) == UNKNOWN
+    assert digests_of(part, part, on_device=True) == NONE
 
 
 def test_a_class_of_one_row_tells_something():
@@ -70,7 +80,7 @@ def test_a_class_of_one_row_tells_something():
         [(0, (1.0, 2.0)), (3, (1.0, 7.0))],  # labels with what their loss depends on
         [(0, (1.0, 2.0)), (3, (7.0, 2.0))],  # pictures that are cut otherwise
         [(0, (1.0, 0.0)), (3, (7.0, 0.0))],
-        [(0, UNKNOWN), (3, (1.0, 2.0)), (4, UNKNOWN)],
+        [(0, NONE), (3, (1.0, 2.0)), (4, NONE)],
     ],
 )
 def test_ranks_may_differ_in_the_part_that_they_do_not_need(found):
@@ -81,7 +91,58 @@ def test_ranks_that_differ_in_both_parts_are_named():
     with refuses(DataError, "data_iter"):
         check([(0, (1.0, 2.0)), (3, (7.0, 8.0))])
     with pytest.raises(DataError, match="ranks 4 and 6 "):
-        check([(2, UNKNOWN), (4, (1.0, 2.0)), (5, (1.0, 2.0)), (6, (7.0, 8.0))])
+        check([(2, NONE), (4, (1.0, 2.0)), (5, (1.0, 2.0)), (6, (7.0, 8.0))])
+
+
+@pytest.mark.parametrize("others", [(7.0, 8.0, 3.0, 4.0), (1.0, 2.0, 7.0, 8.0)])
+def test_a_step_is_compared_with_the_other_micro_batches_of_the_one_before(others):
+    own = (1.0, 2.0, 3.0, 4.0)
+    for alike in (own, UNKNOWN, (*NONE, 3.0, 4.0), (1.0, 2.0, 3.0, 9.0)):
+        compare((0, own), (3, alike))
+    with refuses(DataError, "data_iter"):
+        compare((0, own), (3, others))
+
+
+def test_digests_of_several_micro_batches_tell_their_order():
+    digests = [float(number) for number in (2**48 - 1, 5, 2**47 + 3)]
+    found = set()
+    for order in permutations(digests):
+        total = 0.0
+        for digest in order:
+            total = added(added(total, digest), 0.0)  # what is not known adds nothing
+        assert 0 < total == int(total) < 2**53
+        found.add(total)
+    assert len(found) == 6
+
+
+def test_what_is_kept_is_told_once():
+    same = SameBatches(None)
+    same.keep((1.0, 0.0))
+    same.keep((2.0, 0.0))
+    first, labels = same.take()
+    assert (first, labels) == (added(added(0.0, 1.0), 2.0), 0.0)
+    assert same.take() == NONE
+
+
+class Whole:
+    """Labels that say what a rank has read."""
+
+    def __init__(self, **whole):
+        self.whole = whole
+
+
+def test_ranks_that_have_read_a_whole_batch_may_differ_nowhere():
+    ids, labels = torch.arange(8), torch.arange(8).roll(1)
+    one, same, other = (
+        digests_of(ids, Whole(ids=ids, labels=each), on_device=False)
+        for each in (labels, labels.clone(), labels.roll(1))
+    )
+    assert one == same
+    check([(0, one), (1, same)])
+    with refuses(DataError, "data_iter"):
+        check([(0, one), (1, other)])
+    plain = [digests_of(ids, each, on_device=False) for each in (labels, labels.roll(1))]
+    check(list(enumerate(plain)))
 
 
 def test_ranks_that_wait_for_each_other_compare_within_a_bounded_number_of_passes():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted weights against PipeOptim's formula, from the optimizers' own states."""
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -136,6 +137,99 @@ def test_state(dtype, depths):
         assert other.tolist() == [2.0 + depths[1]] * 4
     with pytest.raises(CheckpointError):
         resumed.load_state_dict({"mode": "predict", "changes": []})
+
+
+def copied_data(module):
+    module.weight.data.copy_(torch.randn(3, 3))
+
+
+def copied(module):
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(3, 3))
+
+
+def pointed(module):
+    module.weight.data = torch.randn(3, 3)
+
+
+def loaded(module):
+    module.load_state_dict({**module.state_dict(), "weight": torch.randn(3, 3)})
+
+
+def clipped(module):
+    module.weight.data.clamp_(-0.1, 0.1)
+
+
+def averaged(module):
+    module.weight.data.lerp_(torch.randn(3, 3), 0.5)
+
+
+def put_back(module):
+    held = module.weight.detach().clone()
+    averaged(module)
+    module.weight.data.copy_(held)
+
+
+def one_element(module):
+    module.weight.data[1, 2] += 1e-3
+
+
+def by_its_tie(module):
+    module.tied.data.mul_(-1.0)
+
+
+def merged(module):
+    layers = peft.inject_adapter_in_model(
+        peft.LoraConfig(target_modules=["layer"], init_lora_weights=False),
+        nn.ModuleDict({"layer": module}),
+    )
+    layers["layer"].merge()
+    assert module.weight is layers["layer"].base_layer.weight
+
+
+CHANGES = [copied_data, copied, pointed, loaded, clipped, averaged, put_back, one_element]
+CHANGES += [by_its_tie, merged]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("drains", ["before", "after", "never"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_weights_that_a_caller_changes_between_steps_are_predicted_from_themselves(
+    depth, drains, change
+):
+    torch.manual_seed(4)
+    module = nn.Linear(3, 3)
+    module.tied = module.weight
+    prediction = WeightPrediction(module.parameters(), depth)
+    last_change = torch.randn(3, 3)
+    for _ in range(2):
+        with prediction.forward(1):
+            pass
+        prediction.before_step()
+        module.weight.data.add_(last_change)
+        prediction.after_step()
+    if drains == "before":
+        prediction.discard_versions()
+    change(module)
+    if drains == "after":
+        prediction.discard_versions()
+    newest = module.weight.detach().clone()
+    for _ in range(2):
+        with prediction.forward(1):
+            assert torch.allclose(module.weight, newest + last_change, atol=1e-6)
+        assert torch.equal(module.weight, newest)
+
+
+def test_a_prediction_that_an_older_version_saved_goes_on():
+    weight = Parameter(torch.ones(4))
+    prediction = WeightPrediction([weight], 1)
+    prediction.load_state_dict({"mode": "predict", "predicted": [torch.full((4,), 1.5)]})
+    with prediction.forward(1):
+        assert weight.tolist() == [1.5] * 4
+    prediction.load_state_dict({"mode": "predict"})  # before its first step it saved none
+    move(prediction, weight)
+    with prediction.forward(1):
+        assert weight.tolist() == [3.0] * 4
 
 
 SHAPES = {
