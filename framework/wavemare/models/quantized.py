@@ -258,13 +258,26 @@ def check_quantization(model: Any) -> None:
         ModelError: It is.
     """
     method = getattr(model, "quantization_method", None)
-    known = all(p.is_floating_point() or is_four_bit(p) for p in model.parameters())
-    if known and (has_four_bit(model) or not getattr(model, "is_quantized", False)):
-        return
-    reason = f"its weights are quantized ({getattr(method, 'value', method) or 'integers'})"
+    form = getattr(method, "value", method) or "integers"
+    remedy = "Load it with BitsAndBytesConfig(load_in_4bit=True), or in bf16"
+    others = {type(p) for p in model.parameters() if _holds_tensors(p)}
+    if others:  # torchao's; DeepSpeed cannot send these from rank to rank, with ZeRO neither
+        names = ", ".join(sorted(f"{kind.__module__}.{kind.__name__}" for kind in others))
+        form = f"as {names}"
+    else:
+        known = all(p.is_floating_point() or is_four_bit(p) for p in model.parameters())
+        if known and (has_four_bit(model) or not getattr(model, "is_quantized", False)):
+            return
+        remedy += "; or train it by ZeRO alone"
+    reason = f"its weights are quantized ({form})"
     raise ModelError(
         "model",
         type(model).__name__,
         f"{reason}, and stages and tensor_parallel hold those of bitsandbytes' 4 bits alone",
-        "Load it with BitsAndBytesConfig(load_in_4bit=True), or in bf16; or train it by ZeRO alone",
+        remedy,
     )
+
+
+def _holds_tensors(weight: Any) -> bool:
+    """Whether a weight is of a class that holds other tensors, such as int8 and their scales."""
+    return hasattr(type(weight), "__tensor_flatten__")
