@@ -95,6 +95,23 @@ def test_a_base_that_is_quantized_in_another_form_than_4_bits_is_refused(adapt):
         to_pipeline(model, num_stages=1)
 
 
+class Int8Tensor(torch.Tensor):
+    """A weight that holds other tensors, as torchao's do."""
+
+    def __tensor_flatten__(self):
+        return [], None
+
+
+def test_weights_that_hold_other_tensors_are_refused_with_their_class(make_model):
+    model = make_model("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    held = layer.weight.detach().as_subclass(Int8Tensor)
+    layer.weight = torch.nn.Parameter(held, requires_grad=False)
+    with refuses(ModelError, "model", "LlamaForCausalLM") as caught:
+        to_pipeline(model, num_stages=1)
+    assert "Int8Tensor" in caught.value.reason
+
+
 def test_adapters_of_a_model_that_is_read_late_begin_as_peft_begins_them(make_model, tmp_path):
     make_model("llama").save_pretrained(tmp_path)
     options = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
