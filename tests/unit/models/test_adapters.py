@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA models of peft as pipelines of one stage, their folders, and what is refused."""
 
+from functools import partial
+
 import peft
 import pytest
 import torch
@@ -15,6 +17,7 @@ from wavemare.models import (
     to_pipeline,
     whole_state_dict,
 )
+from wavemare.models.adapters import make_ready
 from wavemare.models.convert import cut_chain, take_apart
 from wavemare.pipeline.plan.partition import balanced_cuts
 
@@ -102,13 +105,14 @@ class Int8Tensor(torch.Tensor):
         return [], None
 
 
-def test_weights_that_hold_other_tensors_are_refused_with_their_class(make_model):
+@pytest.mark.parametrize("use", [make_ready, partial(to_pipeline, num_stages=1)])
+def test_weights_that_hold_other_tensors_are_refused_with_their_class(use, make_model):
     model = make_model("llama")
     layer = model.model.layers[0].mlp.up_proj
     held = layer.weight.detach().as_subclass(Int8Tensor)
     layer.weight = torch.nn.Parameter(held, requires_grad=False)
     with refuses(ModelError, "model", "LlamaForCausalLM") as caught:
-        to_pipeline(model, num_stages=1)
+        use(model)
     assert "Int8Tensor" in caught.value.reason
 
 
