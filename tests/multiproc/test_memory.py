@@ -19,13 +19,14 @@ SIZES = {
     "max_position_embeddings": 1024,
 }
 COMMON = {"stages": 2, "micro_batches": 4, "samples": 2, "sequence": 256, "schedule": "1f1b"}
-LIMITS = {"4 bits": 0.2}  # a tenth otherwise: kernels of 16 bits need more on a CPU
 LORA = {"lora_r": 8, "lora_targets": "all-linear"}
 CASES = {
     "lora": {"dtype": "fp32", **LORA},
     "whole": {"dtype": "fp32"},
     "checkpoints": {"dtype": "fp32", "checkpoints": True},
-    "4 bits": {"dtype": "bf16", **LORA, "four_bit": True},
+    # In fp32: what kernels of 16 bits need beside their results differs from CPU to CPU.
+    "4 bits": {"dtype": "fp32", **LORA, "four_bit": True},
+    "double": {"dtype": "fp32", **LORA, "four_bit": True, "double_quant": True},
 }
 
 
@@ -45,4 +46,4 @@ def test_the_peak_of_each_rank_is_near_the_predicted_one(launch, case):
     for rank, expected in enumerate(predicted):
         found = finished.result(rank)
         assert found["parts"] == [0, predicted[1].layers[0][0], predicted[1].layers[0][1]]
-        assert found["most"] == pytest.approx(expected.total, rel=LIMITS.get(case, 0.1))
+        assert found["most"] == pytest.approx(expected.total, rel=0.1)

@@ -49,7 +49,7 @@ def memory(
         Path | None, typer.Option("--json", help="Write the bytes into this file.")
     ] = None,
 ) -> None:
-    """Predict the memory of each rank of a pipeline, above what imports take.
+    """Predict the memory of each rank of a pipeline, above what imports and connections take.
 
     The model's layers run on tensors without numbers: it takes seconds, and no weights are needed.
     A model is counted as from_folder reads it, each rank its own stage.

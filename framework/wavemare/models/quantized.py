@@ -75,7 +75,11 @@ def prepare(model: nn.Module) -> None:
 
     On CPUs with AVX512-BF16, bitsandbytes puts weights into another form in a forward pass without
     gradients. From then on they would give no gradients. That form is not used any more.
+
+    Raises:
+        ModelError: Weights are of a form that no engine takes.
     """
+    _check_plain(model)
     for layer in _layers(model):
         layer.support_avx512bf16_for_cpu = False
         if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
@@ -257,6 +261,7 @@ def check_quantization(model: Any) -> None:
     Raises:
         ModelError: It is.
     """
+    _check_plain(model)
     method = getattr(model, "quantization_method", None)
     known = all(p.is_floating_point() or is_four_bit(p) for p in model.parameters())
     if known and (has_four_bit(model) or not getattr(model, "is_quantized", False)):
@@ -268,3 +273,25 @@ def check_quantization(model: Any) -> None:
         f"{reason}, and stages and tensor_parallel hold those of bitsandbytes' 4 bits alone",
         "Load it with BitsAndBytesConfig(load_in_4bit=True), or in bf16; or train it by ZeRO alone",
     )
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Refuse weights that hold other tensors, such as torchao's int8 numbers and their scales.
+
+    DeepSpeed moves the weights of every model. These it cannot move.
+
+    Raises:
+        ModelError: There are some.
+    """
+    from torch.distributed.tensor import DTensor
+
+    kinds = {type(p) for p in model.parameters() if hasattr(type(p), "__tensor_flatten__")}
+    names = sorted(f"{k.__module__}.{k.__name__}" for k in kinds if not issubclass(k, DTensor))
+    if names:
+        reason = f"its weights are {', '.join(names)}, which hold other tensors"
+        raise ModelError(
+            "model",
+            type(model).__name__,
+            f"{reason}, and DeepSpeed's engines cannot take them",
+            "Load it with BitsAndBytesConfig(load_in_4bit=True), or in bf16",
+        )

@@ -2,9 +2,13 @@
 """Train a pipeline for two steps, and tell the most memory of each rank above what imports take.
 
 Usage: memory_of_ranks.py FOLDER SETTINGS, which are JSON of `MemorySettings` and of the model.
+
+Only memory that no file backs is counted. How many pages of libraries are there depends on what
+the system has in its cache of files.
 """
 
 import ctypes
+import gc
 import json
 import sys
 from pathlib import Path
@@ -38,11 +42,13 @@ class Made:
 
 
 def memory(entry):
-    """Bytes of this process: VmRSS now, or VmHWM, the most."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{entry}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(entry)
+    """Bytes that no file backs: VmRSS for those now, or VmHWM for the most.
+
+    Pages of files are seldom given back, so that the peak had at most those of now.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    return 1024 * (int(values[entry].split()[0]) - int(values["RssFile"].split()[0]))
 
 
 def build(sizes, settings):
@@ -89,21 +95,22 @@ def train(sizes, settings):
 
 if __name__ == "__main__":
     # Freed tensors go back at once, as with MALLOC_MMAP_THRESHOLD_: glibc would keep them.
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 100_000)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 100_000)
     if json.loads(sys.argv[2])[1].get("four_bit"):
         import bitsandbytes  # noqa: F401
         import peft.tuners.lora.bnb
-    imported = memory("VmRSS")
-    wavemare.init_distributed()
+    wavemare.init_distributed()  # imports the engine, too
+    gc.collect()
+    libc.malloc_trim(0)  # or what imports have freed would be used again, and not be counted
     joined = memory("VmRSS")
     sizes, settings = json.loads(sys.argv[2])
     built, parts = train(sizes, settings)
     leave(
         {
             "parts": parts,
-            "imported": imported,
-            "joined": joined - imported,
-            "built": built - imported,
-            "most": memory("VmHWM") - imported,
+            "joined": joined,
+            "built": built - joined,
+            "most": memory("VmHWM") - joined,
         }
     )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA models of peft as pipelines of one stage, their folders, and what is refused."""
 
+from functools import partial
+
 import peft
 import pytest
 import torch
@@ -15,6 +17,7 @@ from wavemare.models import (
     to_pipeline,
     whole_state_dict,
 )
+from wavemare.models.adapters import make_ready
 from wavemare.models.convert import cut_chain, take_apart
 from wavemare.pipeline.plan.partition import balanced_cuts
 
@@ -93,6 +96,24 @@ def test_a_base_that_is_quantized_in_another_form_than_4_bits_is_refused(adapt):
     model.get_base_model().is_quantized = True
     with refuses(ModelError, "model", "LlamaForCausalLM"):
         to_pipeline(model, num_stages=1)
+
+
+class Int8Tensor(torch.Tensor):
+    """A weight that holds other tensors, as torchao's do."""
+
+    def __tensor_flatten__(self):
+        return [], None
+
+
+@pytest.mark.parametrize("use", [make_ready, partial(to_pipeline, num_stages=1)])
+def test_weights_that_hold_other_tensors_are_refused_with_their_class(use, make_model):
+    model = make_model("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    held = layer.weight.detach().as_subclass(Int8Tensor)
+    layer.weight = torch.nn.Parameter(held, requires_grad=False)
+    with refuses(ModelError, "model", "LlamaForCausalLM") as caught:
+        use(model)
+    assert "Int8Tensor" in caught.value.reason
 
 
 def test_adapters_of_a_model_that_is_read_late_begin_as_peft_begins_them(make_model, tmp_path):

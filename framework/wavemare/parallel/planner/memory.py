@@ -27,8 +27,8 @@ from wavemare.parallel.planner.predict import Variant, bytes_of_a_weight
 from wavemare.pipeline.plan.plan import WEIGHT_GRADIENTS, Action, Kind, Plan
 from wavemare.pipeline.plan.schedules import TRAINED, build_plan
 
-PROCESS_BYTES = 95e6
-"""What a process takes for the engine, its threads and its connections, beside all tensors."""
+PROCESS_BYTES = 18e6
+"""What a process takes for the engine and its objects, beside tensors, imports and connections."""
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BLOCK = 64
 """Numbers of a 4-bit weight that share a scale."""
@@ -123,7 +123,7 @@ class RankMemory:
         trained: Weights that are trained, with their gradients and the optimizer's state.
         num_trained: How many numbers these weights have.
         activations: The most that passes keep and need at a time, with messages.
-        process: What the process takes beside tensors.
+        process: What the engine takes beside tensors.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -135,7 +135,7 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """All of it, above what imports take."""
+        """All of it, above what imports and connections take."""
         return self.frozen + self.trained + self.activations + self.process
 
 
