@@ -15,6 +15,7 @@ import typer
 
 from benchmarks.gpu.request import GpuRequest
 from benchmarks.local_steps.request import LocalStepsRequest
+from benchmarks.losses.request import LossesRequest
 from benchmarks.pipeline.request import PipelineRequest
 from benchmarks.planner.request import PlannerRequest
 from benchmarks.request import Request
@@ -51,12 +52,12 @@ def _command(kind: type[Request]) -> Callable[..., None]:
         # The ranks end with this process.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         result = request.run()
-        from benchmarks.result import draw, print_result
+        from benchmarks.result import print_result
 
         save(json_file, PROGRAM, result)
         print_result(request, result)
         if plot is not None:
-            draw(request, result, plot)
+            request.draw(result, plot)
 
     # Options of this benchmark alone come first.
     names = sorted(kind.model_fields, key=lambda name: _owner(kind, name) is not kind)
@@ -131,6 +132,7 @@ def _read(kind: type[Request], name: str, value: Any) -> Any:
 
 for _name, _kind in (
     ("pipeline", PipelineRequest),
+    ("losses", LossesRequest),
     ("sparse", SparseRequest),
     ("wave", WaveRequest),
     ("planner", PlannerRequest),

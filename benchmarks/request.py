@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import Field, PositiveInt
@@ -15,6 +16,7 @@ from wavemare.observe.tables import Column, Row
 from wavemare.section import Section
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
@@ -90,6 +92,12 @@ class Request(Section):
     def case(self, row: Row) -> str:
         """Return what the systems of a row are compared in."""
         raise NotImplementedError
+
+    def draw(self, result: Row, file: Path) -> None:
+        """Draw a result: by default the ratios of all systems over the cases."""
+        from benchmarks.result import draw
+
+        draw(self, result, file)
 
     def remarks(self, result: Row) -> Iterator[str]:
         """Yield the lines below the table."""

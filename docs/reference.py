@@ -7,7 +7,8 @@
 of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``duels of``,
 ``schedules of``, ``steps of``, ``gpu of`` result files that match NAME; ``families of``,
 ``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``staleness of`` result
-files that match NAME; ``corrections of`` the engine's table. A test compares the pages with what
+files that match NAME; ``corrections of`` the engine's table; ``losses of`` a
+pipeline, ``stages x micro-batches``, over time. A test compares the pages with what
 this file would write.
 """
 
@@ -16,6 +17,7 @@ import json
 import math
 import re
 import runpy
+import statistics
 import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
@@ -24,6 +26,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from benchmarks.curve import first_at
 from benchmarks.local_steps.request import BASELINE, WARMED
 from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.pipeline.staleness.staleness import MEASURED, largest_staleness
@@ -41,6 +44,7 @@ PAGES = (
     Path(__file__).with_name("megatron-options.md"),
     Path(__file__).with_name("performance.md"),
     RESULTS / "async-quality.md",
+    RESULTS / "async-time.md",
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
     RESULTS / "whale.md",
@@ -64,7 +68,7 @@ def page(text: str) -> str:
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
     kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
     kinds |= {"times": times, "cells": cells, "gpu": gpu, "options": options}
-    kinds |= {"staleness": staleness, "corrections": corrections}
+    kinds |= {"staleness": staleness, "corrections": corrections, "losses": in_time}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -276,6 +280,69 @@ def staleness(pattern: str) -> str:
 
 _MOST_OF_MUON = 5
 """Weights of states beyond which the policy has taken SOAP."""
+
+
+def in_time(shape: str) -> str:
+    """Return a row for each method of results/tables.toml: its loss, and its time to two losses.
+
+    In brackets is how many times as fast it comes there as 1F1B with the optimizer of that loss.
+
+    Args:
+        shape: Stages, ``x`` and micro-batches.
+    """
+    table = tomllib.loads((RESULTS / "tables.toml").read_text())["in-time"]
+    stages, micro_batches = map(int, shape.split("x"))
+    (measured,) = _results(f"async-time-{stages}.json")
+    seconds = {row["system"]: row["median_s"] for row in measured["rows"]}
+    stock = seconds[table["goals"][0]["step"]]
+    runs = [run for pattern in table["runs"] for run in _simulated(pattern)]
+
+    def curves(run: str, rate: float) -> dict[int, list[list[float]]]:
+        own = [each for each in runs if (each["system"], each["rate"]) == (run, rate)]
+        if SYSTEMS[run].place is None:
+            sizes = stages, micro_batches
+            own = [each for each in own if (each["stages"], each["micro_batches"]) == sizes]
+        return {each["seed"]: each["curve"] for each in own}
+
+    goals = []
+    for goal in table["goals"]:
+        own = curves(goal["run"], goal["rate"])
+        losses = {seed: curve[-1][1] * (1 + goal["above"]) for seed, curve in own.items()}
+        steps = [first_at(curve, losses[seed]) or math.nan for seed, curve in own.items()]
+        goals.append((losses, statistics.fmean(steps) * seconds[goal["step"]]))
+    rows = []
+    for method in table["methods"]:
+        found = curves(method["run"], method["rate"])
+        if not found or method["step"] not in seconds:
+            continue
+        each, first = seconds[method["step"]], method.get("first", 0)
+        ends = [curve[-1][1] for curve in found.values()]
+        mean = statistics.fmean(ends)
+        spread = f" ± {max(abs(end - mean) for end in ends):.3f}" if len(ends) > 1 else ""
+        cells = [method["name"], method["optimizer"], f"{method['rate']:g}", f"{mean:.3f}{spread}"]
+        cells += [str(len(found)), f"{1e3 * each:.1f} ({stock / each:.2f})"]
+        for losses, usual in goals:
+            steps = [first_at(found[seed], losses[seed]) for seed in found.keys() & losses.keys()]
+            reached = [step for step in steps if step is not None]
+            times = [min(step, first) * stock + max(step - first, 0) * each for step in reached]
+            time = statistics.fmean(times) if times else math.inf
+            some = f", {len(times)} of {len(steps)} seeds" if len(times) < len(steps) else ""
+            cells.append(f"{time:.1f} s ({usual / time:.2f}{some})" if times else "never")
+        rows.append(cells)
+    heads = ["method", "optimizer", "rate", "held-out loss", "seeds", "ms per step"]
+    heads += [goal["head"] for goal in table["goals"]]
+    return _markdown([heads, ["---"] * 2 + ["---:"] * (len(heads) - 2), *rows])
+
+
+def _simulated(pattern: str) -> Iterator[dict[str, Any]]:
+    """Yield the runs of ``simulate --systems`` with their rates and sizes."""
+    for result in _results(pattern):
+        words = result["command"].split()
+        rate = words[words.index("--lr") + 1]
+        sizes = next(iter(result.get("rows", ())), {})
+        for run in result["runs"]:
+            shape = {key: run.get(key, sizes.get(key)) for key in ("stages", "micro_batches")}
+            yield {**run, **shape, "rate": run.get("learning_rate") or float(rate)}
 
 
 def corrections(_: str) -> str:

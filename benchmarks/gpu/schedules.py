@@ -21,11 +21,10 @@ from benchmarks.pipeline.systems import (
     BUILDERS,
     Place,
     Runner,
-    Workload,
     build_optimizer,
     build_wavemare,
-    build_workload,
 )
+from benchmarks.pipeline.workloads import Workload, build_workload
 from benchmarks.ranks import interleaved
 from wavemare.engine.launch.group import gather
 
@@ -116,7 +115,7 @@ def _losses(runner: Runner) -> list[float]:
 def _plain_losses(workload: Workload, device: torch.device) -> list[float]:
     """Return the losses of the same steps in one process."""
     model = nn.Sequential(*workload.parts(1)).to(device)
-    optimizer = build_optimizer(model)
+    optimizer = build_optimizer(workload, "AdamW", model)
     losses = []
     for step in range(_STEPS):
         total = torch.zeros((), device=device)

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import wavemare
+from benchmarks.curve import first_at
 from benchmarks.local_steps.request import (
     BASELINE,
     BOUND,
@@ -195,7 +196,7 @@ def measure_losses(request: LocalStepsRequest) -> dict[str, Any]:
             # All systems that exchange at the same steps do so at these.
             if step % request.every == 0 or step == request.quality:
                 curve.append([step, _evaluate(request, system.model)])
-                if step >= request.quality and steps_to(curve, curves[BASELINE][-1][1]):
+                if step >= request.quality and first_at(curve, curves[BASELINE][-1][1]):
                     break
         system.run.close()
     return {"curves": curves}
@@ -227,20 +228,12 @@ def add_losses(
     dense_s = min(r["median_s"] for r in result["rows"] if r["system"] in (BASELINE, "ddp"))
     for row in result["rows"]:
         if (curve := curves.get(row["system"])) is not None:
-            loss, needed = dict(curve)[request.quality], steps_to(curve, goal)
+            loss, needed = dict(curve)[request.quality], first_at(curve, goal)
             row |= {"eval_loss": loss, "loss_gap": loss / goal - 1, "steps_to_loss": needed}
             warmup = request.warmup * request.every if row["system"] in WARMED else 0
             first = min(warmup, needed or 0)
             time_s = needed and first * dense_s + (needed - first) * row["median_s"]
             row |= {"time_to_loss_s": time_s, "curve": curve}
-
-
-def steps_to(curve: Sequence[Sequence[float]], goal: float) -> float | None:
-    """Return the step at which a curve first has a loss, between its points; None if never."""
-    for (before, high), (after, low) in pairwise([(0, float("inf")), *curve]):
-        if low <= goal:
-            return after - (after - before) * (goal - low) / (high - low) if before else after
-    return None
 
 
 def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: int = 0) -> System:

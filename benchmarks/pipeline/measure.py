@@ -15,15 +15,13 @@ import torch.distributed as dist
 from benchmarks.pipeline.request import BASELINE, BOUND, SYSTEMS, PipelineRequest
 from benchmarks.pipeline.systems import (
     BUILDERS,
-    GRADIENT_CLIPPING,
     BoundRunner,
     Busy,
     Place,
     Runner,
-    Workload,
-    build_workload,
     busy_seconds,
 )
+from benchmarks.pipeline.workloads import GRADIENT_CLIPPING, Workload, build_workload
 from benchmarks.ranks import interleaved, ratio_row
 from wavemare.engine.launch.group import gather
 from wavemare.files import atomic_write_bytes, atomic_write_text
@@ -69,7 +67,9 @@ def measure(request: PipelineRequest) -> dict[str, Any]:
         screen.note(f"building {name}")
         for count in request.micro_batches:
             if request.obstacle(name, count) is None:
-                runners[name, count] = BUILDERS[name](workload, Place(rank, request.stages, count))
+                runner = BUILDERS[name](workload, Place(rank, request.stages, count))
+                workload.prepare(runner.optimizer)
+                runners[name, count] = runner
     # Systems that are compared, at equal micro-batches, run close together.
     keys = sorted(runners, key=lambda key: key[1])
     samples: dict[Key, list[list[Sample]]] = defaultdict(list)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field, PositiveInt
 
-from benchmarks.request import GptRequest, Positive
+from benchmarks.request import GptRequest, NonNegative, Positive
 from wavemare.cli.options import check_names, option
 from wavemare.errors import ConfigError
 from wavemare.observe.tables import Column, Row
@@ -74,6 +74,7 @@ class System:
         in_rounds: Whether micro-batches come in rounds of as many as there are stages.
         steady: Whether steps overlap, so that only the rate between full steps is meaningful.
         on_request: Whether it is measured only if it is named.
+        optimizer: Which steps the weights.
     """
 
     ideal: Callable[[int, int], float] | None = None
@@ -82,6 +83,7 @@ class System:
     in_rounds: bool = False
     steady: bool = False
     on_request: bool = False
+    optimizer: str = "AdamW"
 
 
 _GUARDED: Mapping[str, System] = {
@@ -105,8 +107,13 @@ _GUARDED: Mapping[str, System] = {
     ),
     "wavemare-pipemare": System(ideal=_without_bubble, steady=True),
     "wavemare-pipemare-slack": System(ideal=_without_bubble, steady=True),
-    "wavemare-pipemare-auto": System(ideal=_without_bubble, steady=True),
-    "wavemare-1f1b-soap": System(on_request=True),
+    "wavemare-pipemare-auto": System(ideal=_without_bubble, steady=True, optimizer="Muon"),
+    "wavemare-1f1b-soap": System(on_request=True, optimizer="SOAP"),
+    f"{BASELINE}-muon": System(on_request=True, optimizer="Muon"),
+    "torch-zbv-muon": System(parts_per_stage=2, on_request=True, optimizer="Muon"),
+    "wavemare-auto-v-muon": System(parts_per_stage=2, on_request=True, optimizer="Muon"),
+    "wavemare-pipemare-muon": System(steady=True, on_request=True, optimizer="Muon"),
+    "wavemare-pipemare-soap": System(steady=True, on_request=True, optimizer="SOAP"),
     BOUND: System(ideal=_without_bubble, steady=True),
 }
 
@@ -180,10 +187,25 @@ class PipelineRequest(GptRequest):
     weight_ms: Positive | None = None
     """With --synthetic: the part of --backward-ms for the weight's gradient; by default half."""
 
+    adamw_ms: NonNegative = 0.0
+    """With --synthetic: milliseconds of a stage's optimizer step with AdamW."""
+
+    muon_ms: NonNegative = 0.0
+    """The same with Muon, and with its error feedback."""
+
+    soap_ms: NonNegative = 0.0
+    """The same with SOAP."""
+
     @property
     def num_ranks(self) -> int:
         """One process for each stage."""
         return self.stages
+
+    @property
+    def step_s(self) -> dict[str, float]:
+        """The sleep of a synthetic stage in its optimizer step, by the optimizer."""
+        milliseconds = {"AdamW": self.adamw_ms, "Muon": self.muon_ms, "SOAP": self.soap_ms}
+        return {name: value / 1000 for name, value in milliseconds.items()}
 
     @property
     def waits(self) -> Waits:
@@ -199,7 +221,7 @@ class PipelineRequest(GptRequest):
             remedy = "Give numbers such as 1,2,4,8"
             raise ConfigError("--micro-batches", [], "there is nothing to measure", remedy)
         check_names("--systems", self.systems, SYSTEMS)
-        for name in ("forward_ms", "backward_ms", "weight_ms"):
+        for name in (name for name in type(self).model_fields if name.endswith("_ms")):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and not self.synthetic:
                 reason = "only synthetic stages have it"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured pipelines: the model in parts, the no-communication bound, and systems ready to train.
+"""Measured pipelines: the no-communication bound, and systems ready to train.
 
 These are pipelines of DeepSpeed, of ``torch.distributed.pipelining`` and of wavemare.
 """
@@ -28,148 +28,20 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
-from transformers import set_seed
 
 import wavemare
-from benchmarks.pipeline.request import (
-    BASELINE,
-    BOUND,
-    SYSTEMS,
-    UNGUARDED,
-    PipelineRequest,
-    Waits,
-)
-from benchmarks.ranks import SEED, bench_device, build_gpt
+from benchmarks.pipeline.request import BASELINE, BOUND, SYSTEMS, UNGUARDED
+from benchmarks.pipeline.workloads import Batch, Workload
+from benchmarks.ranks import bench_device
+from wavemare.engine.optim.optimizers import make_muon
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule
-from wavemare.models.chains import gpt2_chain
-from wavemare.models.families import LanguageModelLoss
-from wavemare.models.layers import PipelineLayer
-from wavemare.models.timing import layer_times
 from wavemare.pipeline.clock.simulate import Event
 from wavemare.pipeline.config import PipelineConfig
+from wavemare.pipeline.optim.soap_muon import SOAP
 from wavemare.pipeline.plan.orders import loop, vee
-from wavemare.pipeline.plan.partition import balanced_cuts
 from wavemare.pipeline.plan.plan import COMPUTE, RECEIVES, SENDS, Action, Kind
 from wavemare.pipeline.plan.run_plan import homes_of
 
-_BATCHES = 8
-_SYNTHETIC_WIDTH = 64
-_INPUTS = ("input_ids",)
-# Linux may wake a sleeper so late by default.
-_TIMER_SLACK_S = 50e-6
-
-Batch = tuple[Tensor, Tensor]
-
-
-class Workload(ABC):
-    """A model in parts, its loss and its micro-batches; the same on all ranks.
-
-    Attributes:
-        loss: From (output, labels) to a scalar.
-        batches: Micro-batches (inputs, labels), to be repeated.
-        activation_shape: Of the tensor between two parts, in fp32.
-    """
-
-    loss: Callable[[Tensor, Tensor], Tensor]
-    batches: list[Batch]
-    activation_shape: tuple[int, ...]
-
-    @abstractmethod
-    def parts(self, count: int) -> list[nn.Module]:
-        """Return new modules of even costs, with the same initial weights each time."""
-
-
-class GPTWorkload(Workload):
-    """GPT-2 without dropout and with a head of its own, on random tokens.
-
-    All processes must build it at the same time: its layers are timed on all of them.
-    """
-
-    def __init__(self, request: PipelineRequest) -> None:
-        self._request = request
-        model, chain = self._build()
-        self._weights = layer_times(model, chain, _INPUTS)
-        self.loss = LanguageModelLoss(model.loss_function, request.vocabulary)
-        self.activation_shape = (request.batch, request.sequence, request.hidden)
-        shape = (_BATCHES, request.batch, request.sequence)
-        tokens = torch.randint(0, request.vocabulary, shape, generator=_generator())
-        self.batches = [(part, part) for part in tokens]
-
-    def parts(self, count: int) -> list[nn.Module]:
-        """Cut a new model by the measured times of its layers."""
-        _, chain = self._build()
-        cuts = balanced_cuts(self._weights, count)
-        return [nn.Sequential(*chain[cuts[i] : cuts[i + 1]]) for i in range(count)]
-
-    def _build(self) -> tuple[Any, list[PipelineLayer]]:
-        model = build_gpt(self._request)
-        return model, gpt2_chain(model, _INPUTS)
-
-
-class SyntheticWorkload(Workload):
-    """Layers that sleep: many share a core, and real tensors travel between them."""
-
-    def __init__(self, request: PipelineRequest) -> None:
-        self._stages = request.stages
-        self._waits = request.waits
-        self.loss = nn.functional.mse_loss
-        self.activation_shape = (request.batch, _SYNTHETIC_WIDTH)
-        values = torch.randn((_BATCHES, *self.activation_shape), generator=_generator())
-        self.batches = [(part, torch.zeros_like(part)) for part in values]
-
-    def parts(self, count: int) -> list[nn.Module]:
-        """Return layers whose waits add up to the same whole for every number of parts."""
-        set_seed(SEED)
-        waits = Waits(*(seconds * self._stages / count for seconds in self._waits))
-        return [TimedWait(waits) for _ in range(count)]
-
-
-class TimedWait(nn.Module):
-    """A linear layer that sleeps in its passes.
-
-    Hooks on the two gradients sleep, so that a split backward pass sleeps in the same parts.
-
-    Args:
-        waits: How long.
-    """
-
-    def __init__(self, waits: Waits) -> None:
-        super().__init__()
-        self.linear = nn.Linear(_SYNTHETIC_WIDTH, _SYNTHETIC_WIDTH)
-        self.waits = waits
-        self.linear.weight.register_hook(lambda _: sleep(waits.weight_s))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Map (batch, 64) to (batch, 64)."""
-        # The first stage's input needs no gradient, and sleeps for it as others do.
-        own = inputs.view_as(inputs) if inputs.requires_grad else inputs.detach().requires_grad_()
-        own.register_hook(lambda _: sleep(self.waits.input_s))
-        output: Tensor = self.linear(own)
-        sleep(self.waits.forward_s)
-        return output
-
-
-def build_workload(request: PipelineRequest) -> Workload:
-    """Return the model of a request; all processes call this together."""
-    return SyntheticWorkload(request) if request.synthetic else GPTWorkload(request)
-
-
-def sleep(seconds: float) -> None:
-    """Sleep; the last moment is spent awake, to end in time."""
-    end = time.perf_counter() + seconds
-    time.sleep(max(seconds - _TIMER_SLACK_S, 0))
-    while time.perf_counter() < end:
-        pass
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(SEED)
-
-
-ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-"""The optimizer of all systems: AdamW in fp32."""
-GRADIENT_CLIPPING = 0.0
-"""None: by default pipelines of DeepSpeed clip, and torch's do not."""
 Take = Callable[[], list[Event]]
 """Returns the events since the last call."""
 _MESSAGES = frozenset(RECEIVES) | frozenset(SENDS)
@@ -198,9 +70,11 @@ class Runner(ABC):
 
     Attributes:
         take: None where actions cannot be told apart.
+        optimizer: Of this rank.
     """
 
     take: Take | None = None
+    optimizer: torch.optim.Optimizer
 
     @abstractmethod
     def step(self) -> Tensor | None:
@@ -283,7 +157,7 @@ class BoundRunner(Runner):
     def __init__(self, workload: Workload, place: Place) -> None:
         device = bench_device()
         self._part = workload.parts(place.stages)[place.rank].to(device)
-        self._optimizer = build_optimizer(self._part)
+        self.optimizer = build_optimizer(workload, "AdamW", self._part)
         self._loss = workload.loss if place.is_last else None
         self._count = place.micro_batches
         self._batches = self._fake_batches(workload, place, device)
@@ -323,15 +197,17 @@ class BoundRunner(Runner):
         output.backward(None if self._loss else target)
 
     def _update(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def build_optimizer(*modules: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(workload: Workload, kind: str, *modules: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of some modules' parameters."""
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    return make(parameters, **ADAMW)
+    whole, params = nn.ModuleList(modules), workload.optimizer_params(kind)
+    if kind == "Muon":
+        return make_muon(whole, params)(whole.parameters())
+    make: Callable[..., torch.optim.Optimizer] = SOAP if kind == "SOAP" else torch.optim.AdamW
+    return make(whole.parameters(), **params)
 
 
 _KINDS = {
@@ -354,6 +230,7 @@ class EngineRunner(Runner):
         self, engine: Any, batches: Sequence[Any], take: Callable[[], list[Event]]
     ) -> None:
         self.engine = engine
+        self.optimizer = engine.basic_optimizer
         self.take = take
         self._batches = itertools.cycle(batches)
 
@@ -411,6 +288,7 @@ def _build_torch(
     *,
     schedule: Callable[..., Any],
     homes: Callable[[int], Sequence[int]],
+    optimizer: str = "AdamW",
 ) -> Runner:
     """Build a schedule; ``homes`` is from the number of ranks to the rank of each part."""
     device = bench_device()
@@ -424,15 +302,27 @@ def _build_torch(
         loss_fn=workload.loss,
     )
     ends = {"is_first": 0 in own, "is_last": len(ranks) - 1 in own}
-    return TorchRunner(made, build_optimizer(*own.values()), workload, place, **ends)
+    return TorchRunner(
+        made, build_optimizer(workload, optimizer, *own.values()), workload, place, **ends
+    )
 
 
 def _build_deepspeed(
-    workload: Workload, place: Place, *, kind: Any = deepspeed.PipelineModule, chunks: int = 1
+    workload: Workload,
+    place: Place,
+    *,
+    kind: Any = deepspeed.PipelineModule,
+    chunks: int = 1,
+    optimizer: str = "AdamW",
 ) -> Runner:
     """Build DeepSpeed's engine; each rank holds so many parts."""
     module = _module(kind, workload, place, parts=chunks * place.stages)
-    engine = _initialize(deepspeed.initialize, module, _config(workload, place))
+    config = _config(workload, place)
+    given = {}
+    if optimizer == "Muon":  # the same as in the other systems, not DeepSpeed's own
+        del config["optimizer"]
+        given["optimizer"] = make_muon(module, workload.optimizer_params(optimizer))
+    engine = _initialize(deepspeed.initialize, module, config, **given)
     return EngineRunner(engine, workload.batches, record_actions(engine, place).take)
 
 
@@ -440,7 +330,7 @@ def build_wavemare(
     workload: Workload,
     place: Place,
     *,
-    soap: bool = False,
+    optimizer: str = "AdamW",
     guard: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Runner:
@@ -449,7 +339,7 @@ def build_wavemare(
     Args:
         workload: The model, its loss and its micro-batches.
         place: Of this rank.
-        soap: Whether to step by SOAP.
+        optimizer: Which steps; if the policy makes Muon of AdamW, Muon.
         guard: Section ``guard``.
         options: Of section ``pipeline``.
     """
@@ -459,12 +349,16 @@ def build_wavemare(
     module = _module(make, workload, place, parts=len(homes))
     config = _config(workload, place)
     config["wavemare"] = {"pipeline": pipeline, "guard": dict(guard or {})}
-    if soap:  # stock DeepSpeed has no such optimizer
-        config["optimizer"] = {"type": "SOAP", "params": ADAMW}
+    if options.get("pipemare", {}).get("optimizer_policy") == "auto":
+        config["optimizer"]["params"]["lr"] = workload.optimizer_params(optimizer)["lr"]
+    elif optimizer != "AdamW":
+        params = workload.optimizer_params(optimizer)
+        config["optimizer"] = {"type": optimizer, "params": params}
     engine = _initialize(wavemare.initialize, module, config)
     return EngineRunner(engine, workload.batches, record_engine(engine))
 
 
+_STASHING = {"discrepancy_correction": {"mode": "exact"}}
 _BUILDERS: Mapping[str, Callable[..., Runner]] = {
     BASELINE: _build_deepspeed,
     "deepspeed-dualpipev": partial(_build_deepspeed, kind=DualPipeVModule, chunks=2),
@@ -482,9 +376,23 @@ _BUILDERS: Mapping[str, Callable[..., Runner]] = {
     "wavemare-pipemare": partial(build_wavemare, schedule="pipemare"),
     "wavemare-pipemare-slack": partial(build_wavemare, schedule="pipemare", pipemare={"slack": 1}),
     "wavemare-pipemare-auto": partial(
-        build_wavemare, schedule="pipemare", pipemare={"optimizer_policy": "auto"}
+        build_wavemare,
+        schedule="pipemare",
+        optimizer="Muon",
+        pipemare={"optimizer_policy": "auto"},
     ),
-    "wavemare-1f1b-soap": partial(build_wavemare, schedule="1f1b", soap=True),
+    "wavemare-1f1b-soap": partial(build_wavemare, schedule="1f1b", optimizer="SOAP"),
+    f"{BASELINE}-muon": partial(_build_deepspeed, optimizer="Muon"),
+    "torch-zbv-muon": partial(
+        _build_torch, schedule=ScheduleZBVZeroBubble, homes=vee, optimizer="Muon"
+    ),
+    "wavemare-auto-v-muon": partial(build_wavemare, schedule="auto", optimizer="Muon"),
+    "wavemare-pipemare-muon": partial(
+        build_wavemare, schedule="pipemare", optimizer="Muon", pipemare=_STASHING
+    ),
+    "wavemare-pipemare-soap": partial(
+        build_wavemare, schedule="pipemare", optimizer="SOAP", pipemare=_STASHING
+    ),
     BOUND: BoundRunner,
 }
 BUILDERS: Mapping[str, Callable[[Workload, Place], Runner]] = {
@@ -512,15 +420,20 @@ def _config(workload: Workload, place: Place) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": len(workload.batches[0][0]),
         "gradient_accumulation_steps": place.micro_batches,
-        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
-        "gradient_clipping": GRADIENT_CLIPPING,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {**workload.optimizer_params("AdamW"), "torch_adam": True},
+        },
         "steps_per_print": None,
+        **workload.settings,
     }
 
 
-def _initialize(initialize: Callable[..., Any], module: Any, config: dict[str, Any]) -> Any:
+def _initialize(
+    initialize: Callable[..., Any], module: Any, config: dict[str, Any], **given: Any
+) -> Any:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return initialize(model=module, model_parameters=parameters, config=config)[0]
+    return initialize(model=module, model_parameters=parameters, config=config, **given)[0]
 
 
 def record_engine(engine: Any) -> Take:

@@ -131,6 +131,28 @@ def test_waits_have_a_utilisation_beside_the_ideal(bench):
         assert all(0 < rows[name, count]["utilisation"] <= 1 for name in systems.split(","))
 
 
+@nightly
+def test_losses_of_real_pipelines_are_those_of_their_own_training(bench, tmp_path):
+    systems = ["deepspeed-1f1b", "wavemare-auto-v", "deepspeed-1f1b-muon", "wavemare-auto-v-muon"]
+    size = [*("--hidden", 32, "--heads", 2, "--sequence", 16, "--batch", 2, "--vocabulary", 300)]
+    options = [*size, "--rounds", 3, "--steps-per-round", 4, "--eval-samples", 64]
+    systems.append("wavemare-pipemare-auto")
+    result = bench("losses", *options, "--systems", ",".join(systems), "--plot", "losses.svg")
+    rows = by(result, "system")
+    assert list(rows) == systems
+    for row in rows.values():
+        steps, seconds, losses = zip(*row["curve"], strict=True)
+        assert steps == (4, 8, 12)
+        assert list(seconds) == sorted(seconds)
+        assert losses[-1] < losses[0]
+    # Synchronous schedules train the same.
+    for one, other in (systems[:2], systems[2:4]):
+        curves = [[loss for _, _, loss in rows[name]["curve"]] for name in (one, other)]
+        assert curves[0] == pytest.approx(curves[1], rel=1e-3)
+    assert rows[systems[0]]["eval_loss"] != pytest.approx(rows[systems[2]]["eval_loss"], rel=1e-3)
+    assert "bigrams" in (tmp_path / "losses.svg").read_text()
+
+
 @spins
 def test_collectives_are_measured_and_checked_against_each_other(bench, tmp_path):
     options = ["--ranks", 2, "--mib", 1, "--densities", "1,0.1", "--patterns", "zipf"]

@@ -2,8 +2,11 @@
 """Figures of the quality bench from made-up curves."""
 
 import pytest
+import torch
+from torch import nn
 
 from wavemare.engine.optim.policy import advise
+from wavemare.pipeline.staleness.replay import Replay
 from wavemare.simulation.quality import SYSTEMS, to_row
 
 MEMORY = {"optimizer": 2.0, "correction": 0.0}
@@ -64,3 +67,32 @@ def test_the_policys_baseline_has_the_optimizer_that_it_chooses():
         chosen, _ = advise(config, stages=8, micro_batches=micro_batches)
         gaps = {"Muon": 1.0, "SOAP": -0.5}
         assert row["own_gap"] == gaps[chosen["optimizer"]["type"]]
+
+
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if SYSTEMS[name].place == "one-step"])
+def test_gradients_one_step_late_are_the_same_however_a_batch_is_cut(name):
+    def train(stages, micro_batches, late):
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)]
+        cut = len(layers) // stages
+        replay = Replay(
+            [nn.Sequential(*layers[n * cut : None if n == stages - 1 else (n + 1) * cut])
+             for n in range(stages)],
+            nn.functional.mse_loss,
+            lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+            micro_batches,
+            correction=SYSTEMS[name].correction,
+            delays=[late * micro_batches] * stages,
+        )  # fmt: skip
+        torch.manual_seed(1)
+        for _ in range(6):
+            inputs, labels = torch.randn(8, 6), torch.randn(8, 2)
+            size = 8 // micro_batches
+            replay.step(list(zip(inputs.split(size), labels.split(size), strict=True)))
+        return nn.Sequential(*layers).state_dict()
+
+    whole = train(1, 1, late=1)
+    for stages, micro_batches in ((2, 2), (2, 4), (4, 8)):
+        torch.testing.assert_close(train(stages, micro_batches, late=1), whole)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(train(2, 2, late=0), whole)

@@ -45,7 +45,7 @@ class System:
         delays: Of `wavemare.simulation.Delays`.
         warmup: Share of the steps that are synchronous (T3).
         anneal: Share of the steps in which the rate is rescheduled (T1).
-        flushes: Whether it is synchronous: then stages and micro-batches make no difference.
+        flushes: Whether it is synchronous.
         baseline: The synchronous system with the same optimizer.
     """
 
@@ -57,6 +57,17 @@ class System:
     flushes: bool = False
     baseline: str = "flush"
 
+    @property
+    def place(self) -> str | None:
+        """What runs of all stages and micro-batches share; None if these make a difference.
+
+        A synchronous step, and one whose gradients are all one step old, has the gradient of the
+        whole batch at the same weights, however it is cut.
+        """
+        if self.flushes:
+            return "synchronous"
+        return self.delays if self.delays == "one-step" else None
+
 
 SYSTEMS: Mapping[str, System] = {
     "flush": System(flushes=True),
@@ -64,15 +75,18 @@ SYSTEMS: Mapping[str, System] = {
     "flush-muon": System(_MUON, flushes=True, baseline="flush-muon"),
     "flush-nadam": System(_NADAM, flushes=True, baseline="flush-nadam"),
     "naive": System(),
+    "naive+muon": System(_MUON, baseline="flush-muon"),
     "t1": System(anneal=0.25),
     "t2": System(correction="ema"),
     "t1+t2": System(correction="ema", anneal=0.25),
     "t1+t2+t3": System(correction="ema", anneal=0.25, warmup=0.2),
     "stashing": System(correction="exact"),
     "2bw": System(correction="exact", delays="one-step"),
+    "2bw+muon": System(_MUON, correction="exact", delays="one-step", baseline="flush-muon"),
     "prediction": System(correction="predict"),
     "nadam": System(_NADAM, baseline="flush-nadam"),
     "feedback": System((_FEEDBACK,)),
+    "basis-rotation": System(_SOAP, correction="exact", baseline="flush-soap"),
     "soap": System(_SOAP, correction="auto", baseline="flush-soap"),
     "soap+feedback": System((*_SOAP, _FEEDBACK), correction="auto", baseline="flush-soap"),
     "muon": System(_MUON, correction="auto", baseline="flush-muon"),
@@ -84,7 +98,8 @@ SYSTEMS: Mapping[str, System] = {
     "auto": System((f"{_PIPEMARE}.optimizer_policy=auto",), correction=None, baseline="flush-muon"),
 }
 """By name. ``flush`` is any synchronous schedule; ``naive`` PACI; ``stashing`` PipeDream; ``2bw``
-PipeDream-2BW; ``prediction`` PipeOptim; ``auto`` what the policy makes of AdamW."""
+PipeDream-2BW; ``prediction`` PipeOptim; ``basis-rotation`` Adam in the eigenbasis of both sides of
+each matrix, with PipeDream's copies; ``auto`` what the policy makes of AdamW."""
 
 COLUMNS = {
     "system": Column("system"),
@@ -125,7 +140,7 @@ def simulate_all(
         seeds: Of weights and data order.
         shape: Of the simulations.
         options: More options of ``wavemare simulate``.
-        folder: Of the runs; synchronous ones serve all numbers of stages and micro-batches.
+        folder: Of the runs; those with a `System.place` serve all stages and micro-batches.
         note: Shows a line for each run.
 
     Returns:
@@ -140,8 +155,8 @@ def simulate_all(
     for seed in seeds:
         for name in systems:
             own = SYSTEMS[name]
-            size = (1, 1) if own.flushes else (shape.stages, shape.micro_batches)
-            place = "synchronous" if own.flushes else f"{shape.stages}x{shape.micro_batches}"
+            size = (1, 1) if own.place else (shape.stages, shape.micro_batches)
+            place = own.place or "{}x{}".format(*size)
             run = folder / f"{shape.recipe}-{shape.steps}-{place}-{name}-{seed}-{mark:08x}"
             if not (run / "summary.json").is_file():
                 stopped = (run / "checkpoints" / "simulation.pt").is_file()

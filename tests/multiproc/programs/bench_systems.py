@@ -12,18 +12,18 @@ from unittest import mock
 import torch
 from common import leave
 
-from benchmarks.pipeline import systems as workloads
+from benchmarks.pipeline import workloads
 from benchmarks.pipeline.request import SYSTEMS, PipelineRequest
-from benchmarks.pipeline.systems import ADAMW, BUILDERS, Place, build_workload
+from benchmarks.pipeline.systems import BUILDERS, Place, build_optimizer
+from benchmarks.pipeline.workloads import build_workload
 from wavemare.engine import init_distributed
-from wavemare.pipeline.optim.soap_muon import SOAP
 
 STEPS = 3
 
 
-def plain_training(workload, parts, micro_batches, optimizer_of):
+def plain_training(workload, parts, micro_batches, kind):
     model = torch.nn.Sequential(*workload.parts(parts))
-    optimizer = optimizer_of(model.parameters(), **ADAMW)
+    optimizer = build_optimizer(workload, kind, model)
     for step in range(STEPS):
         for number in range(micro_batches):
             index = (step * micro_batches + number) % len(workload.batches)
@@ -70,8 +70,7 @@ if __name__ == "__main__":
                 runner.step()
             runner.drain()
             parts = stages * system.parts_per_stage
-            optimizer_of = SOAP if "-soap" in name else torch.optim.AdamW
-            trained = plain_training(workload, parts, count, optimizer_of)
+            trained = plain_training(workload, parts, count, system.optimizer)
             second = rank + stages if "interleaved" in name else parts - 1 - rank
             held = [rank] if parts == stages else [rank, second]
             expected = [weight for index in held for weight in trained[index].parameters()]

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.gpu.request import GpuJob, GpuRequest
 from benchmarks.local_steps.request import LocalStepsRequest
+from benchmarks.losses.request import LossesRequest
 from benchmarks.pipeline.request import SYSTEMS, PipelineRequest
 from benchmarks.planner.request import PlannerRequest
 from benchmarks.sparse.request import STEP_SYSTEMS, Case, SparseRequest
@@ -25,6 +26,13 @@ REFUSED = {
         ({"synthetic": True, "backward_ms": float("inf")}, "--backward-ms", "finite"),
         ({"systems": ("torch-1f1b",), "micro_batches": (1,)}, "--micro-batches", "at least 2"),
         ({"synthetic": True, "weight_ms": 21.0}, "--weight-ms", "smaller"),
+        ({"muon_ms": 1.0}, "--muon-ms", "Add --synthetic"),
+    ],
+    LossesRequest: [
+        ({"systems": ("torch-zbv",)}, "--systems", "deepspeed-1f1b"),
+        ({"systems": ("wavemare-auto-v",), "layers": 3}, "--layers", "need 4 blocks"),
+        ({"warmups": 1}, "--warmups", "at most 0"),
+        ({"muon_lr": 0.0}, "--muon-lr", "more than 0"),
     ],
     SparseRequest: [
         ({"ranks": 1}, "--ranks", "2 or more"),
@@ -84,6 +92,7 @@ def test_a_bad_value_is_refused_by_its_option(kind, values, option, named):
     "request_",
     [
         PipelineRequest.of(stages=4, micro_batches=(3,), synthetic=True, forward_ms=1.5),
+        LossesRequest.of(rounds=2, steps_per_round=3),
         SparseRequest.of(ranks=2, mbit=200.0, densities=(0.5,), systems=("wavemare-auto-gloo",)),
         WaveRequest.of(exposed=(0,)),
         LocalStepsRequest.of(ranks=4, ranks_per_host=2, dense_steps=2),
@@ -109,7 +118,9 @@ def test_options_become_the_request(monkeypatch):
     assert requests[0].chosen == STEP_SYSTEMS
 
 
-@pytest.mark.parametrize("name", ["pipeline", "sparse", "wave", "planner", "local-steps", "gpu"])
+@pytest.mark.parametrize(
+    "name", ["pipeline", "losses", "sparse", "wave", "planner", "local-steps", "gpu"]
+)
 def test_each_option_is_explained(name):
     found = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
     for word in ("--rounds", "--warmups", "--json", "--plot", "For example: python -m benchmarks"):

@@ -5,7 +5,8 @@ from itertools import islice
 
 import pytest
 
-from benchmarks.local_steps.measure import add_losses, batches, build_result, steps_to
+from benchmarks.curve import first_at
+from benchmarks.local_steps.measure import add_losses, batches, build_result
 from benchmarks.local_steps.request import BASELINE, BOUND, OURS, LocalStepsRequest
 from benchmarks.result import draw, result_table
 from benchmarks.sparse.step import StepSample
@@ -67,7 +68,7 @@ def test_time_to_the_baselines_loss_is_of_steps_and_seconds(result, rows):
     assert ours["time_to_loss_s"] == pytest.approx(16 * 1.2 + 9 * 0.25)
     assert rows[STREAMING]["steps_to_loss"] is rows[STREAMING]["time_to_loss_s"] is None
     assert "eval_loss" not in rows[BOUND]
-    assert steps_to([[8, 3.0], [16, 1.0]], 3.0) == 8
+    assert first_at([[8, 3.0], [16, 1.0]], 3.0) == 8
 
 
 def test_tables_and_pictures_show_each_system(result, rows, shown, check_picture):

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.pipeline import systems
+from benchmarks.pipeline import workloads
 from benchmarks.pipeline.request import PipelineRequest, Waits
-from benchmarks.pipeline.systems import GPTWorkload, SyntheticWorkload, TimedWait
+from benchmarks.pipeline.systems import build_optimizer
+from benchmarks.pipeline.workloads import GPTWorkload, SyntheticWorkload, TimedWait
 from benchmarks.ranks import build_gpt
 from wavemare.engine.pipe.split_backward import SplitBackward
 
@@ -17,7 +18,7 @@ SMALL = PipelineRequest(layers=4, hidden=16, heads=2, vocabulary=11, sequence=6,
 @pytest.fixture
 def gpt(monkeypatch):
     # Timing the layers takes several processes.
-    monkeypatch.setattr(systems, "layer_times", lambda model, chain, inputs: [1.0] * len(chain))
+    monkeypatch.setattr(workloads, "layer_times", lambda model, chain, inputs: [1.0] * len(chain))
     return GPTWorkload(SMALL)
 
 
@@ -40,7 +41,7 @@ def test_parts_compute_what_the_model_computes(gpt, count):
 def slept(monkeypatch):
     """Note the waits instead of sleeping."""
     log = []
-    monkeypatch.setattr(systems, "sleep", log.append)
+    monkeypatch.setattr(workloads, "sleep", log.append)
     return log
 
 
@@ -90,6 +91,19 @@ def test_a_wait_is_a_linear_layer_that_sleeps_in_each_pass(slept, backward, in_i
 def test_the_first_stage_sleeps_for_its_input_too(slept):
     TimedWait(Waits(1.0, 2.0, 3.0))(torch.randn(2, 64)).sum().backward()
     assert sorted(slept) == [1.0, 2.0, 3.0]
+
+
+def test_a_step_of_an_optimizer_sleeps_as_long_as_asked_for_its_kind(slept):
+    request = PipelineRequest(synthetic=True, adamw_ms=3.0, muon_ms=5.0, soap_ms=7.0)
+    synthetic = SyntheticWorkload(request)
+    for kind, seconds in (("AdamW", 0.003), ("Muon", 0.005), ("SOAP", 0.007)):
+        (part,) = synthetic.parts(1)
+        optimizer = build_optimizer(synthetic, kind, part)
+        synthetic.prepare(optimizer)
+        assert slept == []
+        optimizer.step()
+        assert slept == [seconds]
+        slept.clear()
 
 
 def test_waits_add_up_to_the_same_whole():
