@@ -31,7 +31,6 @@ from wavemare.observe import print_rank_0
 from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
 from wavemare.training.chats import read_chats, weigh_by_tokens
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
-from wavemare.training.evaluation import evaluation_loader
 from wavemare.training.models import check_start, export, load_chat_model
 from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
@@ -97,7 +96,7 @@ def main() -> None:
     print_rank_0(engine.layout)  # None prints nothing
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
-    eval_loader = evaluation_loader(engine, chats.validation, setup.eval_samples)
+    eval_loader = chats.evaluation_loader(engine, setup.eval_samples)  # packed, too
     # It reads train_loader, and replaces the loss function of a pipeline by one that weighs.
     weighted_batches = weigh_by_tokens(engine, train_loader)
     # The best evaluation, and the training time, before the checkpoint that a run resumes from.

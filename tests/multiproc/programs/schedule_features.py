@@ -47,6 +47,8 @@ from wavemare.pipeline.plan.run_plan import homes_of
 
 STAGES, REPLICAS, MICRO, STEPS, RATE = 2, 2, 4, 3, 0.5
 WIDTH, SIZE = 8, 2
+LONGEST = 96
+"""Tokens of a packed row."""
 
 
 def gpipe(ranks, micro_batches):
@@ -117,11 +119,15 @@ def of_many_lengths(rank):
 
 
 def packed(rank):
-    """Yield samples of rows of many lengths, the last of which ends with its sample."""
-    draw = torch.Generator().manual_seed(40 + rank)
-    for tokens in token_batches(rank):
-        starts = torch.rand(tokens.shape, generator=draw).to(tokens.device) < 0.2
-        starts[:, 0] = True
+    """Yield samples of rows of many lengths, the last of which ends with its sample.
+
+    They are long enough for rows to be attended to one by one.
+    """
+    draw, batches = torch.Generator().manual_seed(40 + rank), token_batches(rank)
+    while True:
+        tokens = torch.cat([next(batches) for _ in range(16)], dim=1)
+        starts = torch.rand(tokens.shape, generator=draw).to(tokens.device) < 0.02
+        starts[:, ::LONGEST] = True
         place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         positions = place - place.masked_fill(~starts, 0).cummax(-1).values
         labels = tokens.masked_fill(positions == 0, -100)
@@ -538,7 +544,8 @@ FEATURES: dict[str, Feature] = {
     "frozen stage": Feature(half_frozen),
     "dynamic shapes": Feature(data=of_many_lengths, pipeline={"dynamic_shape": True}),
     "packed rows": Feature(
-        data=packed,
+        partial(gpt2, n_positions=LONGEST),
+        packed,
         pipeline={"inputs": ["input_ids", "position_ids"]},
         tolerance=1e-5,
         loss=loss_of_rows,
@@ -563,7 +570,8 @@ FEATURES: dict[str, Feature] = {
     "evaluation of other shapes": Feature(run=evaluated),
     "exact resume": Feature(config=ZERO, run=resumed),
     "tensor parallelism, packed rows": Feature(
-        data=packed,
+        partial(gpt2, n_positions=LONGEST),
+        packed,
         ours=SPLIT,
         pipeline={"inputs": ["input_ids", "position_ids"]},
         replicas=1,
