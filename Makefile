@@ -137,7 +137,7 @@ test-megatron: $(DEV)
 
 test-tuning: $(DEV)
 	$(PIP) install --quiet --editable '.[bnb,trl]'
-	$(call pytest) -m nightly tests/multiproc/test_tuning.py tests/e2e/test_tuning_pages.py $(ARGS)
+	$(call pytest) -m nightly tests/multiproc/test_tuning.py tests/e2e/test_tuning_pages.py tests/unit/data/test_row_format.py $(ARGS)
 
 # The unit tests with the oldest versions that pyproject.toml allows, and with the newest ones.
 test-oldest: RESOLUTION := lowest-direct

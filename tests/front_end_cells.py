@@ -31,19 +31,21 @@ REFUSED = {
     "accelerate/waves": "ConfigError: wavemare.wavelet.mode",
 }
 """How the refusals of a front end and a layout begin."""
-MODELS = ("whole", "LoRA", "named adapter")
+MODELS = ("whole", "LoRA", "named adapter", "DoRA")
 DATA = ("equal", "lengths", "ignored", "smoothing", "short", "packed", "sizes", "own loss")
 """Rows of one length, of several, with micro-batches without labels, with smoothed labels, a last
 step of fewer batches, rows that hold several texts, evaluation of other sizes, and a Trainer's own
 ``compute_loss``, which reads the logits."""
 
 
-def _exists(front: str, layout: str, data: str) -> bool:
-    """Whether one process could train it alike.
+def _exists(front: str, layout: str, model: str, data: str) -> bool:
+    """Whether one process could train it alike; DoRA differs from LoRA in no use of its rows.
 
     Whole steps have no place for a loss of the loop's own, and loops of one's own no short steps;
     between exchanges, `TokenMean` of a replica knows its own labels alone.
     """
+    if model == "DoRA" and data not in ("equal", "packed"):
+        return False
     whole_steps = layout in STAGES or layout == "waves"
     if data == "own loss":
         return front in ("trainer", "patch")
@@ -60,7 +62,7 @@ CELLS = [
     for front in FRONT_ENDS
     for model in MODELS
     for data in DATA
-    if _exists(front, layout, data)
+    if _exists(front, layout, model, data)
 ]
 
 
@@ -80,5 +82,7 @@ def replicas_of(layout: str) -> int:
 
 def refusal_of(cell: str) -> str | None:
     """How the refusal of a cell begins; None for those that train."""
-    front, layout, _, _ = cell.split("/")
+    front, layout, model, _ = cell.split("/")
+    if model == "DoRA" and layout.startswith("tensor parallelism"):
+        return "ModelError: use_dora"
     return REFUSED.get(f"{front}/{layout}")

@@ -78,7 +78,7 @@ class SplitBackward:
         Raises:
             PlanError: At its end, a micro-batch has had no W.
         """
-        compiled = [f"{name}." if name else "" for name, part in self._parts if _is_compiled(part)]
+        compiled = [f"{name}." if name else "" for name, part in self._parts if is_compiled(part)]
         # A forward function of the instance's own is another library's.
         self._split = [
             layer
@@ -278,7 +278,7 @@ class _WeightGradient(torch.autograd.Function):
         return total, None, None
 
 
-def _is_compiled(part: nn.Module) -> bool:
+def is_compiled(part: nn.Module) -> bool:
     """Return whether a module runs as compiled code, which no part of it can leave."""
     # torch has no public question for either form of compilation.
     return hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None

@@ -28,7 +28,7 @@ from wavemare.observe import print_rank_0
 from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
 from wavemare.training.chats import read_chats, weigh_by_tokens
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
-from wavemare.training.evaluation import evaluate, evaluation_loader, keep_best, read_best
+from wavemare.training.evaluation import evaluate, keep_best, read_best
 from wavemare.training.models import check_start, export, load_chat_model
 from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
@@ -95,7 +95,7 @@ def main() -> None:
     # Batches from the start, or from the newest checkpoint, with the training time before it.
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
     train_batches = weigh_by_tokens(engine, train_loader)  # what it reads, with weights
-    eval_loader = evaluation_loader(engine, chats.validation, setup.eval_samples)
+    eval_loader = chats.evaluation_loader(engine, setup.eval_samples)  # packed, too
     earlier_seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
     best = read_best(setup)  # step and loss of the evaluation whose model was exported; or empty
 

@@ -81,9 +81,10 @@ def test_whole_weights_are_numbers_again(launch_once):
 
 KINDS = ("sft", "dpo")
 ALONE = (*(f"{k} alone" for k in KINDS), *(f"{k} whole alone" for k in KINDS))
+PACKED = ("sft packed stages", "sft packed split")
 BY_TRL = (
     "dpo whole stages",  # first: it builds a stock engine of the reference
-    *("sft whole stages", "sft stages", "dpo stages", "sft split", "dpo split"),
+    *("sft whole stages", "sft stages", "dpo stages", "sft split", "dpo split", *PACKED),
     *("sft stale", "refused"),
 )
 

@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much faster packed rows train than padded ones, beside the ratio of their tokens.
 
-Usage: python tests/tools/packing.py [--length 512] [--rows 48]
+Usage: python tests/tools/packing.py [--rows 48] [--rounds 5] [--hidden 256] [--json FILE]
 
-One process, a small Llama, rows of 30 to 512 tokens. Times are of the processor, for all rows.
+One process on a CPU, a small Llama, rows of 30 to 512 tokens. The layouts take turns. Times are of
+the processor, for the forward and backward passes of all rows; the medians of the rounds are given.
+Padded rows stand four in a batch: filled up to 512 tokens, or to the longest of the four, in random
+order or sorted by length. They get no mask of padding, which would make them slower.
 """
 
 import argparse
+import json
 import random
+import statistics
 import time
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from wavemare.data.chat import ChatSamples
 from wavemare.data.row_format import IGNORED, Row
+from wavemare.models.packed import whole_arguments
 
-SHORTEST, LONGEST, VOCABULARY = 30, 512, 1000
+SHORTEST, LONGEST, VOCABULARY, TOGETHER = 30, 512, 1000, 4
 
 
 def make_rows(count):
@@ -26,47 +33,88 @@ def make_rows(count):
         yield Row(ids, [IGNORED, *ids[1:]])
 
 
-def batches(rows, length, *, packs):
-    samples = ChatSamples(rows, length, 0, packs=packs, positions=packs)
-    parts = (samples[i] for i in range(len(samples)))
-    return [{name: values[None] for name, values in part.items()} for part in parts]
+def padded(rows, length=None):
+    """Return batches of rows, filled up to a length or to their longest."""
+    for start in range(0, len(rows), TOGETHER):
+        part = rows[start : start + TOGETHER]
+        longest = length or max(len(row.ids) for row in part)
+        samples = ChatSamples(part, longest, 0, packs=False, positions=False)
+        yield torch.utils.data.default_collate([samples[i] for i in range(len(samples))])
+
+
+def packed(rows, length):
+    samples = ChatSamples(rows, length, 0, packs=True, positions=True)
+    for i in range(len(samples)):
+        yield {name: values[None] for name, values in samples[i].items()}
+
+
+def build(hidden):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=hidden * 43 // 16,
+        num_hidden_layers=4,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=2048,
+    )
+    return LlamaForCausalLM(config)
 
 
 def seconds(model, given):
     started = time.process_time()
     for batch in given:
-        model(**batch, use_cache=False).loss.backward()
+        more = whole_arguments(model, batch, torch.device("cpu"))
+        model(**batch, **more, use_cache=False).loss.backward()
         model.zero_grad()
     return time.process_time() - started
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=LONGEST, help="tokens of a packed sample")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=256, help="width, a multiple of 64")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=max(options.length, LONGEST),
-    )
-    model = LlamaForCausalLM(config)
     rows = list(make_rows(options.rows))
-    padded = batches(rows, LONGEST, packs=False)
-    packed = batches(rows, options.length, packs=True)
-    for each in (padded, packed):  # the first calls take longer
-        seconds(model, each[:1])
-    times = [(seconds(model, padded), seconds(model, packed)) for _ in range(2)]
-    slow, fast = (min(column) for column in zip(*times, strict=True))
-    tokens = sum(len(row.ids) for row in rows)
-    ratio = len(padded) * LONGEST / tokens
-    print(f"padded {slow:.2f} s, packed {fast:.2f} s: {slow / fast:.2f} times as fast")
-    print(f"tokens with padding over real ones: {ratio:.2f}; {slow / fast / ratio:.2f} of that")
+    layouts = {
+        "padded to 512": padded(rows, LONGEST),
+        "padded, random order": padded(rows),
+        "padded, sorted": padded(sorted(rows, key=lambda row: len(row.ids))),
+        "packed to 512": packed(rows, 512),
+        "packed to 2048": packed(rows, 2048),
+    }
+    batches = {name: list(given) for name, given in layouts.items()}
+    model = build(options.hidden)
+    for given in batches.values():  # the first calls take longer
+        seconds(model, given[:1])
+    times = {name: [] for name in batches}
+    for _ in range(options.rounds):
+        for name, given in batches.items():
+            times[name].append(seconds(model, given))
+    real = sum(len(row.ids) for row in rows)
+    found = {
+        name: {
+            "seconds": statistics.median(times[name]),
+            "tokens over real ones": sum(each["input_ids"].numel() for each in given) / real,
+        }
+        for name, given in batches.items()
+    }
+    for name, each in found.items():
+        line = f"{name:22} {each['seconds']:6.2f} s, {each['tokens over real ones']:.2f} tokens"
+        if name.startswith("packed"):
+            for other in (other for other in found if not other.startswith("packed")):
+                gained = found[other]["seconds"] / each["seconds"]
+                share = gained / found[other]["tokens over real ones"]
+                each[f"beside {other}"] = {"times as fast": gained, "of the ratio": share}
+                line += f"; {gained:.2f} x {other} ({share:.2f} of the ratio)"
+        print(line)
+    if options.json is not None:
+        facts = {"rows": options.rows, "rounds": options.rounds, "hidden": options.hidden}
+        facts |= {"real tokens": real, "torch": torch.__version__, "layouts": found}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def _show_row(name: str, formatted: Any, tokenizer: Any) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from wavemare.data.chat import WITHOUT_END, mark_trained
+    from wavemare.data.chat import LEFT_OUT, WITHOUT_END, mark_trained
     from wavemare.data.row_format import IGNORED
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -77,6 +77,8 @@ def _show_row(name: str, formatted: Any, tokenizer: Any) -> None:
         console.print("Nothing is trained: a run leaves this row out.")
     if formatted.unended:
         console.print(f"Here {WITHOUT_END}")
+    if formatted.unsaid:
+        console.print(f"Here {LEFT_OUT} Not written: {', '.join(formatted.unsaid)}.")
     console.print(f"{mark_trained(formatted.row, tokenizer)}\n")
     for place, (token, is_trained) in enumerate(zip(ids, trained, strict=True)):
         text = tokenizer.decode([token])

@@ -40,12 +40,18 @@ if TYPE_CHECKING:
 
 FATES = ("whole", "cut", "skipped", "empty")
 """What becomes of a row: kept, cut, left out as too long, left out as nothing in it is trained."""
-_FORMAT_VERSION = 2  # part of every cache key: raise it when the files or the formatting change
+_FORMAT_VERSION = 3  # part of every cache key: raise it when the files or the formatting change
 UNENDED = "unended"
 """Counts the rows with an answer whose end is not trained."""
 WITHOUT_END = (
     "an answer ends without a special token of the chat template: the model does not learn to stop "
     "there. Let the template write one, such as {{ eos_token }}, inside {% generation %}."
+)
+UNSAID = "unsaid"
+"""Counts the rows of which a template leaves something out."""
+LEFT_OUT = (
+    "the chat template does not write all that the system or a user says, or a function: the model "
+    "does not see it. Name another --chat_template."
 )
 _BATCH_ROWS = 100
 _ROWS_PER_WORKER = 1000  # fewer are formatted sooner than a process starts
@@ -88,8 +94,12 @@ class EncodedRows(Sequence[Row]):
 
 
 def describe_fates(parts: Sequence[EncodedRows], max_length: int) -> str | None:
-    """Say how many rows were too long, had nothing to train, or do not end; None if none was."""
-    names = ("rows", *FATES, UNENDED)
+    """Say how many rows were too long, had nothing to train, do not end, or lack something.
+
+    Returns:
+        None if there is none.
+    """
+    names = ("rows", *FATES, UNENDED, UNSAID)
     counts = {name: sum(part.counts.get(name, 0) for part in parts) for name in names}
     told = []
     long = counts["cut"] + counts["skipped"]
@@ -102,6 +112,8 @@ def describe_fates(parts: Sequence[EncodedRows], max_length: int) -> str | None:
         told.append(f"In {counts['empty']:,} rows nothing is trained: they are left out.")
     if counts[UNENDED]:
         told.append(f"In {counts[UNENDED]:,} rows {WITHOUT_END}")
+    if counts[UNSAID]:
+        told.append(f"In {counts[UNSAID]:,} rows {LEFT_OUT}")
     return " ".join(told) or None
 
 
@@ -183,7 +195,7 @@ def _build_rows(source: Source, target: Path, encode: Callable[..., Any], worker
 def _encoded_features() -> Any:
     from datasets import Features, Sequence, Value
 
-    flags = {"fate": Value("int8"), UNENDED: Value("bool")}
+    flags = {"fate": Value("int8"), UNENDED: Value("bool"), UNSAID: Value("bool")}
     return Features({"tokens": Sequence(Value("int32")), **flags})
 
 
@@ -192,9 +204,9 @@ def _write_rows(source: Source, prefix: Path, rows: Any, encoded: Any) -> None:
     counts, first, place = Counter[str](), None, 0
     with IndexedWriter(prefix, np.int32) as writer:
         for batch in encoded.with_format("arrow").iter(batch_size=_BATCH_ROWS):
-            flags = (batch[name].to_pylist() for name in ("fate", UNENDED))
-            for tokens, fate, unended in zip(batch["tokens"], *flags, strict=True):
-                counts.update([FATES[fate], "rows", *[UNENDED] * unended])
+            flags = (batch[name].to_pylist() for name in ("fate", UNENDED, UNSAID))
+            for tokens, fate, unended, unsaid in zip(batch["tokens"], *flags, strict=True):
+                counts.update([FATES[fate], "rows", *[UNENDED] * unended, *[UNSAID] * unsaid])
                 if len(tokens.values):
                     writer.add_sequence(tokens.values.to_numpy())
                     writer.end_document()
@@ -289,6 +301,7 @@ def _encode_batch(
         "tokens": tokens,
         "fate": [FATES.index(fate) for _, fate in fitted],
         UNENDED: [each.unended > 0 for each in formatted],
+        UNSAID: [bool(each.unsaid) for each in formatted],
     }
 
 
@@ -347,16 +360,36 @@ class ChatSamples(Dataset[dict[str, torch.Tensor]]):
         fill: Token that fills up.
         packs: Whether to put several rows into a sample.
         positions: Whether to give ``position_ids``.
+        chosen: The places of the rows that are used; None for all rows.
+
+    Raises:
+        DataError: A row is longer than a sample.
     """
 
     def __init__(
-        self, rows: Sequence[Row], max_length: int, fill: int, *, packs: bool, positions: bool
+        self,
+        rows: Sequence[Row],
+        max_length: int,
+        fill: int,
+        *,
+        packs: bool,
+        positions: bool,
+        chosen: Sequence[int] | None = None,
     ) -> None:
-        known = rows.lengths.tolist() if isinstance(rows, EncodedRows) else None
-        lengths = [len(row.ids) for row in rows] if known is None else known
+        known = rows.lengths if isinstance(rows, EncodedRows) else [len(row.ids) for row in rows]
+        used = range(len(rows)) if chosen is None else chosen
+        lengths = [int(known[i]) for i in used]
+        if max(lengths, default=0) > max_length:
+            reason = f"a row has {max(lengths)} tokens, more than a sample"
+            raise DataError("max_length", max_length, reason, "Give more, or cut the row: fit_row")
         self._rows, self._length, self._fill = rows, max_length, fill
-        self._packed = pack(lengths, max_length) if packs else [[i] for i in range(len(rows))]
+        groups = pack(lengths, max_length) if packs else [[i] for i in range(len(used))]
+        self._packed = [[used[i] for i in group] for group in groups]
         self._positions = positions
+
+    def fill_up(self, multiple: int) -> None:
+        """Add samples without a row, so that their number is a multiple of this one."""
+        self._packed += [[] for _ in range(-len(self) % multiple)]
 
     def __len__(self) -> int:
         return len(self._packed)

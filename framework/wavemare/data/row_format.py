@@ -37,10 +37,17 @@ class Row(NamedTuple):
 
 
 class Formatted(NamedTuple):
-    """A formatted row, and how many of its answers end without a token that is trained."""
+    """A formatted row, and what a template has done to it.
+
+    Attributes:
+        row: Its tokens.
+        unended: How many of its answers end without a token that is trained.
+        unsaid: What the template does not write: roles of turns, ``tools``, ``tool_calls``.
+    """
 
     row: Row
     unended: int
+    unsaid: list[str]
 
 
 class _Chat(NamedTuple):
@@ -92,15 +99,15 @@ class RowFormat:
         Raises:
             DataError: It has another form, or it is a chat and the tokenizer lacks a template.
         """
+        unended, unsaid = 0, list[str]()
         if _is_chat(row):
             ids, trained = self._encode_chat(row)
-            unended = self._train_ends(ids, trained)
+            unended, unsaid = self._train_ends(ids, trained), self._unsaid(row)
         else:
             ids, trained = self._encode_texts(row)
-            unended = 0
         # Nothing predicts the first token.
         labels = [ids[i] if i and trained[i] else IGNORED for i in range(len(ids))]
-        return Formatted(Row(ids, labels), unended)
+        return Formatted(Row(ids, labels), unended, unsaid)
 
     def question(self, row: Mapping[str, Any]) -> str:
         """Return what the assistant is asked by a row: all before its last answer."""
@@ -234,6 +241,51 @@ class RowFormat:
             raise ValueError("it begins with the assistant in another way; mark {% generation %}")
         return before + found
 
+    def _unsaid(self, row: Mapping[str, Any]) -> list[str]:
+        """Return what the template does not write of what it is given.
+
+        Raises:
+            DataError: It writes a value as Python shows it, or JSON within JSON.
+        """
+        with _template_errors(row):
+            if "messages" in row:
+                chat = self._chat(row, "messages")
+            else:
+                chat = self._chat(row, "prompt")
+                chat = _Chat(chat.turns + _turns(row, "completion"), chat.arguments)
+            text = self._render(chat)
+            _check_written(chat, text)
+            return [*self._left_out(chat, text)]
+
+    def _left_out(self, chat: _Chat, text: str) -> Iterator[str]:
+        """Yield the roles of turns, and the keys, without which the template writes the same text.
+
+        What an assistant says is not looked for: templates leave out thoughts of earlier turns.
+        """
+
+        def is_silent(turns: Turns, arguments: dict[str, Any]) -> bool:
+            try:
+                return self._render(_Chat(turns, arguments)) == text
+            except Exception:  # of any kind: the template looks at it
+                return False
+
+        turns, arguments = chat
+        flat = " ".join(text.split())
+        for place, turn in enumerate(turns):
+            content, calls = turn.get("content"), turn.get("tool_calls")
+            changed = []
+            if turn["role"] in ("system", "user") and isinstance(content, str):
+                if " ".join(content.split()) not in flat:
+                    changed.append((turn["role"], {**turn, "content": f"{content} sea"}))
+            if calls:
+                rest = {key: value for key, value in turn.items() if key != "tool_calls"}
+                changed.append(("tool_calls", rest))
+            for name, other in changed:
+                if is_silent([*turns[:place], other, *turns[place + 1 :]], arguments):
+                    yield str(name)
+        if arguments.get("tools") and is_silent(turns, {**arguments, "tools": None}):
+            yield "tools"
+
     # --- the ends of turns ------------------------------------------------------------------------
 
     def _train_ends(self, ids: list[int], trained: list[bool]) -> int:
@@ -294,7 +346,43 @@ def _error(row: Mapping[str, Any], reason: str, remedy: str) -> DataError:
 
 
 def _is_chat(row: Mapping[str, Any]) -> bool:
-    return "messages" in row or isinstance(row.get("prompt"), list)
+    """Whether a row has messages; in a file of texts a prompt may hold them as JSON."""
+    prompt = row.get("prompt")
+    if isinstance(prompt, str) and prompt.lstrip().startswith("["):
+        try:
+            prompt = json.loads(prompt)
+        except ValueError:
+            return "messages" in row
+        return "messages" in row or bool(prompt and all(_is_turn(turn) for turn in prompt))
+    return "messages" in row or isinstance(prompt, list)
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and "role" in value
+
+
+def _functions(values: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the functions of tools or of calls, which may stand in an object of their own."""
+    for value in values if isinstance(values, list) else ():
+        function = value.get("function", value) if isinstance(value, dict) else None
+        if isinstance(function, dict):
+            yield function
+
+
+def _check_written(chat: _Chat, text: str) -> None:
+    """Check that a template writes values as texts or as JSON.
+
+    Raises:
+        ValueError: It writes one as Python shows it, or JSON within JSON.
+    """
+    for turn in chat.turns:
+        content = turn.get("content")
+        if isinstance(content, list | dict) and content and str(content) in text:
+            raise ValueError("it writes an object as Python shows it: give each content as a text")
+        for function in _functions(turn.get("tool_calls")):
+            arguments = function.get("arguments")
+            if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in text:
+                raise ValueError("it writes JSON: give the arguments of a call as an object")
 
 
 def _parsed(row: Mapping[str, Any], column: str) -> Any:
@@ -311,7 +399,7 @@ def _parsed(row: Mapping[str, Any], column: str) -> Any:
 
 def _turns(row: Mapping[str, Any], column: str) -> Turns:
     turns = _parsed(row, column)
-    if not isinstance(turns, list) or not all(isinstance(t, dict) and "role" in t for t in turns):
+    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
         reason = f"the column {column} of this row is no list of objects with a role"
         remedy = 'Give [{"role": "user", "content": "..."}, ...]'
         raise _error(row, reason, remedy)

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from wavemare.engine.checkpoint.random_state import drawn_alike
 from wavemare.engine.labels import IGNORED, count_labels
 from wavemare.models import TransformerPipeline
-from wavemare.models.activations import kernel_bounds
+from wavemare.models.packed import whole_arguments
 
 
 class StepFeed:
@@ -201,8 +201,4 @@ class TokenMean(Iterator[Any]):
             return [(one, (own, items)) for one, own in zip(inputs, labels, strict=True)]
         # The model divides its sum by the number. A cache would hide that rows are packed.
         more = {"num_items_in_batch": items, "use_cache": False}
-        config = getattr(engine.module, "config", None)
-        packed = (
-            kernel_bounds(config, b.get("position_ids"), b.get("attention_mask")) for b in batches
-        )
-        return [{**b, **bounds, **more} for b, bounds in zip(batches, packed, strict=True)]
+        return [{**b, **whole_arguments(engine.module, b, engine.device), **more} for b in batches]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wavemare.errors import ModelError
+from wavemare.models.packed import kernel_bounds
 
 _BATCH_NDIM = 2
 _OF_MASKS = ("_attn_implementation", "sliding_window")  # a proof changes them for a while
@@ -151,36 +152,6 @@ class StageContext:
             # Holding the tensors keeps their identities from being reused.
             self._batch = key, tensors, {}
         return self._batch[2]
-
-
-def kernel_bounds(
-    config: Any, positions: Tensor | None, attention_mask: Tensor | None
-) -> dict[str, Any]:
-    """Return what FlashAttention's kernels of variable length are told about packed rows.
-
-    They get no mask. Without these bounds, transformers tells rows apart by their positions only
-    in a batch of one sample, and those of a larger batch would see each other.
-
-    Args:
-        config: The model's, which names its attention.
-        positions: (batch, sequence); a row begins with each sample, and wherever a position does
-            not follow the one before.
-        attention_mask: Of padding, which transformers passes to the kernels in its own way.
-
-    Returns:
-        Keyword arguments of a transformers model and of its blocks; none where the attention takes
-        a mask, where no positions are given, or where a mask of padding is.
-    """
-    takes_mask = "flash" not in str(getattr(config, "_attn_implementation", None))
-    if takes_mask or positions is None or attention_mask is not None:
-        return {}
-    begins = torch.ones_like(positions, dtype=torch.bool)
-    begins[:, 1:] = positions.diff(dim=-1) != 1
-    starts = begins.flatten().nonzero()[:, 0]
-    bounds = torch.cat([starts, starts.new_tensor([positions.numel()])]).to(torch.int32)
-    longest = int(bounds.diff().max())
-    sides = {"cu_seq_lens": bounds, "max_length": longest}
-    return {f"{name}_{each}": value for name, value in sides.items() for each in "qk"}
 
 
 def split_batch(

@@ -24,6 +24,7 @@ from transformers.masking_utils import (
 from wavemare.errors import ModelError
 from wavemare.models.activations import MaskMaker, SideInputs, StageContext, side
 from wavemare.models.layers import Block, Head, PipelineLayer, TiedHead, TokenEmbedding, Wrapped
+from wavemare.models.packed import layer_kinds, row_mask
 from wavemare.parallel.tensor.layers import VocabParallelHead
 
 # transformers 5.24 renamed this argument of its functions for masks.
@@ -40,6 +41,8 @@ def causal_mask(
 ) -> Any:
     """Make the causal mask; without an attention mask, position ids that restart separate texts.
 
+    These are computed one by one where `row_mask` says so.
+
     Args:
         config: The model's.
         hidden: Embedded tokens, (batch, sequence, width), whose values do not matter.
@@ -47,6 +50,11 @@ def causal_mask(
         position_ids: (batch, sequence).
         create: Function of transformers for this mask or a narrower one.
     """
+    if attention_mask is None and position_ids is not None:
+        window = config.sliding_window if create is create_sliding_window_causal_mask else None
+        rows = row_mask(config, position_ids, hidden.device, window=window)
+        if rows is not None:
+            return rows
     return create(
         config=config,
         inputs_embeds=hidden,
@@ -180,10 +188,7 @@ def decoder_chain(model: Any, inputs: Sequence[str]) -> list[PipelineLayer]:
 
 def _blocks(model: Any, inputs: Sequence[str], layers: nn.ModuleList) -> list[PipelineLayer]:
     config = model.config
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        sliding = getattr(config, "sliding_window", None) is not None
-        kinds = ["sliding_attention" if sliding else "full_attention"] * len(layers)
+    kinds = layer_kinds(config, len(layers))
     unknown = sorted(set(kinds) - set(_MASKS))
     if unknown:
         raise _unusual(model, f"it has layers of kind {unknown[0]!r}")

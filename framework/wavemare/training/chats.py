@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from wavemare.data.chat import ChatSamples, EncodedRows
     from wavemare.data.loader import ResumableLoader
     from wavemare.data.sources import Source
@@ -27,7 +29,8 @@ class TrainingChats:
         rows: To train on.
         validation_rows: To validate on.
         train: Samples of the rows, packed if the options say so.
-        validation: Samples of one validation row each.
+        fill: Token that fills samples up.
+        packs: Whether the options say so.
     """
 
     source: Source
@@ -37,7 +40,8 @@ class TrainingChats:
     rows: EncodedRows
     validation_rows: EncodedRows
     train: ChatSamples
-    validation: ChatSamples
+    fill: int
+    packs: bool
 
     def describe(self) -> dict[str, object]:
         """Return the panel's rows about the data."""
@@ -54,6 +58,34 @@ class TrainingChats:
         fates = describe_fates((self.rows, self.validation_rows), self.max_length)
         row = mark_trained(self.rows[0], self.tokenizer)
         return f"{fates or ''}\n\nThe first row, with what is trained in »«:\n{row}\n".lstrip("\n")
+
+    def evaluation_loader(self, engine: Any, limit: int | None = None) -> DataLoader[Any]:
+        """Return this rank's micro-batches of validation rows, equally many on every rank.
+
+        Packed as those to train on: the mean over tokens does not depend on it. Samples without a
+        row fill the last micro-batches up.
+
+        Args:
+            engine: Of `wavemare.initialize`.
+            limit: Rows over all ranks at most, spread over the whole set; None for all.
+
+        Raises:
+            DataError: The rows are not packed, and fewer than the data-parallel ranks.
+        """
+        from wavemare.data.chat import ChatSamples
+        from wavemare.data.tokens import spread
+        from wavemare.training.evaluation import evaluation_loader
+
+        rows, length, packs = self.validation_rows, self.max_length, self.packs
+        if not packs:
+            samples = ChatSamples(rows, length, self.fill, packs=False, positions=False)
+            return evaluation_loader(engine, samples, limit)
+        count = len(rows) if limit is None else min(max(limit, 1), len(rows))
+        chosen = spread(len(rows), count).tolist()
+        samples = ChatSamples(rows, length, self.fill, packs=True, positions=True, chosen=chosen)
+        ranks, micro = engine.data_world_size, engine.train_micro_batch_size_per_gpu()
+        samples.fill_up(ranks if len(samples) < ranks * micro else ranks * micro)
+        return evaluation_loader(engine, samples)
 
     def question(self) -> str:
         """Return what the assistant is asked by the first validation row."""
@@ -87,8 +119,9 @@ def read_chats(source: Source, arguments: Any, tokenizer: Any) -> TrainingChats:
     )
     fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     train = ChatSamples(rows, length, fill, packs=packs, positions=packs)
-    validation = ChatSamples(validation_rows, length, fill, packs=False, positions=packs)
-    return TrainingChats(source, tokenizer, length, given, rows, validation_rows, train, validation)
+    return TrainingChats(
+        source, tokenizer, length, given, rows, validation_rows, train, fill, packs
+    )
 
 
 def weigh_by_tokens(engine: Any, loader: ResumableLoader) -> TokenMean:

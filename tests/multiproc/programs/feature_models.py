@@ -10,6 +10,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 WIDTH, SIZE = 8, 2
+LONGEST = 96
+"""Tokens of a packed row."""
 
 
 def gpt2(**changes):
@@ -67,11 +69,15 @@ def of_many_lengths(rank):
 
 
 def packed(rank):
-    """Yield samples of rows of many lengths, the last of which ends with its sample."""
-    draw = torch.Generator().manual_seed(40 + rank)
-    for tokens in token_batches(rank):
-        starts = torch.rand(tokens.shape, generator=draw).to(tokens.device) < 0.2
-        starts[:, 0] = True
+    """Yield samples of rows of many lengths, the last of which ends with its sample.
+
+    They are long enough for rows to be attended to one by one.
+    """
+    draw, batches = torch.Generator().manual_seed(40 + rank), token_batches(rank)
+    while True:
+        tokens = torch.cat([next(batches) for _ in range(16)], dim=1)
+        starts = torch.rand(tokens.shape, generator=draw).to(tokens.device) < 0.02
+        starts[:, ::LONGEST] = True
         place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         positions = place - place.masked_fill(~starts, 0).cummax(-1).values
         labels = tokens.masked_fill(positions == 0, -100)

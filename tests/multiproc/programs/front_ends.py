@@ -57,8 +57,9 @@ def build(layout, kind):
         return model
     transformers.set_seed(9)
     chosen = {"fan_in_fan_out": layout not in MIXTURES, "init_lora_weights": False}
+    chosen["use_dora"] = kind == "DoRA"
     options = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **chosen)
-    name = "default" if kind == "LoRA" else "own"
+    name = "own" if kind == "named adapter" else "default"
     return peft.get_peft_model(model, options, adapter_name=name)
 
 

@@ -28,6 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from experts import batches as masked
 from feature_models import (
+    LONGEST,
     SIZE,
     gpt2,
     half_frozen,
@@ -450,7 +451,8 @@ FEATURES: dict[str, Feature] = {
     "frozen stage": Feature(half_frozen),
     "dynamic shapes": Feature(data=of_many_lengths, pipeline={"dynamic_shape": True}),
     "packed rows": Feature(
-        data=packed,
+        partial(gpt2, n_positions=LONGEST),
+        packed,
         pipeline={"inputs": ["input_ids", "position_ids"]},
         tolerance=1e-5,
         loss=loss_of_rows,
@@ -475,7 +477,8 @@ FEATURES: dict[str, Feature] = {
     "evaluation of other shapes": Feature(run=evaluated),
     "exact resume": Feature(config=ZERO, run=resumed),
     "tensor parallelism, packed rows": Feature(
-        data=packed,
+        partial(gpt2, n_positions=LONGEST),
+        packed,
         ours=SPLIT,
         pipeline={"inputs": ["input_ids", "position_ids"]},
         replicas=1,

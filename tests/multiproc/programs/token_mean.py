@@ -22,6 +22,8 @@ from wavemare.training.evaluation import evaluate
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
 BATCH, MICRO, LENGTH, RATE, STEPS = 8, 2, 24, 0.5, 2
+LONG = 256
+"""Tokens of a packed sample, whose rows are attended to one by one."""
 
 
 def build():
@@ -38,11 +40,11 @@ def make_samples(packs):
     draw = torch.Generator().manual_seed(4)
     rows = []
     for number in range(60):
-        length = int(torch.randint(3, 20, (1,), generator=draw))
+        length = int(torch.randint(3, 90 if packs else 20, (1,), generator=draw))
         ids = torch.randint(0, 64, (length,), generator=draw).tolist()
         first = 1 if number % 3 else length - 1
         rows.append(Row(ids, [-100] * first + ids[first:]))
-    return ChatSamples(rows, LENGTH, 0, packs=packs, positions=True)
+    return ChatSamples(rows, LONG if packs else LENGTH, 0, packs=packs, positions=True)
 
 
 def alone(samples):
@@ -71,16 +73,16 @@ def alone(samples):
     return [*losses, float(mean(next(loader)))], model.state_dict()
 
 
-def trained(samples, **section):
+def trained(samples, section, zero):
     ranks = 1 if section else dist.get_world_size()
     config = {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": {"stage": 0 if section else 1},
+        "zero_optimization": {"stage": zero},
         "zero_allow_untested_optimizer": True,
-        "wavemare": {"pipeline": section} if section else {},
+        "wavemare": section,
     }
     engine, *_ = wavemare.initialize(model=build(), config=copy.deepcopy(config))
     loader = ResumableLoader(
@@ -94,14 +96,14 @@ def trained(samples, **section):
     losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
     evaluated = [next(loader) for _ in range(BATCH // MICRO // ranks)]
     losses.append(evaluate(engine, batches.weigh(evaluated)))
-    state = whole_state_dict(engine) if section else engine.module.state_dict()
+    state = whole_state_dict(engine)
     engine.destroy()
     return losses, state
 
 
-def compared(packs, **section):
+def compared(packs, zero=0, **section):
     samples = make_samples(packs)
-    (losses, weights), (expected, whole) = trained(samples, **section), alone(samples)
+    (losses, weights), (expected, whole) = trained(samples, section, zero), alone(samples)
     errors = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     moved = build().state_dict()
     for name in whole if weights is not None else ():
@@ -113,10 +115,14 @@ def compared(packs, **section):
 if __name__ == "__main__":
     init_distributed()
     staged = {"stages": 2, "inputs": ["input_ids", "position_ids"]}
+    split = {"tensor_parallel": {"size": 2}}
     leave(
         {
-            "zero": compared(False),
-            "zero, packed": compared(True),
-            "1f1b, packed": compared(True, **staged),
+            "zero": compared(False, zero=1),
+            "zero, packed": compared(True, zero=1),
+            "zero 3, packed": compared(True, zero=3),
+            "1f1b, packed": compared(True, pipeline=staged),
+            "split, packed": compared(True, **split),
+            "waves, packed": compared(True, **split, wavelet={"mode": "sync"}),
         }
     )

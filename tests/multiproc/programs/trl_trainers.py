@@ -144,6 +144,10 @@ def train(name, kind, section, *, lora=True, model=None, **changes):
 
 
 STAGES = {"pipeline": {"stages": 2, "dynamic_shape": True}}
+PACKED = {"packing": True, "max_length": 24, "eval_packing": True}
+STAGES_OF_PACKED = {
+    "pipeline": {**STAGES["pipeline"], "inputs": ["input_ids", "position_ids"]},
+}
 STALE = {"pipeline": {"stages": 2, "dynamic_shape": True, "schedule": "pipemare"}}
 SPLIT = {"tensor_parallel": {"size": 2}}
 
@@ -155,6 +159,9 @@ def refused():
     for name, kind, section, changes in (
         ("offloading", "sft", STAGES, {"activation_offloading": True}),
         ("stale reference", "dpo", STALE, {}),
+        ("undeclared positions", "sft", STAGES, PACKED),
+        ("waves", "sft", {"wavelet": {"mode": "sync"}}, {}),
+        ("waves and dpo", "dpo", {"wavelet": {"mode": "sync"}}, {}),
         ("synchronized", "dpo", STAGES, {"sync_ref_model": True, "lora": False}),
         ("second adapter", "dpo", STAGES, {"model": adapted(), "lora": False}),
     ):
@@ -191,6 +198,14 @@ if __name__ == "__main__":
         },
         **{
             f"{kind} split": partial(train, f"{kind}-split", kind, SPLIT) for kind in ("sft", "dpo")
+        },
+        "sft packed alone": partial(train, "sft-packed-alone", "sft", None, **PACKED),
+        **{
+            f"sft packed {layout}": partial(train, f"sft-packed-{layout}", "sft", section, **PACKED)
+            for layout, section in (
+                ("stages", STAGES_OF_PACKED),
+                ("split", SPLIT),
+            )
         },
         "sft stale": partial(train, "sft-stale", "sft", STALE, max_steps=8),
         "dpo precomputed": partial(train, "dpo-pre", "dpo", STAGES, precompute_ref_log_probs=True),

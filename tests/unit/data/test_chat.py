@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 
 import pyarrow.parquet
 import pytest
@@ -38,6 +39,7 @@ from wavemare.data.row_format import Row
 from wavemare.data.sources import resolve
 from wavemare.data.tokenizer import train_tokenizer
 from wavemare.errors import DataError, ModelError
+from wavemare.training.chats import TrainingChats
 from wavemare.training.models import check_packing
 
 END = "<|endoftext|>"
@@ -171,6 +173,38 @@ def test_packed_rows_compute_what_they_compute_alone(tokenizer):
     assert float(packed) == pytest.approx(float(total), rel=1e-5)
 
 
+@pytest.mark.parametrize(("limit", "ranks", "micro"), [(None, 1, 4), (9, 2, 2), (2, 2, 8)])
+def test_the_validation_loss_of_packed_rows_is_that_of_rows_alone(tokenizer, limit, ranks, micro):
+    tokenizer.chat_template = PLAIN
+    rows = [encode_row(row, tokenizer) for row in chats(20)]
+    model = tiny(LlamaForCausalLM, LlamaConfig, num_key_value_heads=2)
+
+    def loss(packs):
+        chats = TrainingChats(None, tokenizer, 300, None, rows, rows, None, 0, packs)
+        labelled, total, counts = 0, 0.0, []
+        for rank in range(ranks):
+            engine = SimpleNamespace(
+                data_rank=rank, data_world_size=ranks, train_micro_batch_size_per_gpu=lambda: micro
+            )
+            loader = chats.evaluation_loader(engine, limit)
+            counts.append((len(loader), {len(batch["labels"]) for batch in loader}))
+            for batch in loader:
+                number = int((batch["labels"][:, 1:] != -100).sum())
+                with torch.no_grad():  # the sum: what divides is given
+                    total += float(model(**batch, use_cache=False, num_items_in_batch=1).loss)
+                labelled += number
+        assert len({str(count) for count in counts}) == 1  # ranks meet in each micro-batch
+        return labelled, total / labelled, counts[0][0]
+
+    alone, packed = loss(packs=False), loss(packs=True)
+    if limit != 9:  # rows alone leave out what fills no micro-batch: one of nine
+        assert packed[0] == alone[0]
+        assert packed[1] == pytest.approx(alone[1], rel=1e-5)
+    chosen = [rows[i * 20 // (limit or 20)] for i in range(limit or 20)]
+    assert packed[0] == sum(label != -100 for row in chosen for label in row.labels)
+    assert packed[2] <= alone[2]
+
+
 def test_a_model_that_mixes_packed_rows_is_refused():
     check_packing(tiny(GPT2LMHeadModel, GPT2Config))
     with refuses(ModelError, "--model", "BloomForCausalLM"):
@@ -184,6 +218,9 @@ def test_rows_without_packing_are_filled_up(tokenizer):
     assert sample["input_ids"].tolist() == row.ids + [7] * rest
     assert sample["labels"].tolist() == row.labels + [-100] * rest
     assert sample.keys() == {"input_ids", "labels"}
+    for packs in (False, True):
+        with refuses(DataError, "max_length", 2):
+            ChatSamples([row], 2, 7, packs=packs, positions=packs)
 
 
 @pytest.mark.parametrize(

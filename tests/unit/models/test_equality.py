@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from wavemare.models import to_pipeline
-from wavemare.models.activations import kernel_bounds
+from wavemare.models.packed import kernel_bounds
 from wavemare.parallel.tensor.split import split_model
 
 
