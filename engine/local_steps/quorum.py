@@ -28,6 +28,7 @@ from torchft.process_group import ProcessGroup, create_store_client
 
 from wavemare.comm.collective_queue import CollectiveQueue
 from wavemare.comm.executors import Scratch
+from wavemare.comm.kernels import kernels_for
 from wavemare.comm.transport.torch_transport import MovingTransport
 from wavemare.comm.waits import waiting
 from wavemare.engine.launch.environment import address_of_route
@@ -38,6 +39,7 @@ from wavemare.errors import CommError, ConfigError, LaunchError
 
 KEY = "wavemare.local_steps.elastic"
 _CONNECT_S = 10.0
+_WORDS = 256
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 logging.getLogger("torchft").setLevel(logging.CRITICAL)  # a traceback for each lost replica
@@ -93,6 +95,9 @@ class ElasticLink(ReplicaLink):
         self._group = group
         self.gives, self.givers = True, 1
         self._open()
+        # The first sum compiles. In an exchange others would wait for it.
+        sums, where = torch.zeros(2, _WORDS), torch.zeros(1, 1, dtype=torch.int64)
+        kernels_for("cpu").reduce(sums[0], where, _WORDS, 1.0, sums[1])
 
     def _open(self) -> None:
         self._queue, self._scratch = CollectiveQueue("wavemare-replicas"), Scratch()
@@ -223,6 +228,8 @@ class Members:
                 manager.start_quorum(timeout=timedelta(seconds=wait_s) if wait_s else None)
             if (error := manager.errored()) is not None:
                 reason = _first_line(error.original_exception)
+            elif self._group.transport is None:
+                reason = "the replicas have not connected anew"
         except Exception as error:  # of torchft's library, which has no types of its own
             manager._quorum_future = None  # else it would raise the same error for ever
             reason = _first_line(error)

@@ -37,6 +37,7 @@ def start():
     config = configuration(GIVEN.get("zero", 0), optimizer=ADAMW, gradient_clipping=0.0)
     config.pop("scheduler")
     local = {"mode": "diloco", "every": 4, **GIVEN["local"]}
+    local |= GIVEN.get("unlike", {}).get(os.environ.get("WAVEMARE_REPLICA"), {})
     config["wavemare"] = {"local_steps": local, "guard": {"nonfinite": "off"}}
     config["wavemare"]["watchdog"] = GIVEN.get("watchdog", {})
     return wavemare.initialize(model=build_gpt2(**QUIET), config=config)[0]
@@ -60,8 +61,6 @@ def main():
                 os.kill(os.getpid(), signal.SIGKILL)
             if event == "nan":
                 next(engine.module.parameters()).data.fill_(float("nan"))
-            if event == "pause":
-                time.sleep(3)
             loss = engine.train_batch(loader).item()
             time.sleep(GIVEN.get("sleep", 0.0))
             row = {"step": engine.global_steps, "loss": loss, "attempt": attempt}
