@@ -23,6 +23,7 @@ from torch import Tensor
 from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.launch.environment import LIGHTHOUSE
 from wavemare.engine.launch.group import gather
+from wavemare.engine.local_steps.meeting import Meeting, reason_of
 from wavemare.engine.local_steps.steps import LocalSteps, finite, norms
 from wavemare.engine.local_steps.wire import START, WHOLE, Header
 from wavemare.engine.observe.progress import PROGRESS
@@ -31,7 +32,6 @@ from wavemare.extras import require
 
 if TYPE_CHECKING:
     from wavemare.engine.base import EngineMixin
-    from wavemare.engine.local_steps.meeting import Meeting
     from wavemare.engine.local_steps.quorum import Members
     from wavemare.engine.local_steps.steps import Flight
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("wavemare")
 
 _KEY = "wavemare.local_steps.elastic"
 _PAUSE_S = 0.2
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SETTINGS = (
     *("optimizer", "scheduler", "gradient_clipping", "bf16", "torch_autocast"),
     *("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"),
@@ -192,6 +192,9 @@ class ElasticSteps(LocalSteps):
 
     def _take(self, state: Mapping[str, Any]) -> None:
         engine, before = self._engine, self._engine.global_samples
+        steps = state["counters"]["global_steps"] - engine.global_steps
+        # Its own place within a step stays: the other one may be at the end of a step.
+        engine.micro_steps += steps * engine.gradient_accumulation_steps()
         for name, ours in (("common", self._common), ("momentum", self._momentum)):
             for own, given in zip(ours, state[name], strict=True):
                 own.copy_(given)
@@ -243,11 +246,9 @@ class ElasticSteps(LocalSteps):
         numbers = range(self._config.fragments)
         sums = [own.sum() for number in numbers for own in self._own(number)]
         own = not sums or bool(torch.stack(sums).isfinite().all())
-        return (
-            own
-            if self._engine.dp_world_size == 1
-            else all(gather(own, self._engine.data_parallel_group))
-        )
+        if self._engine.dp_world_size == 1:
+            return own
+        return all(gather(own, self._engine.data_parallel_group))
 
     def _send(self, number: int, step: int) -> None:
         self._take_part(self._meet(self._header(number, self._config.bits)))
@@ -286,7 +287,7 @@ class ElasticSteps(LocalSteps):
         try:
             flight.message.wait()
         except CommError as error:
-            reason = f"replica {error.value}: {error.reason}"
+            reason = reason_of(error)
         if self._members.commit(reason):
             self._met_at, self._missed = time.monotonic(), 0
             return super()._receive(flight)
@@ -314,7 +315,7 @@ class ElasticSteps(LocalSteps):
         try:
             means = [message.wait() for message in messages]
         except CommError as error:
-            reason = f"replica {error.value}: {error.reason}"
+            reason = reason_of(error)
         if not self._members.commit(reason):
             self._miss(reason or "too few replicas, or a rank of this one, took part")
             return False

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from wavemare.engine.local_steps.wire import START, Header
+from wavemare.errors import CommError
 
 
 class Row(NamedTuple):
@@ -103,3 +105,17 @@ class Meeting:
     def goes(self) -> bool:
         """Whether there is an exchange."""
         return self.verdict is Verdict.GO
+
+
+def reason_of(error: CommError) -> str:
+    """Return why an exchange has failed, and let go of what its traceback holds.
+
+    That are the sockets: while they are open, the others would not notice that this one is gone.
+    """
+    said = f"replica {error.value}: {error.reason}"
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain.__traceback__ = None
+        chain = chain.__cause__ or chain.__context__
+    return said

@@ -33,7 +33,7 @@ from wavemare.comm.transport.torch_transport import MovingTransport
 from wavemare.comm.waits import waiting
 from wavemare.engine.launch.environment import address_of_route
 from wavemare.engine.launch.group import gather
-from wavemare.engine.local_steps.meeting import Meeting, Row, Verdict, decide
+from wavemare.engine.local_steps.meeting import Meeting, Row, Verdict, decide, reason_of
 from wavemare.engine.local_steps.wire import Header, Message, ReplicaLink
 from wavemare.errors import CommError, ConfigError, LaunchError
 
@@ -65,10 +65,16 @@ class _Group(ProcessGroup):  # type: ignore[misc]
         global_ranks: list[int] | None = None,
     ) -> None:
         """Connect the ranks at this one's place in all replicas."""
-        self.transport = None
+        self.leave()
         store = create_store_client(store_addr, timeout=timedelta(seconds=self._timeout_s))
         names = [number // (group_world_size or 1) for number in global_ranks or range(world_size)]
         self.transport = MovingTransport(store, rank, names, self._timeout_s)
+
+    def leave(self) -> None:
+        """Close the sockets."""
+        if self.transport is not None:
+            self.transport.close()
+        self.transport = None
 
 
 class _States(HTTPTransport):  # type: ignore[misc]
@@ -128,15 +134,14 @@ class ElasticLink(ReplicaLink):
 
         What is still on its way may fill the old memory.
         """
-        self._queue.close()
-        self._group.transport = None
+        self.close()
         self._open()
-        gc.collect()  # an exception may hold the sockets
+        gc.collect()  # what is pending holds the sockets
 
     def close(self) -> None:
         """Finish all exchanges and close the sockets."""
         self._queue.close()
-        self._group.transport = None
+        self._group.leave()
 
 
 class Members:
@@ -270,8 +275,21 @@ class Members:
                 table = torch.empty(self._transport.size, len(row), dtype=torch.int64)
                 self._transport.all_gather(torch.tensor(row), table)
         except CommError as error:
-            return [], f"replica {error.value}: {error.reason}"
+            return [], reason_of(error)
         return [Row(*values) for values in table.tolist()], ""
+
+    def _hear(self) -> str:
+        """Return why another replica has not got what it needs; empty if all have.
+
+        Without it those that have would go on without those that have not, which would then have
+        to take their state.
+        """
+        try:
+            with waiting("the other replicas"):
+                self._transport.barrier()
+        except CommError as error:
+            return reason_of(error)
+        return ""
 
     def _refuse(self, rows: Sequence[Row]) -> None:
         own, names = rows[self._transport.rank], self._transport.world_ranks
@@ -290,8 +308,9 @@ class Members:
             reason: Why this rank has not got what it needs; empty if it has.
 
         Returns:
-            Whether all ranks of this replica have, and enough replicas were there.
+            Whether all ranks have, and enough replicas were there.
         """
+        reason = reason or self._hear()
         if reason:
             self._manager.report_error(RuntimeError(reason))
         done = bool(self._manager.should_commit())
