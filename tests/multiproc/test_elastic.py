@@ -23,8 +23,9 @@ pytestmark = [
 
 PROGRAM = Path(__file__).parent / "programs" / "elastic.py"
 LIMIT_S = 300
-STEPS = 240
-"""Long enough for a replica to come back."""
+STEPS = 200
+WAITS = {"steps": STEPS, "patience": 0.5}
+"""Steps that are slow while a replica is away, so that it comes back before the last one."""
 STREAM = {"every": 4, "fragments": 2, "overlap": 1}
 
 
@@ -135,8 +136,7 @@ def test_replicas_of_two_ranks_are_the_fixed_run_bit_for_bit(start, tmp_path):
 @pytest.mark.world_size(3)
 def test_a_killed_replica_costs_an_exchange_and_comes_back(start):
     """The others never stop; it takes their weights, their step and its place in the data."""
-    kill = {"events": {"1": {"11": "kill"}}, "steps": STEPS, "sleep": 0.25}
-    run = start(3, kill).wait()
+    run = start(3, {"events": {"1": {"11": "kill"}}, **WAITS}).wait()
     for rank in (0, 2):
         rows = run.steps(rank)
         assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -157,20 +157,20 @@ def test_a_killed_replica_costs_an_exchange_and_comes_back(start):
 
 
 @pytest.mark.world_size(3)
-def test_a_replica_that_diverges_leaves_alone_and_comes_back(start):
-    run = start(3, {"events": {"2": {"6": "nan"}}, "steps": 100, "sleep": 0.2}).wait(2)
+def test_a_replica_that_diverges_leaves_and_the_others_go_on(start):
+    run = start(3, {"events": {"2": {"6": "nan"}}, "steps": 30}).wait(2)
     assert "NumericsError" not in run.said  # its message, and no traceback
     assert "error: replica = 2: the weights of this replica are not finite" in run.said
     for rank in (0, 1):
         rows = run.steps(rank)
-        assert rows[-1]["step"] == 100
+        assert rows[-1]["step"] == 30
         assert all(row["loss"] < 10 for row in rows)
     assert len(run.digests(2)) == 1
 
 
 @pytest.mark.world_size(3)
 def test_a_replica_with_other_settings_is_refused_and_the_others_go_on(start):
-    run = start(3, {"unlike": {"1": {"every": 8}}, "steps": 24, "sleep": 0.2}).wait(2)
+    run = start(3, {"unlike": {"1": {"every": 8}}, "steps": 24}).wait(2)
     assert "error: replica = 1: replica 0 has another settings" in run.said
     for rank in (0, 2):
         assert run.steps(rank)[-1]["step"] == 24
@@ -200,7 +200,7 @@ def test_no_lighthouse_is_told_at_once(tmp_path):
 def test_one_that_stands_still_for_long_is_left_out_and_catches_up(start):
     """As a link that stalls: the other goes on alone, and the late one takes its weights."""
     local = elastic(2, timeout_s=5)
-    run = start(2, {"local": local, "steps": 80, "sleep": 0.2})
+    run = start(2, {"local": local, "sleep": 0.2, **WAITS})
     run.until(8, rank=1)
     [pid] = run.pids(1)
     os.kill(pid, signal.SIGSTOP)
@@ -216,7 +216,7 @@ def test_one_that_stands_still_for_long_is_left_out_and_catches_up(start):
 @pytest.mark.world_size(2)
 def test_all_are_gone_and_come_back_from_their_checkpoints(start):
     events = {"0": {"14": "kill"}, "1": {"15": "kill"}}
-    given = {"events": events, "save": 10, "load": True, "steps": 40, "sleep": 0.1}
+    given = {"events": events, "save": 10, "load": True, "steps": 40}
     run = start(2, given).wait()
     for rank in (0, 1):
         again = [row["step"] for row in run.steps(rank) if row["attempt"]]
@@ -228,7 +228,7 @@ def test_all_are_gone_and_come_back_from_their_checkpoints(start):
 
 @pytest.mark.world_size(2)
 def test_a_lighthouse_that_dies_is_started_again(start):
-    run = start(2, {"steps": 60, "sleep": 0.2})
+    run = start(2, {"steps": 100, "sleep": 0.2})
     run.until(6, rank=0)
     [lighthouse] = [
         process

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -224,22 +224,19 @@ class Job:
         lighthouse = [launch.find_script("torchft_lighthouse", "torchft"), *_LIGHTHOUSE]
         lighthouse += ["--bind", f"[::]:{port}"]
         variables = launch.extra_environment() | {LIGHTHOUSE: f"http://localhost:{port}"}
+        devices = 0 if "CUDA_VISIBLE_DEVICES" in os.environ else launch.device_count()
+        each = self.num_processes or max(devices // count, 1)
+        job = replace(self, num_processes=each)
 
         def replica(number: int) -> list[Command]:
-            return self._ranks(
-                {**variables, REPLICA: str(number), **self._devices(number)}, free_port()
-            )
+            own = variables | {REPLICA: str(number)}
+            if devices:
+                first = number * each
+                own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + each)))
+            return job._ranks(own, free_port())
 
-        quiet = {"RUST_LOG": os.environ.get("RUST_LOG", "error")}
-        server = Command(lighthouse, quiet)
+        server = Command(lighthouse, {"RUST_LOG": os.environ.get("RUST_LOG", "error")})
         return supervise_replicas(server, replica, count, self.max_restarts)
-
-    def _devices(self, replica: int) -> dict[str, str]:
-        """Return the variable that gives a replica accelerators of its own."""
-        if "CUDA_VISIBLE_DEVICES" in os.environ or not launch.device_count():
-            return {}
-        first = replica * self._count()
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + self._count())))}
 
     def _ranks(self, variables: Mapping[str, str], port: int | None = None) -> list[Command]:
         """Return the ranks of this host, with the variables that DeepSpeed and torchrun set."""

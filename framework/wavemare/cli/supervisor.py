@@ -30,6 +30,8 @@ _SECONDS_TO_FOLLOW = 30.0
 """For ranks that hear of the failure of another one, and may save what they have."""
 _SECONDS_TO_STOP = 120.0
 """For the current step, up to three more, and a checkpoint."""
+_SECONDS_TO_FINISH = 60.0
+"""For replicas that go on after one has ended well: all of them make the last step together."""
 _POLL_S = 0.05
 _LAUNCHER = "deepspeed.launcher.launch"
 
@@ -91,12 +93,12 @@ def supervise_replicas(
     commands: Callable[[int], Sequence[Command]],
     count: int,
     max_restarts: int,
-    seconds_to_stop: float = _SECONDS_TO_STOP,
+    seconds_to_finish: float = _SECONDS_TO_FINISH,
 ) -> int:
     """Run replicas that come and go, each of which starts again by itself, to their end.
 
-    When one has ended with 0, no other starts again, and those that go on have as long as for a
-    checkpoint. Signals go to all, as in `supervise`.
+    When one has ended with 0, no other starts again, and those that go on get SIGTERM after a
+    minute: one that has come too late would begin anew. Signals go to all, as in `supervise`.
 
     Args:
         server: A process that the replicas need. It starts again, too, and ends with them.
@@ -104,7 +106,7 @@ def supervise_replicas(
         count: Number of replicas.
         max_restarts: How often a replica that has failed starts again; one with a typed error does
             not.
-        seconds_to_stop: Limit for saving a checkpoint on SIGTERM.
+        seconds_to_finish: From the end of the first replica to SIGTERM.
 
     Returns:
         The exit code: 0 if a replica has ended with 0 and none with a typed error.
@@ -125,7 +127,7 @@ def supervise_replicas(
                 finished_at = time.monotonic()
                 for replica in replicas:
                     replica.starts_again = False
-            if time.monotonic() - finished_at > seconds_to_stop and not received:
+            if time.monotonic() - finished_at > seconds_to_finish and not received:
                 received.append(signal.SIGTERM)
     over.append(signal.SIGKILL)
     needed.join()

@@ -54,6 +54,7 @@ def main():
     attempt = len(tried.read_text()) if tried.exists() else 0
     tried.write_text("x" * (attempt + 1))
     events = GIVEN.get("events", {}).get(str(engine.replica), {}) if not attempt else {}
+    present = 0.0
     with open(FOLDER / f"{name}.jsonl", "a", buffering=1) as file:
         while engine.global_steps < GIVEN["steps"]:
             event = events.get(str(engine.global_steps + 1))
@@ -62,7 +63,9 @@ def main():
             if event == "nan":
                 next(engine.module.parameters()).data.fill_(float("nan"))
             loss = engine.train_batch(loader).item()
-            time.sleep(GIVEN.get("sleep", 0.0))
+            present = engine.step_metrics().get("replicas", present)
+            missing = 0 < present < engine.num_replicas
+            time.sleep(GIVEN.get("patience", 0.0) if missing else GIVEN.get("sleep", 0.0))
             row = {"step": engine.global_steps, "loss": loss, "attempt": attempt}
             row |= {"at": loader.consumed_samples, "time": time.time(), **engine.step_metrics()}
             file.write(f"{json.dumps(row)}\n")

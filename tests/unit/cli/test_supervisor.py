@@ -316,7 +316,7 @@ words = [sys.executable, "-c", *sys.argv[1:3]]
 def of(who):
     return Command([*words, str(who), sys.argv[3]], {})
 
-sys.exit(supervise_replicas(of("server"), lambda n: [of(n)], 3, 5, seconds_to_stop=1.0))
+sys.exit(supervise_replicas(of("server"), lambda n: [of(n)], 3, 5, seconds_to_finish=1.0))
 """
 
 
