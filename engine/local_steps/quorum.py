@@ -296,8 +296,8 @@ class Members:
         judge = next((n for n, row in enumerate(rows) if row.trains), 0)
         self.commit("this replica is refused")
         same = own.model == rows[judge].model
-        what = "settings" if same else "model (names, shapes or frozen weights)"
-        reason = f"replica {names[judge]} has another {what}"
+        model = "another model, by its names, shapes or frozen weights"
+        reason = f"replica {names[judge]} has {'other settings' if same else model}"
         remedy = "Start all replicas with the same model, configuration and number of ranks"
         raise ConfigError("replica", self._replica, reason, remedy)
 

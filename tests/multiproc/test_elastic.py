@@ -170,10 +170,11 @@ def test_a_replica_that_diverges_leaves_and_the_others_go_on(start):
 
 @pytest.mark.world_size(3)
 def test_a_replica_with_other_settings_is_refused_and_the_others_go_on(start):
-    run = start(3, {"unlike": {"1": {"every": 8}}, "steps": 24}).wait(2)
-    assert "error: replica = 1: replica 0 has another settings" in run.said
+    unlike = {"unlike": {"1": {"every": 8}}, "local": elastic(3, start_s=20)}
+    run = start(3, {**unlike, "steps": 60, "patience": 0.5}).wait(2)
+    assert "error: replica = 1: replica 0 has other settings" in run.said
     for rank in (0, 2):
-        assert run.steps(rank)[-1]["step"] == 24
+        assert run.steps(rank)[-1]["step"] == 60
 
 
 @pytest.mark.world_size(2)
