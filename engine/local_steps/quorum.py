@@ -22,6 +22,7 @@ os.environ.setdefault("RUST_LOG", "error")  # read when torchft's library is loa
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torchft import Manager
 from torchft.checkpointing import HTTPTransport
 from torchft.process_group import ProcessGroup, create_store_client
@@ -45,7 +46,7 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 logging.getLogger("torchft").setLevel(logging.CRITICAL)  # a traceback for each lost replica
 
 
-class _Group(ProcessGroup):  # type: ignore[misc]
+class _Group(ProcessGroup):
     """What torchft's manager makes anew whenever other replicas are there: our transport."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -77,7 +78,7 @@ class _Group(ProcessGroup):  # type: ignore[misc]
         self.transport = None
 
 
-class _States(HTTPTransport):  # type: ignore[misc]
+class _States(HTTPTransport):
     """Serves the state to replicas that are behind, by an address that they can reach."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
@@ -108,16 +109,9 @@ class ElasticLink(ReplicaLink):
     def _open(self) -> None:
         self._queue, self._scratch = CollectiveQueue("wavemare-replicas"), Scratch()
 
-    @property
-    def _transport(self) -> MovingTransport:
-        if self._group.transport is None:
-            raise CommError("replicas", "", "none are connected", "Wait for the next exchange")
-        return self._group.transport
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to the replicas that have met."""
-        return 0 if self._group.transport is None else self._group.transport.bytes_up
+    def use(self, transport: MovingTransport) -> None:
+        """Exchange with the replicas that have met."""
+        self._transport = transport
 
     def send(self, header: Header, values: Tensor, note: float = 0.0) -> Message:
         """Begin an exchange as `ReplicaLink.send`."""
@@ -242,8 +236,9 @@ class Members:
         state = self._received
         if not self._any(bool(reason)):
             found = header if state is None else Header(*state["header"])
-            own = (trains and state is None, gives and state is None, hurries)
-            rows, reason = self._tell(Row(*self._digests, *map(int, own), *found))
+            here = state is None
+            own = int(trains and here), int(gives and here), int(hurries)
+            rows, reason = self._tell(Row(*self._digests, *own, *found))
         if self._any(bool(reason)):
             manager.load_state_dict(before)  # what has come is not taken
             diverged = trains and state is None and not gives
@@ -256,6 +251,7 @@ class Members:
             self._refuse(rows)
         if verdict is Verdict.FOLLOW and self._transport.rank == 0:
             manager.load_state_dict({**before, "step": before["step"] + 1})
+        self.link.use(self._transport)
         self.link.givers = sum(row.gives for row in rows)
         kept = state if verdict in (Verdict.GO, Verdict.WAIT) else None
         own_row = rows[self._transport.rank]
@@ -377,7 +373,7 @@ def _shared_store(host: str, group: Any) -> tuple[Any, int]:
     """Return the store of a replica, which its first rank holds, and its port."""
     store = None
     if dist.get_rank(group) == 0:
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     ports = gather(None if store is None else store.port, group)
     return store, int(ports[0])
 
