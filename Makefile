@@ -7,6 +7,7 @@
 # make test-openmpi, test-hosts, test-gpu   those of another MPI, of several hosts, of a GPU
 # make test-megatron   proofs against megatron-core itself, which it installs
 # make test-tuning   proofs with bitsandbytes and TRL, which it installs
+# make test-elastic   kills of replicas, with torchft, which it installs
 # make test-oldest, test-newest   unit tests with the oldest versions that are allowed, the newest
 # make conformance DEEPSPEED_TESTS=FOLDER   DeepSpeed's own unit tests with our engines
 # make docs    builds the site of the documentation into build/docs; make reference writes the tables
@@ -36,7 +37,7 @@ export OMP_NUM_THREADS ?= 1
 # An environment that forbids it would have each process compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train demo test test-ci test-nightly test-mpi test-openmpi test-hosts test-megatron test-tuning test-gpu test-oldest test-newest conformance docs reference lint clean
+.PHONY: setup train demo test test-ci test-nightly test-mpi test-openmpi test-hosts test-megatron test-tuning test-elastic test-gpu test-oldest test-newest conformance docs reference lint clean
 .DELETE_ON_ERROR:
 
 setup: $(DEV)
@@ -103,7 +104,7 @@ test-ci: lint
 # A part that has passed at this commit is not run again; `make clean` forgets it.
 NIGHTLY := unit ranks commands pages alone
 PASSED := build/tests/passed-$(shell git rev-parse --short HEAD 2>/dev/null)
-test-nightly: $(NIGHTLY:%=test-nightly-%) test-hosts test-openmpi test-megatron test-tuning
+test-nightly: $(NIGHTLY:%=test-nightly-%) test-hosts test-openmpi test-megatron test-tuning test-elastic
 
 $(NIGHTLY:%=test-nightly-%): test-nightly-%: $(PASSED)-%
 
@@ -138,6 +139,11 @@ test-megatron: $(DEV)
 test-tuning: $(DEV)
 	$(PIP) install --quiet --editable '.[bnb,trl]'
 	$(call pytest) -m nightly tests/multiproc/test_tuning.py tests/e2e/test_tuning_pages.py tests/unit/data/test_row_format.py $(ARGS)
+
+# Replicas that come and go, with real kills.
+test-elastic: $(DEV)
+	$(PIP) install --quiet --editable '.[torchft]'
+	$(call pytest) -m nightly tests/multiproc/test_elastic.py $(ARGS)
 
 # The unit tests with the oldest versions that pyproject.toml allows, and with the newest ones.
 test-oldest: RESOLUTION := lowest-direct

@@ -24,6 +24,7 @@ from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.feature import Feature
 from wavemare.engine.health.numbers import NumericsGuard, attach_guard, skipping
 from wavemare.engine.health.watchdog import Watchdog
+from wavemare.engine.local_steps.elastic import ElasticSteps
 from wavemare.engine.local_steps.steps import LocalSteps
 from wavemare.engine.observe.choices import tell_warning
 from wavemare.engine.observe.progress import PROGRESS
@@ -106,11 +107,29 @@ class EngineMixin(CheckpointMixin):
             self.sparse = attach_sparse_gradients(self, settings.sparse_collective, timeout_s)
         replicas = None
         if self._replicas is not None and self.basic_optimizer is not None:
-            replicas = LocalSteps(self, settings.local_steps, timeout_s)
+            replicas = self._attach_replicas(timeout_s)
         self.same_batches = attach_same_batches(self)
         # The guard is the last: it looks at the gradients that the step takes.
         features = (self.same_batches, balance, self.sparse, replicas, self.guard)
         self.features = tuple(filter(None, features))
+
+    def _attach_replicas(self, timeout_s: float) -> LocalSteps:
+        local = self.settings.local_steps
+        if not local.elastic.replicas:
+            return LocalSteps(self, local, timeout_s)
+        return ElasticSteps(self, local, self.settings.watchdog.timeout_s)
+
+    def join_replicas(self) -> int:
+        """Meet the replicas of other jobs (``wavemare.local_steps.elastic``), and catch up.
+
+        ``train_batch`` does so by itself. A loop of its own calls it before it reads the data of a
+        step; all ranks must call it.
+
+        Returns:
+            How many samples of all replicas the data are to leave out, because the others have
+            read on meanwhile. 0 without such replicas.
+        """
+        return sum(feature.join() for feature in self.features)
 
     def describe_optimizer(self) -> None:
         """Tell an optimizer of matrices what it steps, and on which stage."""
@@ -463,6 +482,11 @@ class EngineMixin(CheckpointMixin):
     def num_replicas(self) -> int:
         """How many replicas step alone; 1 without local steps."""
         return 1 if self._replicas is None else int(self._replicas.size)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether each replica is a job of its own."""
+        return self.num_replicas > 1 and self._replicas.group is None
 
     @property
     def are_replicas_equal(self) -> bool:

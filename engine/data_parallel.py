@@ -62,7 +62,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
 
     def _of_replica(self, tag: str) -> str:
         """Return the folder of this replica's files; those of the first lie where all look."""
-        own = self.replica and self.reads_own_replica
+        own = self.replica and self.reads_own_replica and not self.is_elastic
         return f"{tag}/replicas/{self.replica}" if own else str(tag)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
@@ -79,9 +79,19 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             steps that of this replica: the others' is ``replica_loss`` among `step_metrics`.
         """
         data_iter = data_iter if data_iter is not None else self._training_batches()
+        self._leave_out(data_iter, self.join_replicas())
         self.train()
         with self.training_step():
             return self._train_step(PROGRESS.reading(data_iter))
+
+    def _leave_out(self, data_iter: Iterator[Any], samples: int) -> None:
+        """Go on in the data after what other replicas have read meanwhile."""
+        if samples and hasattr(data_iter, "consumed_samples"):
+            data_iter.consumed_samples += samples
+            return
+        steps = samples // self.train_batch_size()
+        for _ in range(steps * self.gradient_accumulation_steps()):
+            next(data_iter)
 
     def _train_step(self, data_iter: Iterator[Any]) -> torch.Tensor:
         count = self.gradient_accumulation_steps()
@@ -224,7 +234,8 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
                     checkpointing.reset()  # no backward pass will free the buffers
                     losses.append(_loss_of(output))
                 mean = self._mean_loss(losses)
-                if self.num_replicas > 1:  # a step must not wait for the others; this may
+                if self.num_replicas > 1 and self._replicas.group is not None:
+                    # A step must not wait for the others; this may.
                     dist.all_reduce(mean, group=self._replicas.group)
                     mean = mean / self.num_replicas
         finally:  # data may end too early

@@ -22,6 +22,10 @@ class Feature:
 
     key = ""
 
+    def join(self) -> int:
+        """Be ready for a step; return how many samples the data are to leave out."""
+        return 0
+
     def before_forward(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """See what the whole model gets in a forward pass of training."""
 

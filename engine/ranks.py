@@ -31,6 +31,8 @@ class Ranks:
             this process holds a model alone.
         replica_group: The processes of ``replicas``; None before an engine has made the groups.
             With ``wavemare.local_steps`` it holds those that step together.
+        job: The place of this job among those that train the same model on other data.
+        jobs: Their number; more than 1 with ``wavemare.local_steps.elastic``.
     """
 
     model: Sequence[int]
@@ -38,6 +40,8 @@ class Ranks:
     rank: int
     model_group: Any = None
     replica_group: Any = None
+    job: int = 0
+    jobs: int = 1
 
     @classmethod
     def planned(cls, ours: WavemareConfig, *, rank: int, world_size: int) -> Ranks:
@@ -74,7 +78,8 @@ class Ranks:
             replicas = list(range(distributed.get_world_size()))
         if len(model) == 1:
             model_group = None
-        return cls(model, replicas, rank, model_group, replica_group)
+        jobs = {"job": engine.replica, "jobs": engine.num_replicas} if engine.is_elastic else {}
+        return cls(model, replicas, rank, model_group, replica_group, **jobs)
 
     @property
     def model_world_size(self) -> int:
@@ -89,12 +94,12 @@ class Ranks:
     @property
     def data_rank(self) -> int:
         """The place of this process's model among those that read other data."""
-        return self.replicas.index(self.rank)
+        return self.job * len(self.replicas) + self.replicas.index(self.rank)
 
     @property
     def data_world_size(self) -> int:
         """How many models read other data."""
-        return len(self.replicas)
+        return self.jobs * len(self.replicas)
 
 
 def _members(group: Any) -> list[int]:

@@ -157,6 +157,37 @@ class TorchTransport(Transport):
         return self.lost(suspects, how, absent)
 
 
+class MovingTransport(TorchTransport):
+    """Messages over gloo among processes that share no ``torch.distributed`` group.
+
+    Args:
+        store: By which they find each other; of these processes alone, and used once.
+        rank: This process's place.
+        names: What errors call the processes, by rank.
+        timeout_s: Seconds after which a silent peer counts as lost.
+
+    Raises:
+        RuntimeError: They have not found each other in this time.
+    """
+
+    def __init__(self, store: Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
+        self.host, self.world_ranks = socket.gethostname(), names
+        self.name = self._backend = "gloo"
+        self.rank, self.size, self.timeout_s = rank, len(names), timeout_s
+        self._device = torch.device("cpu")
+        self._group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout_s))
+
+    def split(self, colour: int) -> TorchTransport:
+        """Not for groups that change."""
+        raise NotImplementedError
+
+    def failed(self, error: Exception, peer: int | None) -> CommError:
+        """Return the error for torch's failure; others may have given up because of another one."""
+        lines = str(error).strip().splitlines()
+        suspects = [] if peer is None else [peer]
+        return self.lost(suspects, lines[-1] if lines else type(error).__name__)
+
+
 class _TorchExchange:
     """Starts each message at once; gloo's thread moves it."""
 

@@ -178,7 +178,8 @@ class CheckpointMixin(DeepSpeedEngine):
         self.drain()
         self.settle()
         self.finish_saving()
-        save_dir = os.path.abspath(save_dir)  # a background save may end in another folder
+        # A background save may end in another folder.
+        save_dir = self._of_job(os.path.abspath(save_dir))
         name = tag if tag is not None else f"global_step{self.global_steps}"
         tag = agree(Path(save_dir), lambda: self._check_save(name, client_state))
         self._check_folder(save_dir)
@@ -220,6 +221,10 @@ class CheckpointMixin(DeepSpeedEngine):
         else:
             save.complete()
         return True
+
+    def _of_job(self, folder: str) -> str:
+        """Return the folder of this replica's checkpoints, if each replica is a job of its own."""
+        return os.path.join(folder, f"replica_{self.replica}") if self.is_elastic else folder
 
     def _check_save(self, tag: object, client_state: Mapping[str, Any]) -> str:
         """Return the tag; refuse what a load would not find or give back."""
@@ -281,7 +286,7 @@ class CheckpointMixin(DeepSpeedEngine):
         """
         self.drain()
         self.finish_saving()
-        load_dir = os.path.abspath(load_dir)
+        load_dir = self._of_job(os.path.abspath(load_dir))
         universal = self.load_universal_checkpoint()
         whole = load_optimizer_states and not load_module_only
         manifest = None

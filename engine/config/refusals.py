@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wavemare.comm.config import HALVES, LOOSE_MODES
-from wavemare.engine.config.sections import BalanceConfig, ParallelConfig
+from wavemare.engine.config.sections import BalanceConfig, LocalStepsConfig, ParallelConfig
 from wavemare.engine.config.shape import (
     SECTION,
     ZERO_WEIGHTS,
@@ -441,6 +441,7 @@ def _replicas(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     ):
         yield refused, f"{key}.{name}", value, reason, remedy
     yield from _beside(config, _BESIDE_REPLICAS, "local steps", key)
+    yield from _elastic(local, f"{key}.elastic")
     optimizer = section_of(config, "optimizer").get("type")
     half = is_enabled(config, "bf16") and not zero_section(config).get("stage", 0)
     rounding = "without ZeRO 1 or 2 the changes of bf16 weights are mostly rounding"
@@ -449,6 +450,29 @@ def _replicas(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
         (str(optimizer).lower() in _ONE_BIT, "optimizer.type", optimizer, "it exchanges by itself"),
     ):
         yield refused, name, found, f"with local steps {reason}", f"{_REMOVE}, or {key}"
+
+
+def _elastic(local: LocalStepsConfig, key: str) -> _Rows:
+    """Refuse what replicas that come and go cannot have, and keys without effect."""
+    elastic, count, least = local.elastic, local.elastic.replicas, local.elastic.min_replicas
+    if not count:
+        given = elastic.model_dump(exclude_unset=True)
+        no_effect = "it has no effect without the number of replicas"
+        yield bool(given), key, given, no_effect, f"Give {key}.replicas, or remove it"
+        return
+    few = "with less than two replicas there is none to exchange with"
+    fewer = f"there are {count} replicas at most"
+    whole = "each job is one replica"
+    alone = "replicas would wait for each other in each step"
+    host = "replicas that come and go exchange from the host's memory"
+    for refused, name, value, reason, remedy in (
+        (count < 2, "elastic.replicas", count, few, "Give at least 2"),  # noqa: PLR2004
+        (least > count, "elastic.min_replicas", least, fewer, "Give less"),
+        ("replica" in local.model_fields_set, "replica", local.replica, whole, _REMOVE),
+        (local.warmup_steps, "warmup_steps", local.warmup_steps, alone, _REMOVE),
+        (local.copies == "device", "copies", local.copies, host, _REMOVE),
+    ):
+        yield refused, f"{key.removesuffix('.elastic')}.{name}", value, reason, remedy
 
 
 _FP16 = ("fp16", "float16", "torch.float16", "half")

@@ -76,6 +76,29 @@ class OuterConfig(Section):
     """Momentum of the outer optimizer. Set 0.9 for 200 or more exchanges."""
 
 
+class ElasticConfig(Section):
+    """Replicas that come and go: each is a job of its own, and they find each other by a server."""
+
+    replicas: int = Field(default=0, ge=0)
+    """How many replicas there are when all are present; 0 for replicas that are ranks of one job.
+    Data are divided, and ``train_batch_size`` counts samples, by this number."""
+
+    lighthouse: str | None = None
+    """Address of torchft's lighthouse, such as ``http://host:29510``. If omitted: the variable
+    ``TORCHFT_LIGHTHOUSE``, which ``wavemare launch --replicas`` sets."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    """How many replicas an exchange needs. With fewer, the changes wait for the next one."""
+
+    start_s: _Seconds = Field(default=120.0, le=_WEEK_S)
+    """How long the first replica waits for all others before it begins without them."""
+
+    timeout_s: _Seconds = Field(default=60.0, le=_WEEK_S)
+    """How long an exchange may take, with the wait for the slowest replica and with the copy that
+    a new one gets. After it, the changes wait for the next exchange. A replica that has had none
+    for ``watchdog.timeout_s`` ends."""
+
+
 class LocalStepsConfig(Section):
     """Replicas that train alone and synchronize every N steps, for slow links between them."""
 
@@ -115,6 +138,9 @@ class LocalStepsConfig(Section):
     copies: Literal["auto", "device", "cpu"] = "auto"
     """Where the common weights, the momentum and the rounding errors are stored. ``auto`` is
     ``cpu``."""
+
+    elastic: ElasticConfig = ElasticConfig()
+    """See `ElasticConfig`."""
 
 
 class PipelineNames(Section):

@@ -46,6 +46,8 @@ MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 JOB_STARTED = "WAVEMARE_JOB_STARTED"
 """When ``wavemare train --max-restarts`` has started (Unix time)."""
+LIGHTHOUSE, REPLICA = "TORCHFT_LIGHTHOUSE", "WAVEMARE_REPLICA"
+"""Of replicas that come and go: the address of the lighthouse, and the number of this one."""
 
 _SWITCHES = ("WAVEMARE_COMPILED_OPS", "WAVEMARE_VERBOSE")
 _RANGES = {
@@ -187,7 +189,7 @@ def host_address(environment: Mapping[str, str]) -> str:
         for entry in interfaces.get(environment.get(variable, "").lstrip("="), []):
             if entry.family == socket.AF_INET:
                 return str(entry.address)
-    for find in (lambda: socket.gethostbyname(socket.gethostname()), _address_of_route):
+    for find in (lambda: socket.gethostbyname(socket.gethostname()), address_of_route):
         with suppress(OSError):
             address = find()
             if not address.startswith("127."):
@@ -243,7 +245,7 @@ def _agree_by_mpi(environment: Mapping[str, str], given: LauncherRank) -> tuple[
     return address, port, hosts[: given.rank].count(hosts[given.rank])
 
 
-def _address_of_route() -> str:
+def address_of_route() -> str:
     """Return the local address of the default route.
 
     Nothing is sent: the kernel only chooses the address.

@@ -38,7 +38,7 @@ _FP32 = 32
 
 
 @dataclass
-class _Flight:
+class Flight:
     """A message, the step after which it is applied, and the weights at sending if needed."""
 
     message: Message
@@ -68,15 +68,19 @@ class LocalSteps(Feature):
         replicas = engine.mpu.replicas
         self._replicas = replicas.size
         self._momentum_rate = 0.0 if config.mode == "average" else config.outer.momentum
-        self._flights: list[_Flight] = []
+        self._flights: list[Flight] = []
         self._figures: dict[str, float] = {}
-        self._link = ReplicaLink(replicas.group, timeout_s=timeout_s, device=self._device)
+        self._open_link(timeout_s)
         self._bytes = 0
-        if _norms(engine):
+        if norms(engine):
             logger.warning(
                 "local_steps: statistics of batch normalization are averaged only by synchronize()"
             )
         self._begin()
+
+    def _open_link(self, timeout_s: float) -> None:
+        group = self._engine.mpu.replicas.group
+        self._link = ReplicaLink(group, timeout_s=timeout_s, device=self._device)
 
     def _begin(self) -> None:
         """Take the present weights, the same on all replicas, as the common ones."""
@@ -151,7 +155,7 @@ class LocalSteps(Feature):
 
     def synchronize(self) -> None:
         """Apply all messages, then let all replicas have their mean."""
-        for buffer in _norms(self._engine):
+        for buffer in norms(self._engine):
             dist.all_reduce(buffer)
             buffer.div_(dist.get_world_size())
         if self._engine.global_steps <= self._config.warmup_steps:
@@ -163,7 +167,8 @@ class LocalSteps(Feature):
                 if self._residual:
                     change += self._residual[number]
                     self._residual[number].zero_()
-                common.sub_(_finite(self._link.send(self._header(number, _FP32), change)))
+                message = self._link.send(self._header(number, _FP32), change)
+                common.sub_(finite(message.wait(), number))
                 self._write(number, common)
             self._adapter.publish_masters()
         self._common_since = self._engine.global_steps
@@ -210,7 +215,7 @@ class LocalSteps(Feature):
         self._loss, self._losses = torch.zeros_like(loss), 0
         self._bytes = self._link.bytes_sent  # no other message is on its way
         message = self._link.send(self._header(number, bits), change, note=float(loss))
-        self._flights.append(_Flight(message, step + overlap, local if carries else None))
+        self._flights.append(Flight(message, step + overlap, local if carries else None))
 
     def _header(self, number: int, bits: int) -> Header:
         common = self._common[number]
@@ -222,14 +227,20 @@ class LocalSteps(Feature):
         while self._flights and self._flights[0].due <= step:
             flight = self._flights.pop(0)
             with PROGRESS.doing("an exchange of replicas"):
-                mean = _finite(flight.message)
+                mean = self._receive(flight)
+            if mean is None:
+                continue
             waited = time.perf_counter() - begun
             self._apply(flight, mean)
             sent, notes = float(self._link.bytes_sent - self._bytes), flight.message.notes
             self._figures |= {"outer_wait_seconds": waited, "outer_bytes": sent}
             self._figures["replica_loss"] = sum(notes) / len(notes)
 
-    def _apply(self, flight: _Flight, mean: Tensor) -> None:
+    def _receive(self, flight: Flight) -> Tensor | None:
+        """Return the mean of a message; a subclass may have none."""
+        return finite(flight.message.wait(), flight.message.header.fragment)
+
+    def _apply(self, flight: Flight, mean: Tensor) -> None:
         number = flight.message.header.fragment
         self._outer_step(number, mean)
         weights = self._common[number]
@@ -314,7 +325,7 @@ class LocalSteps(Feature):
                     raise CheckpointError(_KEY, name, reason, remedy)
                 own.copy_(saved)
         flights = [
-            _Flight(
+            Flight(
                 Message(Header(*f["header"]), list(f["notes"]), f["mean"].to(self._device)),
                 f["due"],
                 None if f["sent"] is None else f["sent"].to(self._device),
@@ -327,7 +338,8 @@ class LocalSteps(Feature):
             self._losses = state["losses"]
             return
         for flight in flights:
-            self._outer_step(flight.message.header.fragment, _finite(flight.message))
+            number = flight.message.header.fragment
+            self._outer_step(number, finite(flight.message.wait(), number))
         for number, common in enumerate(self._common):
             self._write(number, common)
         self._adapter.publish_masters()
@@ -347,17 +359,16 @@ def fragments_of(sizes: list[int], count: int) -> list[int]:
     return parts
 
 
-def _finite(message: Message) -> Tensor:
-    """Return the mean of a message that has come; all replicas have the same one."""
-    mean = message.wait()
+def finite(mean: Tensor, fragment: int) -> Tensor:
+    """Return the mean of a message, if its numbers are finite; all replicas have the same one."""
     if not math.isfinite(mean.norm()):
         reason = "the mean change of this fragment is not finite, on all replicas: one has diverged"
         remedy = "Resume from the last checkpoint, with a smaller learning rate"
-        raise NumericsError(_KEY, message.header.fragment, reason, remedy)
+        raise NumericsError(_KEY, fragment, reason, remedy)
     return mean
 
 
-def _norms(engine: EngineMixin) -> list[Tensor]:
+def norms(engine: EngineMixin) -> list[Tensor]:
     """Return the running statistics of batch normalization."""
     layers = [module for module in engine.module.modules() if isinstance(module, _NormBase)]
     buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]

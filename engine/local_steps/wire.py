@@ -27,6 +27,8 @@ GROUP = 128
 """Numbers of a message that share a scale."""
 _BLOCK = 256
 _SCALE_BYTES = 4
+START, WHOLE = -2, -3
+"""In place of a fragment in a `Header`: the beginning of a run, and all fragments at once."""
 
 
 class Header(NamedTuple):

@@ -122,6 +122,10 @@ class Accelerator(accelerate.Accelerator):
             reason = "its engine trains whole steps, and accelerate's loop single passes"
             remedy = "Use wavemare.hf.Trainer, or wavemare.initialize and engine.train_batch"
             raise ConfigError(f"{SECTION}.{key}", section, reason, remedy)
+        if ours.local_steps.elastic.replicas:
+            reason = "accelerate's loop and the Trainer count the data ranks of one job"
+            remedy = "Use wavemare.initialize and engine.train_batch"
+            raise ConfigError(f"{SECTION}.local_steps.elastic", section, reason, remedy)
         built = getattr(self, "deepspeed_engine_wrapped", None)
         if built is not None and ours.model_ranks != self.model_ranks:
             reason = f"loaders and engines of this accelerator count {self.model_ranks} per model"

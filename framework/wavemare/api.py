@@ -37,6 +37,7 @@ from wavemare.parallel.layout.annotations import PLAN, is_annotated
 from wavemare.parallel.layout.grid import (
     is_sequence_parallel,
     process_grid,
+    replica_number,
     replica_size,
     same_grid,
 )
@@ -347,6 +348,10 @@ def _replicas(settings: LocalStepsConfig, model: Any, mpu: Any) -> ProcessGrid:
         if other != found[0][0]:
             reason = f"rank {rank} has {other} instead"
             raise ConfigError(key, found[0][0], reason, "Give all ranks the same configuration")
+    if settings.elastic.replicas:
+        return ProcessGrid.of_job(
+            replica_number(settings.elastic.replicas), settings.elastic.replicas
+        )
     return ProcessGrid.of_replicas(replica_size(settings, [host for _, host in found]))
 
 

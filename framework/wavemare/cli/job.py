@@ -15,21 +15,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from wavemare.cli import launch
-from wavemare.cli.supervisor import Command, supervise
+from wavemare.cli.supervisor import Command, supervise, supervise_replicas
 from wavemare.engine.launch.environment import (
     JOB_STARTED,
+    LIGHTHOUSE,
     MAX_RESTARTS,
+    REPLICA,
     RESTART_COUNT,
     free_port,
 )
 from wavemare.errors import ConfigError, LaunchError, os_errors
+from wavemare.extras import require
 
 # Prefixes of the variables that are passed on to other hosts.
 _PASSED_ON = (
@@ -46,6 +49,13 @@ _PASSED_ON = (
 )
 _ENVIRONMENT_FILE = "DS_ENV_FILE"
 _WITHOUT_DEVICES = 2
+_RESTARTS = 100
+# A replica that does not come to a meeting is waited for by join_timeout at most, unless its
+# process is dead, which is known after heartbeat_timeout.
+_LIGHTHOUSE = (
+    *("--min_replicas", "1", "--join_timeout_ms", "60000", "--heartbeat_timeout_ms", "3000"),
+    *("--quorum_tick_ms", "20"),
+)
 _PORT_OPTION = "--master_port"
 _PORTS = 1 << 16
 _CHOOSE_DEVICES = {"-i", "--include", "-e", "--exclude", "--num_gpus", "--num_accelerators"}
@@ -198,14 +208,44 @@ class Job:
 
             return supervise(launcher, self.max_restarts)
 
-    def _ranks(self, variables: Mapping[str, str]) -> list[Command]:
+    def run_replicas(self, count: int) -> int:
+        """Run the job as so many replicas, with a lighthouse; see `supervise_replicas`.
+
+        Raises:
+            ConfigError: There are options for several hosts.
+            LaunchError: torchft is not installed.
+        """
+        if self.hosts or self.launcher_options:
+            reason = "the replicas of one command run on this host"
+            remedy = "Leave out --hostfile and --launcher-args, and start one job per host"
+            raise ConfigError("--replicas", count, reason, remedy)
+        require("torchft", "--replicas")
+        port = free_port()
+        lighthouse = [launch.find_script("torchft_lighthouse", "torchft"), *_LIGHTHOUSE]
+        lighthouse += ["--bind", f"[::]:{port}"]
+        variables = launch.extra_environment() | {LIGHTHOUSE: f"http://localhost:{port}"}
+        devices = 0 if "CUDA_VISIBLE_DEVICES" in os.environ else launch.device_count()
+        each = self.num_processes or max(devices // count, 1)
+        job = replace(self, num_processes=each)
+
+        def replica(number: int) -> list[Command]:
+            own = variables | {REPLICA: str(number)}
+            if devices:
+                first = number * each
+                own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + each)))
+            return job._ranks(own, free_port())
+
+        server = Command(lighthouse, {"RUST_LOG": os.environ.get("RUST_LOG", "error")})
+        return supervise_replicas(server, replica, count, self.max_restarts)
+
+    def _ranks(self, variables: Mapping[str, str], port: int | None = None) -> list[Command]:
         """Return the ranks of this host, with the variables that DeepSpeed and torchrun set."""
         count, module = self._count(), ["-m"] * self.module
         size = str(count)
         words = [sys.executable, "-u", *module, self.program, *self.options]
         variables = {
             **variables,
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port())},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or _port())},
             **{"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size},
             **{"CROSS_RANK": "0", "CROSS_SIZE": "1"},
         }
@@ -322,11 +362,23 @@ def launch_script(
         bool, typer.Option("--module", "-m", help="SCRIPT is a Python module.")
     ] = False,
     launcher_args: LauncherArguments = "",
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Replicas of local steps that come and go, of NPROC processes each."
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="How often each of the REPLICAS starts again. (Default: 100.)"),
+    ] = None,
     print_command: PrintCommand = False,
 ) -> None:
     """Run a script as several ranks; the first error is the last line, with the right exit code.
 
     For example: wavemare launch --nproc 4 train.py --epochs 3
+
+    With --replicas, torchft's lighthouse runs as well, and a replica that fails starts again.
 
     Unlike the launchers themselves it fails if the hostfile is wrong or a rank is killed.
     """
@@ -343,7 +395,13 @@ def launch_script(
         hosts=read_hosts(hostfile),
         hostfile=hostfile,
         launcher_options=split_options(launcher_args),
+        max_restarts=0 if replicas is None else _RESTARTS if max_restarts is None else max_restarts,
     )
+    if replicas is None and max_restarts is not None:
+        reason, remedy = "only replicas start again by themselves", "Use torchrun --max-restarts"
+        raise ConfigError("--max-restarts", max_restarts, reason, remedy)
+    if replicas is not None:
+        raise typer.Exit(job.run_replicas(replicas))
     start(job, print_command=print_command)
 
 

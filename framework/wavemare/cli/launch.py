@@ -30,11 +30,24 @@ def find_deepspeed() -> str:
     Raises:
         LaunchError: There is none.
     """
-    beside = Path(sys.executable).with_name("deepspeed")
-    found = str(beside) if beside.exists() else shutil.which("deepspeed")
+    return find_script("deepspeed", "deepspeed")
+
+
+def find_script(name: str, package: str) -> str:
+    """Return a script of this environment, else the one in PATH.
+
+    Args:
+        name: Of the script.
+        package: What brings it.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
         reason = f"neither beside {sys.executable} nor in PATH"
-        raise LaunchError("deepspeed", None, reason, "Install it: pip install deepspeed")
+        raise LaunchError(name, None, reason, f"Install it: pip install {package}")
     return found
 
 

@@ -7,14 +7,17 @@ launcher, there is one process: that launcher, which starts the ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 import psutil
@@ -27,6 +30,8 @@ _SECONDS_TO_FOLLOW = 30.0
 """For ranks that hear of the failure of another one, and may save what they have."""
 _SECONDS_TO_STOP = 120.0
 """For the current step, up to three more, and a checkpoint."""
+_SECONDS_TO_FINISH = 60.0
+"""For replicas that go on after one has ended well: all of them make the last step together."""
 _POLL_S = 0.05
 _LAUNCHER = "deepspeed.launcher.launch"
 
@@ -81,6 +86,95 @@ def supervise(
             "'dmesg | tail'\n"
         )
     return code
+
+
+def supervise_replicas(
+    server: Command,
+    commands: Callable[[int], Sequence[Command]],
+    count: int,
+    max_restarts: int,
+    seconds_to_finish: float = _SECONDS_TO_FINISH,
+) -> int:
+    """Run replicas that come and go, each of which starts again by itself, to their end.
+
+    When one has ended with 0, no other starts again, and those that go on get SIGTERM after a
+    minute: one that has come too late would begin anew. Signals go to all, as in `supervise`.
+
+    Args:
+        server: A process that the replicas need. It starts again, too, and ends with them.
+        commands: Returns the processes of a replica, which are counted from 0.
+        count: Number of replicas.
+        max_restarts: How often a replica that has failed starts again; one with a typed error does
+            not.
+        seconds_to_finish: From the end of the first replica to SIGTERM.
+
+    Returns:
+        The exit code: 0 if a replica has ended with 0 and none with a typed error.
+    """
+    over: list[int] = []
+    with _noted_signals() as received:
+        needed = _Restarted("the server", lambda: [server], max_restarts, over)
+        replicas = [
+            _Restarted(f"replica {n}", partial(commands, n), max_restarts, received)
+            for n in range(count)
+        ]
+        for each in (needed, *replicas):
+            each.start()
+        finished_at = math.inf
+        while any(replica.is_alive() for replica in replicas):
+            time.sleep(_POLL_S)
+            if finished_at == math.inf and any(replica.code == 0 for replica in replicas):
+                finished_at = time.monotonic()
+                for replica in replicas:
+                    replica.starts_again = False
+            if time.monotonic() - finished_at > seconds_to_finish and not received:
+                received.append(signal.SIGTERM)
+    over.append(signal.SIGKILL)
+    needed.join()
+    codes = [replica.code for replica in replicas]
+    done = 0 in codes and WavemareError.exit_code not in codes
+    return 0 if done else exit_code(codes)
+
+
+class _Restarted(threading.Thread):
+    """Starts processes again until they have ended in good order.
+
+    Args:
+        what: They are, in words.
+        commands: Returns the processes of an attempt.
+        max_restarts: How often they start again after a failure that is no typed error.
+        received: The signals that end them, as they come.
+
+    Attributes:
+        code: The exit code of the last attempt; None before it has ended.
+        starts_again: Whether they may start again.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        commands: Callable[[], Sequence[Command]],
+        max_restarts: int,
+        received: Sequence[int],
+    ) -> None:
+        super().__init__(name=f"wavemare {what}", daemon=True)
+        self._what, self._commands, self._received = what, commands, received
+        self._max_restarts = max_restarts
+        self.code: int | None = None
+        self.starts_again = True
+
+    def run(self) -> None:
+        """Start them, and start them again."""
+        for restart in range(1, self._max_restarts + 2):
+            code = _Attempt(self._commands(), self._received).run(_SECONDS_TO_STOP)
+            over = self._received or code in (0, WavemareError.exit_code) or not self.starts_again
+            if over or restart > self._max_restarts:
+                break
+            sys.stderr.write(
+                f"wavemare: {self._what} ended with {code}; "
+                f"restart {restart} of {self._max_restarts}\n"
+            )
+        self.code = code
 
 
 def exit_code(codes: Iterable[int | None]) -> int:

@@ -289,3 +289,45 @@ def test_stopped_ranks_leave_and_are_not_restarted(restarted, tmp_path, wait_for
     assert job.communicate(timeout=600) == (None, "")
     assert job.returncode == 0
     assert len(attempts_of(tmp_path)) == 1
+
+
+# Replica 1 is killed at its first attempt; replica 0 waits for its second one. The server is
+# killed once, too.
+REPLICA = """
+import os, signal, sys, time
+folder, who, end = sys.argv[1:]
+file = f"{folder}/{who}_{time.time_ns()}"
+open(file, "w").close()
+mine = [name for name in os.listdir(folder) if name.startswith(f"{who}_")]
+if who in ("1", "server") and len(mine) == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if end == "typed" and who == "1":
+    sys.exit(2)
+while who == "server" or len([n for n in os.listdir(folder) if n.startswith(("1_", "s"))]) < 4:
+    time.sleep(0.02)
+while who == "2":  # it would never end
+    time.sleep(0.02)
+"""
+REPLICAS = """
+import sys
+from wavemare.cli.supervisor import Command, supervise_replicas
+words = [sys.executable, "-c", *sys.argv[1:3]]
+
+def of(who):
+    return Command([*words, str(who), sys.argv[3]], {})
+
+sys.exit(supervise_replicas(of("server"), lambda n: [of(n)], 3, 5, seconds_to_finish=1.0))
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("well", 0), ("typed", 2)])
+def test_each_replica_starts_again_by_itself(tmp_path, end, code):
+    words = [sys.executable, "-c", REPLICAS, REPLICA, str(tmp_path), end]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == code, done.stderr
+    started = [file.name.split("_")[0] for file in tmp_path.iterdir()]
+    assert sorted(started) == ["0", "1", "1", "2", "server", "server"]
+    lines = sorted(line.split(";")[0] for line in done.stderr.splitlines())
+    assert lines == [f"wavemare: {who} ended with 137" for who in ("replica 1", "the server")]
+    told = [process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"])]
+    assert not [words for words in told if str(tmp_path) in words]

@@ -21,3 +21,13 @@ def test_the_plan_is_deepspeeds_grid(stages, tensor, data):
         assert [found.data_rank, found.data_world_size] == [place.data, data]
         assert found.model_world_size == stages * tensor
         assert found.is_first == (place.pipe == place.model == 0)
+
+
+def test_jobs_of_replicas_follow_each_other():
+    found = [
+        Ranks([rank], [0, 1], rank, job=job, jobs=3).data_rank
+        for job in range(3)
+        for rank in (0, 1)
+    ]
+    assert found == list(range(6))
+    assert Ranks([0], [0, 1], 0, job=1, jobs=3).data_world_size == 6

@@ -9,6 +9,7 @@ that share tensors are neighbours, then come replicas, and stages are the farthe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -17,7 +18,8 @@ from typing import Any
 from torch import distributed as dist
 
 from wavemare.engine.config.sections import LocalStepsConfig
-from wavemare.errors import ConfigError
+from wavemare.engine.launch.environment import REPLICA
+from wavemare.errors import ConfigError, LaunchError
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,29 @@ class Axis:
     def first(self) -> int:
         """The global rank of the first of them."""
         return self.ranks[0]
+
+
+@dataclass(frozen=True)
+class JobAxis(Axis):
+    """Replicas that are jobs of their own: no process group holds them.
+
+    Attributes:
+        place: Of this job among them.
+        count: Their number when all are present.
+    """
+
+    place: int
+    count: int
+
+    @property
+    def rank(self) -> int:
+        """This job's place among them."""
+        return self.place
+
+    @property
+    def size(self) -> int:
+        """Their number when all are present."""
+        return self.count
 
 
 def _read(find: Callable[[ProcessGrid], Any]) -> Callable[..., Any]:
@@ -146,6 +171,19 @@ class ProcessGrid:
         replicas = own_axis([list(range(r, world, size)) for r in range(size)])
         return cls(tensor=alone, pipeline=alone, data=data, model=alone, replicas=replicas)
 
+    @classmethod
+    def of_job(cls, place: int, count: int) -> ProcessGrid:
+        """Make the groups of a replica that is a job of its own.
+
+        Args:
+            place: Of the job among the replicas.
+            count: Number of replicas.
+        """
+        world = list(range(dist.get_world_size()))
+        alone, data = own_axis([[rank] for rank in world]), own_axis([world])
+        replicas = JobAxis(None, (dist.get_rank(),), place, count)
+        return cls(tensor=alone, pipeline=alone, data=data, model=alone, replicas=replicas)
+
     # Megatron's names. Its flags count context-parallel ranks, of which there are none.
     get_tensor_model_parallel_group = _read(attrgetter("tensor.group"))
     get_tensor_model_parallel_rank = _read(attrgetter("tensor.rank"))
@@ -211,6 +249,23 @@ def replica_size(config: LocalStepsConfig, hosts: Sequence[str]) -> int:
         remedy = 'Give "rank" or a number, start more, or set wavemare.local_steps.mode to "off"'
         raise ConfigError(key, config.replica, reason, remedy)
     return size
+
+
+def replica_number(count: int) -> int:
+    """Return which replica this job is, by the variable ``WAVEMARE_REPLICA``.
+
+    Args:
+        count: Number of replicas.
+
+    Raises:
+        LaunchError: It is not set, or no number from 0 to ``count`` - 1.
+    """
+    given = os.environ.get(REPLICA, "")
+    if not (given.isascii() and given.isdecimal() and int(given[:9]) < count):
+        reason = f"each of the {count} replicas is a job with a number of its own, from 0"
+        remedy = f"Start with wavemare launch --replicas, or export {REPLICA}=N"
+        raise LaunchError(REPLICA, given or None, reason, remedy)
+    return int(given)
 
 
 def own_axis(groups: list[list[int]]) -> Axis:

@@ -39,6 +39,12 @@ def zero(stage, **more):
         ({**ON, "outer": {"momentum": 1.0}}, "outer.momentum"),
         ({**ON, "bits": 2}, "bits"),
         ({**ON, "replica": 0}, "replica"),
+        ({**ON, "elastic": {"timeout_s": 9}}, "elastic"),
+        ({**ON, "elastic": {"replicas": 1}}, "elastic.replicas"),
+        ({**ON, "elastic": {"replicas": 2, "min_replicas": 3}}, "elastic.min_replicas"),
+        ({**ON, "elastic": {"replicas": 2}, "replica": "rank"}, "replica"),
+        ({**ON, "elastic": {"replicas": 2}, "warmup_steps": 1}, "warmup_steps"),
+        ({**ON, "elastic": {"replicas": 2}, "copies": "device"}, "copies"),
     ],
 )
 def test_keys_without_effect_and_values_that_cannot_be_are_refused(local, key):
@@ -83,6 +89,7 @@ def test_what_replicas_go_with_passes():
     check(ON, {**zero(2), **BF16})
     check(ON, wavelet={"mode": "sync"})
     check({**ON, "every": 8, "fragments": 4, "overlap": 2, "mixing": "replace", "bits": 4})
+    check({**ON, "every": 8, "fragments": 4, "overlap": 2, "elastic": {"replicas": 4}})
 
 
 @pytest.mark.parametrize(

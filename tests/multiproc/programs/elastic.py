@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica that comes and goes; each is a job of its own.
+
+Arguments: result folder, settings as JSON. Writes a line of JSON for each step.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from common import QUIET, build_gpt2, configuration, weights_digest
+
+import wavemare
+from wavemare.data.loader import ResumableLoader
+
+FOLDER, GIVEN = Path(sys.argv[1]), json.loads(sys.argv[2])
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+
+
+class Rows:
+    """Samples that are told apart by their first token."""
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, number):
+        row = (torch.arange(8) * 7 + number) % 50
+        return {"input_ids": row, "labels": row}
+
+
+def start():
+    torch.manual_seed(GIVEN.get("seed", 7))
+    config = configuration(GIVEN.get("zero", 0), optimizer=ADAMW, gradient_clipping=0.0)
+    config.pop("scheduler")
+    local = {"mode": "diloco", "every": 4, **GIVEN["local"]}
+    local |= GIVEN.get("unlike", {}).get(os.environ.get("WAVEMARE_REPLICA"), {})
+    config["wavemare"] = {"local_steps": local, "guard": {"nonfinite": "off"}}
+    config["wavemare"]["watchdog"] = GIVEN.get("watchdog", {})
+    return wavemare.initialize(model=build_gpt2(**QUIET), config=config)[0]
+
+
+def main():
+    engine = start()
+    loader = ResumableLoader.of(engine, Rows(), seed=1)
+    if GIVEN.get("load"):
+        engine.load_checkpoint(str(FOLDER))
+        loader.consumed_samples = engine.global_samples
+    name = str(engine.data_rank)
+    tried = FOLDER / f"{name}.tried"
+    attempt = len(tried.read_text()) if tried.exists() else 0
+    tried.write_text("x" * (attempt + 1))
+    events = GIVEN.get("events", {}).get(str(engine.replica), {}) if not attempt else {}
+    present = 0.0
+    with open(FOLDER / f"{name}.jsonl", "a", buffering=1) as file:
+        while engine.global_steps < GIVEN["steps"]:
+            event = events.get(str(engine.global_steps + 1))
+            if event == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if event == "nan":
+                next(engine.module.parameters()).data.fill_(float("nan"))
+            loss = engine.train_batch(loader).item()
+            present = engine.step_metrics().get("replicas", present)
+            missing = 0 < present < engine.num_replicas
+            time.sleep(GIVEN.get("patience", 0.0) if missing else GIVEN.get("sleep", 0.0))
+            row = {"step": engine.global_steps, "loss": loss, "attempt": attempt}
+            row |= {"at": loader.consumed_samples, "time": time.time(), **engine.step_metrics()}
+            file.write(f"{json.dumps(row)}\n")
+            if engine.global_steps == GIVEN.get("save"):
+                engine.save_checkpoint(str(FOLDER))
+        engine.synchronize()
+        file.write(f"{json.dumps({'digest': weights_digest(engine)})}\n")
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()
