@@ -104,6 +104,11 @@ class LossRequest(GptRequest):
         """Check the names of optimizers, messages and outer optimizers."""
         super().check()
         check_names("--optimizers", self.optimizers, OPTIMIZERS)
+        fields = type(self).model_fields
+        for name in ("rounds", "warmups"):
+            if getattr(self, name) != fields[name].default:
+                reason, remedy = "a training of a seed has one loss", "Give several --seeds"
+                raise ConfigError(f"--{name}", getattr(self, name), reason, remedy)
         self.variants()
 
     def variants(self) -> list[Variant]:

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from benchmarks.local_steps.loss_request import LossRequest, Variant, named
 from benchmarks.local_steps.measure import Batch, batches
-from wavemare.engine.local_steps.codec import CHUNK
 from wavemare.engine.local_steps.steps import outer_step
 from wavemare.engine.local_steps.wire import decode_ranges, encode_mean, encode_ranges, ranges_of
 from wavemare.observe import Screen
@@ -189,7 +188,7 @@ def _sum(rows: Tensor) -> Tensor:
 def measure(request: LossRequest) -> dict[str, Any]:
     """Train all variants, one after the other; return the result."""
     torch.set_num_threads(1)
-    screen, rows = Screen(), []
+    screen, rows = Screen(rank=0), []
     variants = request.variants()
     for number, variant in enumerate(variants, 1):
         screen.note(f"{number} of {len(variants)}: {named(variant)}")
@@ -219,12 +218,12 @@ def train(request: LossRequest, variant: Variant) -> dict[str, Any]:
             outer.exchange()
     found: dict[str, Any] = {"bytes_share": None, "common_loss": None}
     if variant.every:
-        trained, code = model.flat(), variant.code
+        trained = model.flat()
         model.write(outer.common)
         found["common_loss"] = evaluate(request, model, variant.seed)
         model.write(trained)
         outer.synchronize()
-        found["bytes_share"] = code.size(CHUNK) / (4 * CHUNK) / variant.every
+        found["bytes_share"] = variant.code.share / variant.every
     found["loss"] = evaluate(request, model, variant.seed)
     return {**found, "seconds": time.perf_counter() - begun}
 

@@ -45,6 +45,11 @@ class Code:
         """Whether numbers arrive as they are, so that nothing is left for the next message."""
         return self.bits == _FP32 and not self.top_k
 
+    @property
+    def share(self) -> float:
+        """The bytes of a long message, beside those of its numbers in 32 bits."""
+        return self.size(CHUNK) / (4 * CHUNK)
+
     def size(self, numel: int) -> int:
         """Return the bytes of a message."""
         rows = self._rows(numel)
