@@ -41,13 +41,15 @@ class Variant(NamedTuple):
 class LossRequest(GptRequest):
     """Measure the loss of local steps at equal steps, with all replicas in one process.
 
-    Messages are written as in training, by the same functions, and nothing travels. Gaps are to the
-    best synchronous training with the same inner optimizer and seed.
+    Messages are written as in training, by the same functions, and nothing travels. A GPU is
+    used if there is one. Gaps are to the best synchronous training with the same inner optimizer
+    and seed.
 
     For example: python -m benchmarks local-steps-loss --optimizers muon --messages 32,2,64of4096x2
     """
 
     measured_by: ClassVar[str] = "benchmarks.local_steps.replay:measure"
+    on_cpu: ClassVar[bool] = False
     columns: ClassVar[Mapping[str, Column]] = {
         "optimizer": Column("optimizer"),
         "rate": Column("rate", ".0e"),

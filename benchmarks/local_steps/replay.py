@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.nn import functional
 
@@ -56,7 +57,8 @@ class StackedGpt:
             scale = 0.02 if name in ("embed", "place") else shape[0] ** -0.5
             drawn = torch.randn(shape, generator=generator) * scale
             one = torch.ones(shape) if len(shape) == 1 else drawn
-            self.weights[name] = one.expand(count, *shape).clone().requires_grad_()
+            stacked = one.expand(count, *shape).to(_device(), copy=True)
+            self.weights[name] = stacked.contiguous().requires_grad_()
         self.numel = sum(math.prod(shape) for shape in shapes.values())
 
     def losses(self, tokens: Tensor) -> Tensor:
@@ -148,8 +150,8 @@ class Outer:
         self._variant, self._model = variant, model
         self.common = model.flat()[0]
         self._momentum = torch.zeros_like(self.common) if variant.outer[1] else None
-        self._residuals = torch.zeros(model.count, model.numel)
-        self._owed = torch.zeros(model.numel)
+        self._residuals = torch.zeros_like(model.flat())
+        self._owed = torch.zeros_like(self.common)
 
     def exchange(self) -> None:
         """Step the common weights, and give them to all replicas."""
@@ -176,6 +178,10 @@ class Outer:
 
     def __len__(self) -> int:
         return self._model.count
+
+
+def _device() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())
 
 
 def _sum(rows: Tensor) -> Tensor:
@@ -208,7 +214,7 @@ def train(request: LossRequest, variant: Variant) -> dict[str, Any]:
     data = list(_of_all_replicas(request, variant.seed))
     inner, outer = Inner(variant, model, request.steps), Outer(variant, model)
     for step in range(1, request.steps + 1):
-        tokens = torch.stack([next(own)["input_ids"] for own in data])
+        tokens = torch.stack([next(own)["input_ids"] for own in data]).to(_device())
         model.losses(tokens.view(model.count, -1, request.sequence)).sum().backward()
         inner.step(step, together=step <= request.warmup)
         past = step - request.warmup
@@ -239,6 +245,6 @@ def evaluate(request: LossRequest, model: StackedGpt, seed: int) -> float:
     kept = model.weights
     model.weights = {name: weight.detach()[:1] for name, weight in kept.items()}
     with torch.no_grad():
-        losses = [model.losses(batch["input_ids"][None]) for batch in held_out]
+        losses = [model.losses(batch["input_ids"][None].to(_device())) for batch in held_out]
     model.weights = kept
     return float(torch.cat(losses).mean())
