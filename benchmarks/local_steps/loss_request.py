@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import product
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field, PositiveInt
 
+from benchmarks.local_steps.sparse_code import CHUNK, SparseCode
 from benchmarks.request import GptRequest, NonNegativeInt
 from wavemare.cli.options import check_names
 from wavemare.engine.local_steps.codec import Code
@@ -139,16 +141,12 @@ class LossRequest(GptRequest):
 
 
 def _code(word: str) -> Code:
-    size, _, bits = word.rpartition("x")
-    try:
-        top_k, known, _ = size.partition("of4096")
-        code = Code(int(bits), int(top_k) if size else 0)
-        if code.bits not in (32, 8, 4, 2) or bool(size) != bool(known) or code.top_k % 4:
-            raise ValueError
-    except ValueError:
-        reason = "it is no message"
-        raise ConfigError("--messages", word, reason, "Write 32, 8, 4, 2 or 64of4096x2") from None
-    return code
+    found = re.fullmatch(r"(?:(\d+)of4096x)?(32|8|4|2)", word)
+    top_k, bits = (int(part or 0) for part in found.groups()) if found else (0, 0)
+    if not bits or top_k % 4 or top_k > CHUNK or (top_k and bits == 32):  # noqa: PLR2004
+        reason, remedy = "it is no message", "Write 32, 8, 4, 2 or 64of4096x2"
+        raise ConfigError("--messages", word, reason, remedy)
+    return SparseCode(bits, top_k) if top_k else Code(bits)
 
 
 def _outer(word: str) -> tuple[float, float]:
@@ -163,7 +161,7 @@ def _outer(word: str) -> tuple[float, float]:
 def named(variant: Variant) -> dict[str, Any]:
     """Return what a row says of a training."""
     code, local = variant.code, variant.every > 0
-    size = f"{code.top_k}of4096x" if code.top_k else ""
+    size = f"{code.top_k}of{CHUNK}x" if isinstance(code, SparseCode) else ""
     return {
         "optimizer": variant.optimizer,
         "rate": variant.rate,

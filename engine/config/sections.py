@@ -109,15 +109,11 @@ class LocalStepsConfig(Section):
     """Bits of a number in a message. With fewer than 32, the rounding errors are added to the next
     message."""
 
-    top_k: int = Field(default=0, ge=0, le=2048, multiple_of=4)
-    """How many of each 4,096 numbers a message has: the largest ones. The rest is added to the next
-    message. 0 stands for all."""
-
     warmup_steps: int = Field(default=0, ge=0)
     """The number of first steps that average gradients over all ranks."""
 
     copies: Literal["auto", "device", "cpu"] = "auto"
-    """Where the common weights, the momentum and what messages leave out are stored. ``auto`` is
+    """Where the common weights, the momentum and the rounding errors are stored. ``auto`` is
     ``cpu``."""
 
 

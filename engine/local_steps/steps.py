@@ -68,7 +68,7 @@ class LocalSteps(Feature):
         self._device = engine.device if config.copies == "device" else torch.device("cpu")
         replicas = engine.mpu.replicas
         self._replicas = replicas.size
-        self._code = Code(config.bits, config.top_k)
+        self._code = Code(config.bits)
         self._momentum_rate = 0.0 if config.mode == "average" else config.outer.momentum
         self._flights: list[_Flight] = []
         self._figures: dict[str, float] = {}
@@ -222,7 +222,7 @@ class LocalSteps(Feature):
     def _header(self, number: int, code: Code) -> Header:
         common, step = self._common[number], self._engine.global_steps
         digest = xxhash.xxh3_64_intdigest(common.cpu().numpy().data) - (1 << 63)
-        return Header(step, number, common.numel(), code.bits, digest, code.top_k)
+        return Header(step, number, common.numel(), code.bits, digest)
 
     def _deliver(self, step: float) -> None:
         begun = time.perf_counter()

@@ -22,7 +22,7 @@ from wavemare.comm.executors import CollectiveCall, Scratch
 from wavemare.comm.executors.ranges import equal_ranges, reduce_and_gather
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import open_transport
-from wavemare.engine.local_steps.codec import CHUNK, Code
+from wavemare.engine.local_steps.codec import GROUP, Code
 from wavemare.errors import CommError
 
 _BLOCK = 256
@@ -37,7 +37,6 @@ class Header(NamedTuple):
         numel: Numbers in the message.
         bits: Of a number.
         digest: Of the common weights of the fragment, before the exchange.
-        top_k: See `Code`.
     """
 
     step: int
@@ -45,12 +44,10 @@ class Header(NamedTuple):
     numel: int
     bits: int
     digest: int = 0
-    top_k: int = 0
 
     def __str__(self) -> str:
         whole = f"step {self.step}, fragment {self.fragment}, {self.numel} numbers of {self.bits}"
-        largest = f", {self.top_k} of {CHUNK}" if self.top_k else ""
-        return f"{whole} bits{largest}, common weights {self.digest & (1 << 64) - 1:016x}"
+        return f"{whole} bits, common weights {self.digest & (1 << 64) - 1:016x}"
 
 
 @dataclass(eq=False)
@@ -127,7 +124,7 @@ class ReplicaLink:
                 means of `own_range`. The second one changes until the message has come.
             note: A number for all replicas.
         """
-        code, (waiting, owed) = Code(header.bits, header.top_k), residuals
+        code, (waiting, owed) = Code(header.bits), residuals
         parts = encode_ranges(code, values, waiting, self._transport.size)
         means = lambda: self._coded_mean(code, header.numel, parts, owed)  # noqa: E731
         return self._begin(header, note, means, *parts, owed)
@@ -158,8 +155,7 @@ class ReplicaLink:
             other = Header(*numbers)
             if other != own:
                 name = self._transport.world_ranks[rank]
-                alike = other._replace(digest=own.digest) == own
-                what = "copy of the common weights" if alike else "message"
+                what = "message" if other[:-1] != own[:-1] else "copy of the common weights"
                 reason = f"the {what} of rank {name} differs: {other}"
                 remedy = "Give all ranks the same configuration, model and steps"
                 raise CommError("wavemare.local_steps", str(own), reason, remedy)
@@ -183,8 +179,8 @@ class ReplicaLink:
 
 
 def ranges_of(numel: int, count: int) -> list[slice]:
-    """Return the range of each owner: whole chunks."""
-    return [slice(each.start, each.stop) for each in equal_ranges(numel, CHUNK, count)]
+    """Return the range of each owner: whole groups of a code."""
+    return [slice(each.start, each.stop) for each in equal_ranges(numel, GROUP, count)]
 
 
 def encode_ranges(code: Code, values: Tensor, residual: Tensor, count: int) -> list[Tensor]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A slow twin of the messages of local steps: numpy, one group of numbers at a time.
 
-It knows the numbers that a message stands for, not its bytes.
+It knows the numbers that a message stands for, not its bytes. ``top_k`` is how many of each chunk
+are in it; 0 stands for all.
 """
 
 from itertools import pairwise
@@ -12,24 +13,32 @@ GROUP, CHUNK = 128, 4096
 ONE = np.float32(1)
 
 
+def unlike_numbers(numel, seed=0):
+    """Return numbers of very unlike sizes, some of them zero."""
+    values = np.random.default_rng(seed).standard_normal(numel).astype(np.float32)
+    values[: numel // 2] *= np.float32(1e-3)
+    values[numel // 3 : numel // 2] = 0
+    return values
+
+
 def size_of(numel, bits, top_k=0):
     """Return the bytes of a message of so many numbers."""
-    scales = {32: 0, 2: 8}.get(bits, 4)
+    scales = 8 if bits == 2 else 4
     if top_k:
         return -(-numel // CHUNK) * (scales + top_k * 12 // 8 + top_k * bits // 8)
     return -(-numel // GROUP) * (scales + GROUP * bits // 8)
 
 
 def ranges_of(numel, count):
-    """Return the bounds of each owner's range: whole chunks, of about the same number."""
-    chunks = -(-numel // CHUNK)
-    cuts = [min(chunks * place // count * CHUNK, numel) for place in range(count + 1)]
+    """Return the bounds of each owner's range: whole groups, of about the same number."""
+    groups = -(-numel // GROUP)
+    cuts = [min(groups * place // count * GROUP, numel) for place in range(count + 1)]
     return list(pairwise(cuts))
 
 
-def bytes_sent(numel, ranks, rank, bits, top_k=0):
+def bytes_sent(numel, ranks, rank, bits):
     """Return what a rank sends: the others' ranges once, and its own mean to each of them."""
-    sizes = [size_of(stop - start, bits, top_k) for start, stop in ranges_of(numel, ranks)]
+    sizes = [size_of(stop - start, bits) for start, stop in ranges_of(numel, ranks)]
     return sum(sizes) - sizes[rank] + (ranks - 1) * sizes[rank]
 
 
@@ -53,8 +62,6 @@ def arrived(values, bits, top_k=0):
 
 
 def _rounded(numbers, bits):
-    if bits == 32:
-        return numbers
     sizes = np.abs(numbers)
     if bits == 2:
         wide = sizes.astype(np.float64)
@@ -69,14 +76,6 @@ def _rounded(numbers, bits):
     return np.clip(np.rint(numbers / scale), -top, top).astype(np.float32) * scale
 
 
-def left_out(values, waiting, bits, top_k=0):
-    """Return what arrives of numbers and of what waits, and what waits then."""
-    decay = np.float32(0.95) if top_k else ONE
-    whole = waiting * decay + values
-    sent = arrived(whole, bits, top_k)
-    return sent, whole - sent
-
-
 class Messages:
     """The exchanges of some ranks.
 
@@ -85,8 +84,8 @@ class Messages:
         owed: What the means of all owners have left out.
     """
 
-    def __init__(self, ranks, numel, bits, top_k=0):
-        self.code = bits, top_k
+    def __init__(self, ranks, numel, bits):
+        self.bits = bits
         self.ranges = ranges_of(numel, ranks)
         self.waiting = [np.zeros(numel, np.float32) for _ in range(ranks)]
         self.owed = np.zeros(numel, np.float32)
@@ -98,10 +97,15 @@ class Messages:
             total = np.zeros(stop - start, np.float32)
             for numbers, waiting in zip(values, self.waiting, strict=True):
                 own = slice(start, stop)
-                sent, waiting[own] = left_out(numbers[own], waiting[own], *self.code)
+                sent = self._send(numbers[own], waiting[own])
                 total = total + sent
             total = total * np.float32(1 / len(values))
-            result[start:stop], self.owed[start:stop] = left_out(
-                total, self.owed[start:stop], *self.code
-            )
+            result[start:stop] = self._send(total, self.owed[start:stop])
         return result
+
+    def _send(self, numbers, waiting):
+        """Return what arrives of numbers and of what waits; leave the rest there."""
+        waiting += numbers
+        sent = arrived(waiting, self.bits)
+        waiting -= sent
+        return sent

@@ -2,6 +2,7 @@
 """Messages of replicas with local steps, against a slow twin of all of them."""
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,8 @@ from wavemare.engine.local_steps.wire import Header, ReplicaLink
 sys.path.append(str(Path(__file__).parents[2]))
 from support import message_twin as twin
 
-CODES = [(8, 0), (4, 0), (2, 0), (32, 64), (2, 64)]
-SIZES = [0, 1, 4096, 9 * 4096 + 100]
-
-
-def numbers(numel, turn, rank):
-    values = np.random.default_rng([turn, rank]).standard_normal(numel).astype(np.float32)
-    values[: numel // 3] *= np.float32(1e-3)
-    values[numel // 3 : numel // 2] = 0
-    return values
+BITS = [8, 4, 2]
+SIZES = [0, 1, 128, 75 * 128 + 100]
 
 
 def replicas(world, checks, sizes):
@@ -31,20 +25,20 @@ def replicas(world, checks, sizes):
         transport = open_transport(group, choice=world.kind, timeout_s=600)
         link = ReplicaLink(transport, timeout_s=600, device=torch.device("cpu"))
         told = []
-        for (bits, top_k), numel in ((code, numel) for code in CODES for numel in SIZES):
-            name = count, bits, top_k, numel
-            slow = twin.Messages(count, numel, bits, top_k)
+        for bits, numel in product(BITS, SIZES):
+            name = count, bits, numel
+            slow = twin.Messages(count, numel, bits)
             own = link.own_range(numel)
             residuals = torch.zeros(numel), torch.zeros(own.stop - own.start)
             for turn in range(3):
-                values = [numbers(numel, turn, rank) for rank in range(count)]
-                header = Header(turn, 0, numel, bits, top_k=top_k)
+                values = [twin.unlike_numbers(numel, [turn, rank]) for rank in range(count)]
+                header = Header(turn, 0, numel, bits)
                 before = link.bytes_sent
                 message = link.send_coded(header, torch.from_numpy(values[place]), residuals)
                 mean = message.wait()
                 checks(np.array_equal(mean.numpy(), slow.mean(values)), *name, turn, "differs")
-                # A header of six numbers and a note goes to each of the others.
-                expected = 56 * (count - 1) + twin.bytes_sent(numel, count, place, bits, top_k)
+                # A header of five numbers and a note goes to each of the others.
+                expected = 48 * (count - 1) + twin.bytes_sent(numel, count, place, bits)
                 sent = link.bytes_sent - before
                 checks(sent == expected, *name, "sent", sent, "bytes, not", expected)
                 told.append(digest(mean))

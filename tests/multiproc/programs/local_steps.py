@@ -99,10 +99,9 @@ class Twin:
             np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sorted(order[f::count])])
             for f in range(count)
         ]
-        bits, top_k = local.get("bits", 32), local.get("top_k", 0)
         self.messages = None
-        if bits < 32 or top_k:
-            self.messages = [Messages(replicas, len(part), bits, top_k) for part in self.parts]
+        if bits := local.get("bits"):
+            self.messages = [Messages(replicas, len(part), bits) for part in self.parts]
 
     def write(self, model, index, values):
         weights = flat(model)

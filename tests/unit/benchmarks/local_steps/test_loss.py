@@ -6,6 +6,7 @@ import torch
 
 from benchmarks.local_steps.loss_request import LossRequest, Variant
 from benchmarks.local_steps.replay import Inner, Outer, StackedGpt, evaluate, measure, train
+from benchmarks.local_steps.sparse_code import SparseCode
 from wavemare.engine.local_steps.codec import Code
 from wavemare.errors import ConfigError
 
@@ -37,7 +38,7 @@ def test_stacked_models_step_as_each_alone(optimizer):
     assert torch.allclose(together[0], whole[0], atol=2e-3 if optimizer == "muon" else 1e-5)
 
 
-@pytest.mark.parametrize("code", [Code(32), Code(2), Code(2, 64)], ids=str)
+@pytest.mark.parametrize("code", [Code(32), Code(2), SparseCode(2, 64)], ids=str)
 def test_what_messages_leave_out_is_there_in_the_end(code):
     """With momentum 0 and a rate of 1, all that replicas have changed is in their mean."""
     model = StackedGpt(REQUEST, 4, 3)
@@ -78,6 +79,7 @@ def test_evaluation_leaves_the_weights():
     [
         ({"messages": ("3",)}, "--messages"),
         ({"messages": ("64x2",)}, "--messages"),
+        ({"messages": ("6of4096x2",)}, "--messages"),
         ({"outer": ("1",)}, "--outer"),
         ({"optimizers": ("sgd",)}, "--optimizers"),
         ({"rounds": 2}, "--rounds"),

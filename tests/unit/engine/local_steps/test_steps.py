@@ -38,8 +38,6 @@ def zero(stage, **more):
         ({"mode": "average", "outer": {"lr": 0.7}}, "outer"),
         ({**ON, "outer": {"momentum": 1.0}}, "outer.momentum"),
         ({**ON, "bits": 3}, "bits"),
-        ({**ON, "top_k": 6}, "top_k"),
-        ({**ON, "top_k": 4096}, "top_k"),
         ({**ON, "replica": 0}, "replica"),
     ],
 )
