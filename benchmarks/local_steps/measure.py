@@ -206,8 +206,8 @@ def measure_losses(request: LocalStepsRequest) -> dict[str, Any]:
 
 def _evaluate(request: LocalStepsRequest, model: nn.Module) -> float:
     """Return the loss of the mean of all ranks' weights, and leave each rank its own."""
-    own = batches(request, dist.get_rank(), seed=request.seed, held_out=True)
-    held_out = islice(own, _EVAL_BATCHES)
+    source = batches(request, dist.get_rank(), seed=request.seed, held_out=True)
+    held_out = islice(source, _EVAL_BATCHES)
     with torch.no_grad():
         own = [parameter.clone() for parameter in model.parameters()]
         for parameter in model.parameters():

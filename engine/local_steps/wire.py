@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +111,7 @@ class ReplicaLink:
             values: (E,), float32, of which the mean is made in place.
             note: A number for all replicas.
         """
-        return self._begin(header, note, lambda: self._mean(values), values)
+        return self._begin(header, note, partial(self._mean, values), values)
 
     def send_coded(
         self, header: Header, values: Tensor, residuals: tuple[Tensor, Tensor], note: float = 0.0
@@ -126,8 +127,8 @@ class ReplicaLink:
         """
         code, (waiting, owed) = Code(header.bits), residuals
         parts = encode_ranges(code, values, waiting, self._transport.size)
-        means = lambda: self._coded_mean(code, header.numel, parts, owed)  # noqa: E731
-        return self._begin(header, note, means, *parts, owed)
+        mean = partial(self._coded_mean, code, header.numel, parts, owed)
+        return self._begin(header, note, mean, *parts, owed)
 
     def _begin(
         self, header: Header, note: float, mean: Callable[[], Tensor], *tensors: Tensor
