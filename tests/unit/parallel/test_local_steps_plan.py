@@ -2,6 +2,7 @@
 """The advice for slow links: closed forms beside events, and what is printed."""
 
 from itertools import product
+from random import Random
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +12,7 @@ from support.refusals import refuses
 from wavemare.cli import app
 from wavemare.engine.local_steps.codec import Code
 from wavemare.errors import PlanError
-from wavemare.parallel.planner.local_steps import SlowLink, advise
+from wavemare.parallel.planner.local_steps import Failures, SlowLink, advise
 
 
 def by_events(link, every, fragments, overlap, code, steps=4000):
@@ -75,7 +76,24 @@ def test_a_fast_link_is_advised_against():
     assert not advise(link).pays
 
 
+def test_goodput_is_that_of_a_job_that_is_played():
+    random = Random(1)
+    for per_day, restart_s, checkpoint_s in ((24, 60, 600), (288, 100, 900), (24, 0, 7200)):
+        time = kept = 0.0
+        for _ in range(20_000):  # checkpoints
+            while (until := random.expovariate(per_day / 86_400)) < checkpoint_s:
+                time += until + restart_s
+            time, kept = time + checkpoint_s, kept + checkpoint_s
+        failures = Failures(per_day=per_day, restart_s=restart_s, checkpoint_s=checkpoint_s)
+        assert failures.goodput == pytest.approx(kept / time, rel=0.02)
+    text = plan("--mbit", "200", "--failures-per-day", "24", "--checkpoint-seconds", "0")
+    assert "goodput: 98.4%" in text  # a minute of each hour
+    assert "goodput" not in plan("--mbit", "200")
+
+
 def test_numbers_that_cannot_be_are_refused():
+    with refuses(PlanError, "restart_s", -1):
+        Failures(per_day=1, restart_s=-1, checkpoint_s=1)
     with refuses(PlanError, "replicas", 1):
         SlowLink(parameters=1, replicas=1, mbit=1, step_s=1)
     with refuses(PlanError, "mbit", 0):

@@ -133,5 +133,38 @@ def advise(link: SlowLink) -> Advice:
     return Advice(link, period, code, gains)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """How often a job ends, and what that costs; a lost replica ends the job.
+
+    Args:
+        per_day: Failures of all replicas together.
+        restart_s: Seconds from a failure to the first repeated step.
+        checkpoint_s: Seconds of training between two checkpoints.
+    """
+
+    per_day: float
+    restart_s: float
+    checkpoint_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("per_day", "restart_s", "checkpoint_s"):
+            check_number(PlanError, name, getattr(self, name), 0)
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that goes into steps which are kept, if failures are random."""
+        rate = self.per_day / 86_400
+        lost = rate * self.checkpoint_s
+        repeated = lost / math.expm1(lost) if lost else 1.0
+        return repeated / (1 + rate * self.restart_s)
+
+    def __str__(self) -> str:
+        return (
+            f"goodput: {self.goodput:.1%} with {self.per_day:g} failures per day, restarts of "
+            f"{self.restart_s:g} s and a checkpoint every {self.checkpoint_s:g} s"
+        )
+
+
 def _period(messages: float) -> int:
     return _FRAGMENTS * math.ceil(max(_LEAST, 2 * messages) / _FRAGMENTS)
