@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from benchmarks.gpu.request import GpuRequest
+from benchmarks.local_steps.loss_request import LossRequest
 from benchmarks.local_steps.request import LocalStepsRequest
 from benchmarks.losses.request import LossesRequest
 from benchmarks.pipeline.request import PipelineRequest
@@ -137,6 +138,7 @@ for _name, _kind in (
     ("wave", WaveRequest),
     ("planner", PlannerRequest),
     ("local-steps", LocalStepsRequest),
+    ("local-steps-loss", LossRequest),
     ("gpu", GpuRequest),
 ):
     app.command(_name)(_command(_kind))

@@ -151,7 +151,8 @@ def resolve(
             logger.warning(warning)
     check_replaceable(ours, optimizer)
     config, ours = _with_sizes(config, ours, model, mpu, mesh_param, plan, optimizer)
-    config, optimizer = take_optimizer(config, model, optimizer)
+    replicas = ours.local_steps.mode != "off"
+    config, optimizer = take_optimizer(config, model, optimizer, replicas=replicas)
     config = without_compiled_optimizer(_without_elastic_files(config), optimizer)
     return config, ours, optimizer
 

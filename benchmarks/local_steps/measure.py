@@ -37,6 +37,7 @@ from benchmarks.local_steps.request import (
     LocalStepsRequest,
 )
 from benchmarks.ranks import build_gpt, interleaved, ratio_row
+from benchmarks.request import GptRequest
 from benchmarks.sparse.step import EngineSystem, StepSample, StepSystem, TorchSystem, run_round
 from wavemare.engine.config.sections import OuterConfig
 from wavemare.engine.launch.group import gather
@@ -98,7 +99,7 @@ def measure(request: LocalStepsRequest) -> dict[str, Any]:
 
 def _start(request: LocalStepsRequest) -> tuple[Screen, Iterator[Batch]]:
     torch.set_num_threads(1)
-    return Screen(rank=dist.get_rank()), batches(request, dist.get_rank())
+    return Screen(rank=dist.get_rank()), batches(request, dist.get_rank(), seed=request.seed)
 
 
 def _measured(request: LocalStepsRequest) -> list[str]:
@@ -117,13 +118,15 @@ def _tune(request: LocalStepsRequest, data: Iterator[Batch]) -> tuple[int, dict[
     return min(seconds, key=seconds.__getitem__), seconds
 
 
-def batches(request: LocalStepsRequest, rank: int, *, held_out: bool = False) -> Iterator[Batch]:
+def batches(
+    request: GptRequest, rank: int, *, seed: int, held_out: bool = False
+) -> Iterator[Batch]:
     """Yield parts of a text, DeepSpeed's own source by bytes; a tenth of it is held out."""
     files = sorted(Path(deepspeed.__file__).with_name("runtime").rglob("*.py"))
     text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
     cut = len(text) * 9 // 10
     text = text[cut:] if held_out else text[:cut]
-    generator = np.random.default_rng([request.seed, int(held_out), rank])
+    generator = np.random.default_rng([seed, int(held_out), rank])
     while True:
         starts = generator.integers(len(text) - request.sequence, size=(request.batch, 1))
         tokens = torch.from_numpy(text[starts + np.arange(request.sequence)].astype(np.int64))
@@ -204,7 +207,8 @@ def measure_losses(request: LocalStepsRequest) -> dict[str, Any]:
 
 def _evaluate(request: LocalStepsRequest, model: nn.Module) -> float:
     """Return the loss of the mean of all ranks' weights, and leave each rank its own."""
-    held_out = islice(batches(request, dist.get_rank(), held_out=True), _EVAL_BATCHES)
+    source = batches(request, dist.get_rank(), seed=request.seed, held_out=True)
+    held_out = islice(source, _EVAL_BATCHES)
     with torch.no_grad():
         own = [parameter.clone() for parameter in model.parameters()]
         for parameter in model.parameters():

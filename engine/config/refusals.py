@@ -465,12 +465,14 @@ def _elastic(local: LocalStepsConfig, key: str) -> _Rows:
     whole = "each job is one replica"
     alone = "replicas would wait for each other in each step"
     host = "replicas that come and go exchange from the host's memory"
+    kept = "a replica that goes takes with it what its messages have left out"
     for refused, name, value, reason, remedy in (
         (count < 2, "elastic.replicas", count, few, "Give at least 2"),  # noqa: PLR2004
         (least > count, "elastic.min_replicas", least, fewer, "Give less"),
         ("replica" in local.model_fields_set, "replica", local.replica, whole, _REMOVE),
         (local.warmup_steps, "warmup_steps", local.warmup_steps, alone, _REMOVE),
         (local.copies == "device", "copies", local.copies, host, _REMOVE),
+        (local.bits < 32, "bits", local.bits, kept, _REMOVE),  # noqa: PLR2004
     ):
         yield refused, f"{key.removesuffix('.elastic')}.{name}", value, reason, remedy
 

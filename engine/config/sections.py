@@ -128,8 +128,8 @@ class LocalStepsConfig(Section):
     outer: OuterConfig = OuterConfig()
     """See `OuterConfig`."""
 
-    bits: Literal[32, 8, 4] = 32
-    """Bits of a number in a message. With 8 and 4, the rounding errors are added to the next
+    bits: Literal[32, 8, 4, 2] = 32
+    """Bits of a number in a message. With fewer than 32, the rounding errors are added to the next
     message."""
 
     warmup_steps: int = Field(default=0, ge=0)

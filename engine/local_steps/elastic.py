@@ -24,7 +24,7 @@ from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.launch.environment import LIGHTHOUSE
 from wavemare.engine.launch.group import gather
 from wavemare.engine.local_steps.meeting import Meeting, reason_of
-from wavemare.engine.local_steps.steps import LocalSteps, finite, norms
+from wavemare.engine.local_steps.steps import EXACT, LocalSteps, finite, norms
 from wavemare.engine.local_steps.wire import START, WHOLE, Header
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.errors import CommError, ConfigError, NumericsError
@@ -63,7 +63,6 @@ class ElasticSteps(LocalSteps):
         require("torchft", _KEY)
         self._members: Members | None = None
         self._saved: dict[str, int] | None = None
-        self._kept: Tensor | None = None
         self._is_open = False
         """Whether the message in flight is of an exchange that this process has begun."""
         self._met_at, self._missed = time.monotonic(), 0
@@ -198,8 +197,6 @@ class ElasticSteps(LocalSteps):
         for name, ours in (("common", self._common), ("momentum", self._momentum)):
             for own, given in zip(ours, state[name], strict=True):
                 own.copy_(given)
-        for residual in self._residual:
-            residual.zero_()
         for number, weights in enumerate(state["weights"]):
             self._write(number, weights)
         self._adapter.publish_masters()
@@ -226,9 +223,9 @@ class ElasticSteps(LocalSteps):
 
     def _of_all(self, what: int) -> Header:
         """Return the header of what concerns all fragments."""
-        parts = [self._header(number, 32) for number in range(self._config.fragments)]
+        parts = [self._header(number, EXACT) for number in range(self._config.fragments)]
         digest = _digest([part.digest for part in parts])
-        return Header(self._step, what, sum(part.numel for part in parts), 32, digest)
+        return Header(self._step, what, sum(part.numel for part in parts), EXACT.bits, digest)
 
     def _meet(self, header: Header, *, trains: bool = True, hurries: bool = False) -> Meeting:
         assert self._members is not None
@@ -251,7 +248,7 @@ class ElasticSteps(LocalSteps):
         return all(gather(own, self._engine.data_parallel_group))
 
     def _send(self, number: int, step: int) -> None:
-        self._take_part(self._meet(self._header(number, self._config.bits)))
+        self._take_part(self._meet(self._header(number, EXACT)))
 
     def _take_part(self, meeting: Meeting) -> bool:
         """Make the exchange of a meeting, or none; return whether it has begun."""
@@ -266,11 +263,8 @@ class ElasticSteps(LocalSteps):
         if meeting.header.fragment == WHOLE:
             return self._average(meeting)
         number = meeting.header.fragment
-        self._kept = self._residual[number].clone() if self._residual else None
         super()._send(number, self._step)
         self._is_open = True
-        if self._residual and meeting.state is not None:
-            self._residual[number].zero_()
         if meeting.diverged:
             self._deliver(math.inf)
             self._stop_if_diverged(meeting)
@@ -291,8 +285,6 @@ class ElasticSteps(LocalSteps):
         if self._members.commit(reason):
             self._met_at, self._missed = time.monotonic(), 0
             return super()._receive(flight)
-        if self._kept is not None:
-            self._residual[flight.message.header.fragment].copy_(self._kept)
         self._miss(reason or "too few replicas, or a rank of this one, took part")
         return None
 
@@ -309,9 +301,7 @@ class ElasticSteps(LocalSteps):
         messages, reason = [], ""
         for number, common in enumerate(self._common):
             change = common - self._read(number)
-            if self._residual:
-                change += self._residual[number]
-            messages.append(self._link.send(self._header(number, 32), change))
+            messages.append(self._link.send(self._header(number, EXACT), change))
         try:
             means = [message.wait() for message in messages]
         except CommError as error:
@@ -320,8 +310,6 @@ class ElasticSteps(LocalSteps):
             self._miss(reason or "too few replicas, or a rank of this one, took part")
             return False
         self._stop_if_diverged(meeting)
-        for residual in self._residual:
-            residual.zero_()
         for number, mean in enumerate(means):
             self._common[number].sub_(finite(mean, number))
             self._write(number, self._common[number])

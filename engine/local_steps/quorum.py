@@ -119,8 +119,8 @@ class ElasticLink(ReplicaLink):
             values.zero_()
         return super().send(header, values, note)
 
-    def _mean(self, header: Header, values: Tensor) -> Tensor:
-        mean, size = super()._mean(header, values), self._transport.size
+    def _mean(self, values: Tensor) -> Tensor:
+        mean, size = super()._mean(values), self._transport.size
         return mean if self.givers == size else mean.mul_(size / self.givers)
 
     def reset(self) -> None:

@@ -23,7 +23,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.feature import Feature
-from wavemare.engine.local_steps.wire import Header, Message, ReplicaLink, decode, encode
+from wavemare.engine.local_steps.codec import Code
+from wavemare.engine.local_steps.wire import Header, Message, ReplicaLink
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
 from wavemare.errors import CheckpointError, ConfigError, NumericsError
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("wavemare")
 
 _KEY = "wavemare.local_steps"
-_FP32 = 32
+EXACT = Code(32)
 
 
 @dataclass
@@ -67,6 +68,7 @@ class LocalSteps(Feature):
         self._device = engine.device if config.copies == "device" else torch.device("cpu")
         replicas = engine.mpu.replicas
         self._replicas = replicas.size
+        self._code = Code(config.bits)
         self._momentum_rate = 0.0 if config.mode == "average" else config.outer.momentum
         self._flights: list[Flight] = []
         self._figures: dict[str, float] = {}
@@ -89,7 +91,10 @@ class LocalSteps(Feature):
         self._parts = fragments_of(sizes, self._config.fragments)
         self._common = [self._read(number) for number in range(self._config.fragments)]
         self._momentum = [torch.zeros_like(c) for c in self._common if self._momentum_rate]
-        self._residual = [torch.zeros_like(c) for c in self._common if self._config.bits < _FP32]
+        coded = [] if self._code.is_exact else self._common
+        self._residual = [torch.zeros_like(common) for common in coded]
+        # Of the means that this rank makes: they are rounded, too.
+        self._owed = [torch.zeros_like(c[self._link.own_range(c.numel())]) for c in coded]
         self._flights.clear()
         self._common_since = -1
         self._loss, self._losses = torch.zeros((), device=self._engine.device), 0
@@ -113,7 +118,7 @@ class LocalSteps(Feature):
         if step <= self._config.warmup_steps:
             gradients = self._adapter.gradients()
             flat = torch.cat([g.reshape(-1).float() for g in gradients]).to(self._device)
-            mean = self._link.send(Header(step, -1, flat.numel(), _FP32), flat).wait()
+            mean = self._link.send(Header(step, -1, flat.numel(), EXACT.bits), flat).wait()
             if not self._engine.gradient_average:
                 mean *= self._replicas
             for gradient, part in zip(
@@ -166,8 +171,10 @@ class LocalSteps(Feature):
                 change = common - self._read(number)
                 if self._residual:
                     change += self._residual[number]
+                    change[self._link.own_range(len(change))] += self._owed[number] * self._replicas
                     self._residual[number].zero_()
-                message = self._link.send(self._header(number, _FP32), change)
+                    self._owed[number].zero_()
+                message = self._link.send(self._header(number, EXACT), change)
                 common.sub_(finite(message.wait(), number))
                 self._write(number, common)
             self._adapter.publish_masters()
@@ -203,24 +210,24 @@ class LocalSteps(Feature):
         change = torch.sub(self._common[number], local, out=None if carries else local)
         norm = float(self._common[number].norm())
         self._figures["drift"] = float(change.norm()) / norm if norm else 0.0
-        bits = self._config.bits
-        if self._residual and change.numel():
-            waiting = self._residual[number].add_(change)
-            change = encode(waiting, bits)
-            waiting -= decode(change, waiting.numel(), bits)
         loss = self._loss / max(self._losses, 1)
         if self._engine.dp_world_size > 1:
             dist.all_reduce(loss, group=self._engine.data_parallel_group)
             loss /= self._engine.dp_world_size
         self._loss, self._losses = torch.zeros_like(loss), 0
         self._bytes = self._link.bytes_sent  # no other message is on its way
-        message = self._link.send(self._header(number, bits), change, note=float(loss))
+        header, note = self._header(number, self._code), float(loss)
+        if self._residual:
+            residuals = self._residual[number], self._owed[number]
+            message = self._link.send_coded(header, change, residuals, note)
+        else:
+            message = self._link.send(header, change, note)
         self._flights.append(Flight(message, step + overlap, local if carries else None))
 
-    def _header(self, number: int, bits: int) -> Header:
-        common = self._common[number]
+    def _header(self, number: int, code: Code) -> Header:
+        common, step = self._common[number], self._engine.global_steps
         digest = xxhash.xxh3_64_intdigest(common.cpu().numpy().data) - (1 << 63)
-        return Header(self._engine.global_steps, number, common.numel(), bits, digest)
+        return Header(step, number, common.numel(), code.bits, digest)
 
     def _deliver(self, step: float) -> None:
         begun = time.perf_counter()
@@ -250,15 +257,9 @@ class LocalSteps(Feature):
         self._adapter.publish_masters()
 
     def _outer_step(self, number: int, mean: Tensor) -> None:
-        """Step the common weights; this overwrites the mean.
-
-        Each operation rounds once, so that all devices agree.
-        """
-        if self._momentum_rate:
-            momentum = self._momentum[number].mul_(self._momentum_rate).add_(mean)
-            mean = (momentum * self._momentum_rate).add_(mean)
+        momentum = self._momentum[number] if self._momentum_rate else None
         rate = 1.0 if self._config.mode == "average" else self._config.outer.lr
-        self._common[number] -= mean.mul_(rate)
+        outer_step(self._common[number], momentum, mean, rate, self._momentum_rate)
 
     # --- masters ----------------------------------------------------------------------------------
 
@@ -298,6 +299,7 @@ class LocalSteps(Feature):
             "common": self._common,
             "momentum": self._momentum,
             "residual": self._residual,
+            "owed": self._owed,
             "flights": flights,
             "loss": float(self._loss),
             "losses": self._losses,
@@ -314,9 +316,10 @@ class LocalSteps(Feature):
             raise CheckpointError(f"{_KEY}.warmup_steps", warmup, reason, f"Give {steps} or less")
         lists = {"common": self._common, "momentum": self._momentum}
         if same:
-            lists["residual"] = self._residual
+            lists |= {"residual": self._residual, "owed": self._owed}
         for name, ours in lists.items():
-            for own, saved in zip(ours, state[name], strict=False):  # of other settings it has none
+            # A checkpoint of other settings, or of an older version, lacks some.
+            for own, saved in zip(ours, state.get(name, ()), strict=False):
                 if own.shape != saved.shape:
                     reason = f"its {name} of a fragment is of {len(saved)} weights, not {len(own)}"
                     remedy = (
@@ -348,6 +351,26 @@ class LocalSteps(Feature):
             "the first replica's optimizer; not bit for bit",
             *(self._replicas, state["replicas"]),
         )
+
+
+def outer_step(
+    weights: Tensor, momentum: Tensor | None, mean: Tensor, rate: float, momentum_rate: float
+) -> None:
+    """Step common weights by SGD with Nesterov momentum; this overwrites the mean.
+
+    Each operation rounds once, so that all devices agree.
+
+    Args:
+        weights: (E,), changed.
+        momentum: (E,), changed; None for none.
+        mean: (E,), the mean change of the replicas' weights.
+        rate: Learning rate.
+        momentum_rate: Decay of the momentum.
+    """
+    if momentum is not None:
+        momentum.mul_(momentum_rate).add_(mean)
+        mean = (momentum * momentum_rate).add_(mean)
+    weights -= mean.mul_(rate)
 
 
 def fragments_of(sizes: list[int], count: int) -> list[int]:

@@ -2,31 +2,31 @@
 """Means over replicas: messages of fixed size, summed in rank order, behind the computation.
 
 A header of each rank comes first, so that replicas which are out of step learn it before any data
-moves. 32 bits are reduced and gathered in ranges. Fewer bits are gathered as they are, and each
-rank sums them: the same bits everywhere.
+moves. Each rank owns a range of the numbers: it gets that range of all messages, sums it, and sends
+the mean to all others, written as the messages are. So a rank sends less than two messages, however
+many replicas there are, and all ranks have the same bits.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from wavemare.comm.collective_queue import CollectiveQueue, Handle
 from wavemare.comm.executors import CollectiveCall, Scratch
-from wavemare.comm.executors.ranges import reduce_and_gather
+from wavemare.comm.executors.ranges import equal_ranges, reduce_and_gather
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import open_transport
+from wavemare.engine.local_steps.codec import GROUP, Code
 from wavemare.errors import CommError
 
-GROUP = 128
-"""Numbers of a message that share a scale."""
 _BLOCK = 256
-_SCALE_BYTES = 4
 START, WHOLE = -2, -3
 """In place of a fragment in a `Header`: the beginning of a run, and all fragments at once."""
 
@@ -101,21 +101,47 @@ class ReplicaLink:
         """Bytes that this rank has sent to other replicas so far."""
         return self._transport.bytes_up
 
+    def own_range(self, numel: int) -> slice:
+        """Return of which numbers of a coded message this rank makes the mean."""
+        return ranges_of(numel, self._transport.size)[self._transport.rank]
+
     def send(self, header: Header, values: Tensor, note: float = 0.0) -> Message:
-        """Begin an exchange.
+        """Begin an exchange of exact numbers.
 
         Args:
             header: Of this message.
-            values: (E,), float32, of which the mean is made in place; or what `encode` returned.
+            values: (E,), float32, of which the mean is made in place.
             note: A number for all replicas.
         """
+        return self._begin(header, note, partial(self._mean, values), values)
+
+    def send_coded(
+        self, header: Header, values: Tensor, residuals: tuple[Tensor, Tensor], note: float = 0.0
+    ) -> Message:
+        """Begin an exchange of coded numbers.
+
+        Args:
+            header: Of this message.
+            values: (E,), float32.
+            residuals: What former messages have left out of this rank's numbers, (E,), and of the
+                means of `own_range`. The second one changes until the message has come.
+            note: A number for all replicas.
+        """
+        code, (waiting, owed) = Code(header.bits), residuals
+        parts = encode_ranges(code, values, waiting, self._transport.size)
+        mean = partial(self._coded_mean, code, header.numel, parts, owed)
+        return self._begin(header, note, mean, *parts, owed)
+
+    def _begin(
+        self, header: Header, note: float, mean: Callable[[], Tensor], *tensors: Tensor
+    ) -> Message:
         message = Message(header)
 
         def work(_: Statistics) -> Tensor:
             self._agree(message, note)
-            return self._mean(header, values)
+            return mean()
 
-        message.handle = self._queue.submit(work, values.device, (values,))
+        message.handle = self._queue.submit(work, tensors[0].device, tensors)
         return message
 
     def close(self) -> None:
@@ -138,48 +164,57 @@ class ReplicaLink:
                 raise CommError("wavemare.local_steps", str(own), reason, remedy)
             message.notes += struct.unpack("<d", struct.pack("<q", last))
 
-    def _mean(self, header: Header, values: Tensor) -> Tensor:
-        transport = self._transport
-        scale = 1.0 / transport.size
-        if not header.numel:
-            return values
-        if values.dtype == torch.float32:
-            reduce_and_gather(CollectiveCall(values, _BLOCK, scale, transport, self._scratch))
-            return values
-        table = values.new_empty(transport.size, values.numel())
-        transport.all_gather(values, table)
-        total = torch.zeros(header.numel, device=values.device)
-        for row in table:
-            total += decode(row, header.numel, header.bits)
-        return total.mul_(scale)
+    def _mean(self, values: Tensor) -> Tensor:
+        if values.numel():
+            scale = 1.0 / self._transport.size
+            reduce_and_gather(CollectiveCall(values, _BLOCK, scale, self._transport, self._scratch))
+        return values
+
+    def _coded_mean(self, code: Code, numel: int, parts: Sequence[Tensor], owed: Tensor) -> Tensor:
+        transport, rank = self._transport, self._transport.rank
+        received = [torch.empty_like(parts[rank]) for _ in parts]
+        received[rank] = parts[rank]
+        transport.begin_messages(lambda peer: [received[peer]], lambda peer: [parts[peer]]).wait()
+        means = [torch.empty_like(part) for part in parts]
+        means[rank] = encode_mean(code, received, owed)
+        transport.all_gather_parts(means)
+        return decode_ranges(code, means, numel)
 
 
-def encode(values: Tensor, bits: int) -> Tensor:
-    """Round numbers to integers of 8 or 4 bits, with one scale for each `GROUP`.
+def ranges_of(numel: int, count: int) -> list[slice]:
+    """Return the range of each owner: whole groups of a code."""
+    return [slice(each.start, each.stop) for each in equal_ranges(numel, GROUP, count)]
+
+
+def encode_ranges(code: Code, values: Tensor, residual: Tensor, count: int) -> list[Tensor]:
+    """Return the message for each of some owners.
 
     Args:
+        code: How numbers are written.
         values: (E,), float32.
-        bits: 8 or 4.
-
-    Returns:
-        (M,), uint8, of a size that E alone determines. Numbers that are not finite stay so.
+        residual: (E,), what former messages have left out; then what these leave out.
+        count: Owners.
     """
-    top = 2 ** (bits - 1) - 1
-    rows = functional.pad(values, (0, -values.numel() % GROUP)).view(-1, GROUP)
-    scales = rows.abs().amax(1) / top
-    tiny = torch.finfo(torch.float32).tiny
-    codes = (rows / scales.clamp_min(tiny)[:, None]).round_().clamp_(-top, top).nan_to_num_()
-    codes = codes.add_(top).to(torch.uint8).view(-1)
-    if bits == 4:  # noqa: PLR2004
-        codes = codes[::2] | codes[1::2] << 4
-    return torch.cat([scales.view(torch.uint8), codes])
+    ranges = ranges_of(values.numel(), count)
+    return [code.encode_with(values[own], residual[own]) for own in ranges]
 
 
-def decode(message: Tensor, numel: int, bits: int) -> Tensor:
-    """Return the numbers of an `encode`: (numel,), float32."""
-    cut = _SCALE_BYTES * (-(-numel // GROUP))
-    scales, codes = message[:cut].clone().view(torch.float32), message[cut:]
-    if bits == 4:  # noqa: PLR2004
-        codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)
-    rows = codes.view(-1, GROUP).to(torch.float32).sub_(2 ** (bits - 1) - 1)
-    return rows.mul_(scales[:, None]).view(-1)[:numel]
+def encode_mean(code: Code, messages: Sequence[Tensor], residual: Tensor) -> Tensor:
+    """Return the mean of all replicas' messages to an owner, as a message.
+
+    Args:
+        code: How numbers are written.
+        messages: In rank order.
+        residual: (E,), what former means have left out; then what this one leaves out.
+    """
+    total = torch.zeros_like(residual)
+    for message in messages:
+        total += code.decode(message, total.numel())
+    return code.encode_with(total.mul_(1.0 / len(messages)), residual)
+
+
+def decode_ranges(code: Code, messages: Sequence[Tensor], numel: int) -> Tensor:
+    """Return the (numel,) numbers of the messages of all owners."""
+    ranges = ranges_of(numel, len(messages))
+    pairs = zip(messages, ranges, strict=True)
+    return torch.cat([code.decode(message, own.stop - own.start) for message, own in pairs])

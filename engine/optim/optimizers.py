@@ -38,17 +38,18 @@ _ADDED = {"soap": SOAP, "nadam": torch.optim.NAdam}
 
 
 def take_optimizer(
-    config: dict[str, Any], model: Any, given: Any
+    config: dict[str, Any], model: Any, given: Any, *, replicas: bool = False
 ) -> tuple[dict[str, Any], Callable[[Any], Any] | Any]:
     """Take an optimizer that DeepSpeed does not have out of a configuration.
 
-    ``SOAP`` and torch's ``NAdam`` are for all engines, ``Muon`` for pipelines; other engines use
-    DeepSpeed's. Names are accepted in any case.
+    ``SOAP`` and torch's ``NAdam`` are for all engines, ``Muon`` for pipelines and replicas with
+    local steps; other engines use DeepSpeed's. Names are accepted in any case.
 
     Args:
         config: The whole configuration.
         model: The model or pipeline.
         given: The optimizer or function given to ``initialize``, which has priority.
+        replicas: Whether the model is trained with local steps.
 
     Returns:
         The configuration, and the optimizer or function for ``deepspeed.initialize``.
@@ -67,7 +68,7 @@ def take_optimizer(
     if kind in _ADDED:
         make = partial(_ADDED[kind], **settings)
         check_parameters(_ADDED[kind], settings)
-    elif kind == "muon" and is_pipeline:
+    elif kind == "muon" and (is_pipeline or replicas):
         make = make_muon(model, settings)
     else:
         _check_name(section.get("type"))
@@ -115,7 +116,7 @@ def make_muon(model: nn.Module, params: Mapping[str, Any]) -> Callable[[Any], Mu
     """Return a function that makes Muon from parameters.
 
     Args:
-        model: The pipeline, or a stage of it.
+        model: The pipeline or a stage of it, or a whole model.
         params: Of the configuration; ``muon_lr`` and ``adam_lr`` override ``lr``.
 
     Raises:
@@ -247,7 +248,7 @@ def muon_groups(
     """Yield each parameter group's hidden matrices and, in a group of their own, the rest.
 
     Args:
-        model: The pipeline, or this rank's stage of it.
+        model: The pipeline or this rank's stage of it, or a whole model.
         parameters: Parameters or parameter groups.
         rates: ``muon_lr`` of the matrices and ``adam_lr`` of the rest, where they are other ones.
     """

@@ -16,6 +16,7 @@ MANY = (
     "lists.rows",
     "lists.strays",
     "lists.samples",
+    "replicas",
 )
 ONE = (
     *MANY,

@@ -7,7 +7,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from support.message_twin import bytes_sent
+
 KEY = "wavemare.local_steps"
+HEADER = 48  # bytes
 AVERAGE = {"mode": "average", "every": 3}
 DILOCO = {"mode": "diloco", "every": 4, "outer": {"lr": 0.7, "momentum": 0.9}}
 STREAM = {"mode": "diloco", "every": 4, "fragments": 2, "overlap": 1}
@@ -18,6 +21,9 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "steps": 4}
 SUM = {**SGD, "gradient_allreduce_op": "sum"}
 FROZEN = {"frozen": {"0": ["h.1", "wte"], "2": ["wpe", "h.0"], "4": ["h.0"]}, "steps": 6}
 BF16 = {"bf16": {"enabled": True}}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.1}}}
+TWO = {**STREAM, "bits": 2}
+OFTEN = {"mode": "average", "every": 2, "bits": 2}
 TWINS = {
     "average": {"local": AVERAGE},
     "diloco": {"local": DILOCO},
@@ -25,16 +31,21 @@ TWINS = {
     # The whole is sent in the step in which the message before it is due.
     "replace": {"local": {"mode": "diloco", "every": 3, "overlap": 3, "mixing": "replace"}},
     "zero": {"local": STREAM, "zero": 1},
+    "muon": {"local": STREAM, **MUON},
+    "zero muon": {"local": DILOCO, "zero": 1, **MUON},
+    "4 bits": {"local": FOUR},
+    "2 bits": {"local": OFTEN, **MUON},
 }
 RESUMED = {
     "resume 0": {"local": FOUR, "before": 6},
     "resume 1": {"local": {**STREAM, "overlap": 2}, "before": 7, "zero": 1},
     "resume 2": {"local": {**FOUR, "bits": 8}, "before": 6, "zero": 2, **BF16},
+    "resume muon": {"local": {**OFTEN, "overlap": 1}, "before": 4, "zero": 1, **MUON},
 }
 CASES = {
     2: {
         **{name: ["twin", settings] for name, settings in TWINS.items()},
-        **{name: ["resume", settings] for name, settings in RESUMED.items()},
+        **{name: ["resume", {"name": name, **settings}] for name, settings in RESUMED.items()},
         "each": ["train", {"local": EACH, **SGD}],
         "synchronous": ["train", {"local": None, **SGD}],
         "each frozen": ["train", {"local": EACH, **SGD, **FROZEN}],
@@ -45,8 +56,8 @@ CASES = {
         "sum": ["train", {"local": {**STREAM, "warmup_steps": 4}, **SUM}],
         "synchronous sum": ["train", {"local": None, **SUM}],
         "exact": ["train", {"local": WARM, "steps": 9}],
-        "8 bits": ["train", {"local": {**WARM, "bits": 8}, "steps": 9}],
-        "4 bits": ["train", {"local": {**WARM, "bits": 4}, "steps": 9}],
+        "8 bits lost": ["train", {"local": {**WARM, "bits": 8}, "steps": 9}],
+        "4 bits lost": ["train", {"local": {**WARM, "bits": 4}, "steps": 9}],
         "plain": ["train", {"local": STREAM, "steps": 6}],
         "bf16": ["train", {"local": STREAM, "steps": 6, "zero": 1, **BF16}],
         "waves": [
@@ -67,7 +78,12 @@ CASES = {
         "2 x 2": ["twin", {"local": {**STREAM, "replica": 2}, "zero": 1}],
         "2 x 2 plain": ["twin", {"local": {**STREAM, "replica": 2}}],
         "2 x 2 bf16": ["train", {"local": {**FOUR, "replica": 2}, "zero": 2, "steps": 6, **BF16}],
-        "2 x 2 resumed": ["resume", {"local": {**FOUR, "replica": 2}, "zero": 2, "before": 6}],
+        "2 x 2 resumed": [
+            "resume",
+            {"name": "2 x 2", "local": {**FOUR, "replica": 2}, "zero": 2, "before": 6},
+        ],
+        "2 x 2 muon": ["twin", {"local": {**DILOCO, "replica": 2}, "zero": 1, **MUON}],
+        "2 bits of 4": ["twin", {"local": TWO}],
     },
 }
 
@@ -129,15 +145,16 @@ def test_exchanges_keep_the_sum_of_the_weights(found, case):
 def test_few_bits_lose_little_and_travel_little(found):
     exact = found("exact")
     weights = len(exact[0]["weights"])
-    for case, bits in (("8 bits", 8), ("4 bits", 4)):
+    for case, bits in (("8 bits lost", 8), ("4 bits lost", 4)):
         results = found(case)
         assert same(result["digest"] for result in results)
         pair = np.array(results[0]["weights"]), np.array(exact[0]["weights"])
         assert 0 < np.abs(pair[0] - pair[1]).max() < 0.4 / 2**bits
-        groups = -(-weights // 128)
-        assert results[0]["metrics"]["outer_bytes"] == groups * (4 + 16 * bits) + 48
+        for rank, result in enumerate(results):
+            sent = bytes_sent(weights, 2, rank, bits)
+            assert result["metrics"]["outer_bytes"] == sent + HEADER
     sent = sum(result["metrics"]["outer_bytes"] for result in exact)
-    assert sent == 2 * 4 * weights + 2 * 48
+    assert sent == 2 * 4 * weights + 2 * HEADER
 
 
 @pytest.mark.world_size(2)
@@ -210,8 +227,8 @@ def test_ranks_that_differ_are_told_alike(found):
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("case", ["2 x 2", "2 x 2 plain"])
-def test_hosts_of_two_ranks_have_the_bits_of_a_slow_twin(found, case):
+@pytest.mark.parametrize("case", ["2 x 2", "2 x 2 plain", "2 x 2 muon", "2 bits of 4"])
+def test_more_ranks_have_the_bits_of_a_slow_twin(found, case):
     results = found(case)
     for result in results:
         assert all(result["equal"]), result["furthest"]

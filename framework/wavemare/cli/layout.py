@@ -93,15 +93,27 @@ def local_steps(
     zero: Annotated[
         bool, typer.Option(help="Ordinary training is ZeRO 1 or 2, which also gathers weights.")
     ] = True,
+    failures_per_day: Annotated[
+        float, typer.Option(help="How often one of all replicas is lost, which ends the job.")
+    ] = 0.0,
+    restart_seconds: Annotated[
+        float, typer.Option(help="From a failure to the first repeated step.")
+    ] = 60.0,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(help="Training between two checkpoints.")
+    ] = 600.0,
 ) -> None:
     """Say whether local steps pay over a slow link, and how often replicas should synchronize.
 
     For example: wavemare layout local-steps --model gpt2 --replicas 4 --mbit 200 --step-seconds 1
     """
-    from wavemare.parallel.planner.local_steps import SlowLink, advise
+    from wavemare.parallel.planner.local_steps import Failures, SlowLink, advise
     from wavemare.parallel.planner.model import model_costs
     from wavemare.parallel.planner.search import read_model
 
+    failures = Failures(
+        per_day=failures_per_day, restart_s=restart_seconds, checkpoint_s=checkpoint_seconds
+    )
     link = SlowLink(
         parameters=model_costs(read_model(model), 1, dtype=dtype).parameters,
         replicas=replicas,
@@ -113,3 +125,5 @@ def local_steps(
         zero=zero,
     )
     typer.echo(str(advise(link)))
+    if failures.per_day:
+        typer.echo(str(failures))

@@ -30,7 +30,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import GPT2LMHeadModel
 
 import wavemare
+from wavemare.engine.optim.optimizers import make_muon
 from wavemare.hf import Trainer
+
+sys.path.append(str(Path(__file__).parents[2]))  # of support
+from support.message_twin import Messages
 
 ADAM = {"lr": 1e-2, "weight_decay": 0.0}
 ADAMW = {"type": "AdamW", "params": {**ADAM, "torch_adam": True}}
@@ -68,13 +72,19 @@ def flat(model):
     return parameters_to_vector(model.parameters()).detach().float().cpu().numpy().copy()
 
 
+def inner(model, optimizer):
+    if optimizer == ADAMW:
+        return torch.optim.AdamW(model.parameters(), **ADAM)
+    return make_muon(model, optimizer["params"])(model.parameters())
+
+
 class Twin:
     """All replicas in one process, by the equations of local steps."""
 
-    def __init__(self, replicas, ranks, local):
+    def __init__(self, replicas, ranks, local, optimizer):
         self.local, self.flights = local, []
         self.models = [build_gpt2(**QUIET).to(DEVICE) for _ in range(replicas)]
-        self.optimizers = [torch.optim.AdamW(m.parameters(), **ADAM) for m in self.models]
+        self.optimizers = [inner(m, optimizer) for m in self.models]
         self.data = [
             [batches(replica * ranks + rank) for rank in range(ranks)]
             for replica in range(replicas)
@@ -89,6 +99,9 @@ class Twin:
             np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sorted(order[f::count])])
             for f in range(count)
         ]
+        self.messages = None
+        if bits := local.get("bits"):
+            self.messages = [Messages(replicas, len(part), bits) for part in self.parts]
 
     def write(self, model, index, values):
         weights = flat(model)
@@ -112,12 +125,18 @@ class Twin:
         for f, index in enumerate(self.parts):
             if (number - f * every // count) % every == 0:
                 sent = [flat(model)[index] for model in self.models]
-                total = np.zeros_like(self.common[index])
-                for weights in sent:
-                    total = total + (self.common[index] - weights)
-                mean = total * np.float32(1 / len(sent))
+                changes = [self.common[index] - weights for weights in sent]
+                mean = self.mean(f, changes)
                 self.flights.append((number + self.local.get("overlap", 0), index, mean, sent))
         self.deliver(number)
+
+    def mean(self, fragment, changes):
+        if self.messages:
+            return self.messages[fragment].mean(changes)
+        total = np.zeros_like(changes[0])
+        for change in changes:
+            total = total + change
+        return total * np.float32(1 / len(changes))
 
     def deliver(self, number):
         outer = {"lr": 1.0, "momentum": 0.5, **self.local.get("outer", {})}
@@ -138,10 +157,10 @@ class Twin:
                 self.write(model, index, new)
 
 
-def twin(local, *, steps=9, zero=0):
+def twin(local, *, steps=9, zero=0, optimizer=ADAMW):
     """Train beside the twin; say whether all bits of this replica's weights are the twin's."""
-    engine = start(local, zero=zero)
-    other = Twin(engine.num_replicas, engine.dp_world_size, local)
+    engine = start(local, zero=zero, optimizer=optimizer)
+    other = Twin(engine.num_replicas, engine.dp_world_size, local, optimizer)
     if not zero:  # weights that change before the first step are the common ones
         other.common *= 2
         for model in (engine.module, *other.models):
@@ -242,9 +261,9 @@ def traps(local, zero):
     }
 
 
-def resume(local, *, before, zero=0, **changes):
+def resume(local, *, name, before, zero=0, **changes):
     """Save with a message in flight, go on; then resume in a new engine: the same bits."""
-    folder, found = Path(sys.argv[1], f"resume{zero}{local.get('bits', 32)}"), []
+    folder, found = Path(sys.argv[1], name), []
     steps = 2 * local["every"]
     for resumed in (False, True):
         engine = start(local, zero=zero, seed=1 + resumed, **changes)

@@ -6,13 +6,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from wavemare.engine.local_steps.codec import Code
 from wavemare.errors import PlanError, check_number
 
 _FRAGMENTS = 4
 _LEAST = 8
 _MOST = 64
-"""Steps between exchanges from which on messages of 4 bits cost less loss than a longer period."""
-_SCALE_BITS = 0.25  # of a message of few bits, for each number
+"""Steps between exchanges from which on fewer bits cost less loss than a longer period."""
+_EXACT = Code(32)
+_MESSAGES = _EXACT, Code(4), Code(2)
 # The most that a small model with 31 exchanges lost in percent, and its steps to the same loss.
 _LOSS, _STEPS = 16, 1.5
 
@@ -50,11 +52,9 @@ class SlowLink:
                 reason = "it is not a positive number"
                 raise PlanError(name, getattr(self, name), reason, "Give one")
 
-    def messages(self, bits: int = 32) -> float:
+    def messages(self, code: Code = _EXACT) -> float:
         """Return how many steps' computation one exchange of all weights takes."""
-        volume = 2 * (self.replicas - 1) / self.replicas
-        if bits < 32:  # noqa: PLR2004
-            volume = (self.replicas - 1) * (bits + _SCALE_BITS) / 32
+        volume = 2 * (self.replicas - 1) / self.replicas * code.share
         return volume * 4 * self.parameters / (self.mbit * 125_000 * self.step_s)
 
     @property
@@ -63,9 +63,9 @@ class SlowLink:
         hidden, message = 2 / (3 * self.micro_batches), self.messages() * self.bits / 32
         return 1 + max(0.0, message - hidden) + self.zero * message / 2
 
-    def local(self, every: int, fragments: int = 1, overlap: int = 0, bits: int = 32) -> float:
+    def local(self, every: int, fragments: int = 1, overlap: int = 0, code: Code = _EXACT) -> float:
         """Return the same of a step with local steps."""
-        message = self.messages(bits) / fragments
+        message = self.messages(code) / fragments
         rate = fragments / every
         return max(1 + rate * max(0.0, message - overlap), rate * message)
 
@@ -77,13 +77,13 @@ class Advice:
     Args:
         link: The job.
         every: H.
-        bits: Of a message's numbers.
+        code: How messages are written.
         gains: Speed beside ordinary data parallelism, of blocking exchanges and of fragments.
     """
 
     link: SlowLink
     every: int
-    bits: int
+    code: Code
     gains: tuple[float, float]
 
     @property
@@ -95,7 +95,7 @@ class Advice:
     def memory_bytes(self) -> float:
         """Bytes of a rank for common weights, momentum, residual and what is in flight."""
         own = 4 * self.link.parameters / self.link.ranks
-        return own * (2 + (self.bits < 32) + 2 / _FRAGMENTS)  # noqa: PLR2004
+        return own * (2 + (not self.code.is_exact) * (1 + 1 / self.link.replicas) + 2 / _FRAGMENTS)
 
     def __str__(self) -> str:
         overlap = self.every // _FRAGMENTS
@@ -106,7 +106,7 @@ class Advice:
         if not self.pays:
             return f"{lines[0]}\nuse ordinary data parallelism: local steps would gain too little"
         keys = f'"every": {self.every}, "fragments": {_FRAGMENTS}, "overlap": {overlap}'
-        keys += f', "bits": {self.bits}' if self.bits < 32 else ""  # noqa: PLR2004
+        keys += "" if self.code.is_exact else f', "bits": {self.code.bits}'
         return "\n".join(
             [
                 *lines,
@@ -122,15 +122,48 @@ class Advice:
 
 def advise(link: SlowLink) -> Advice:
     """Return how often replicas should meet: no more rarely than hides their messages."""
-    bits, period = 32, _period(link.messages())
-    if period > _MOST and link.messages(4) < link.messages():
-        bits, period = 4, _period(link.messages(4))
+    periods = {code: _period(link.messages(code)) for code in _MESSAGES}
+    code = next((code for code in _MESSAGES if periods[code] <= _MOST), _MESSAGES[-1])
+    period = periods[code]
     overlap = period // _FRAGMENTS
     gains = (
-        link.dense / link.local(period, bits=bits),
-        link.dense / link.local(period, _FRAGMENTS, overlap, bits),
+        link.dense / link.local(period, code=code),
+        link.dense / link.local(period, _FRAGMENTS, overlap, code),
     )
-    return Advice(link, period, bits, gains)
+    return Advice(link, period, code, gains)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """How often a job ends, and what that costs; a lost replica ends the job.
+
+    Args:
+        per_day: Failures of all replicas together.
+        restart_s: Seconds from a failure to the first repeated step.
+        checkpoint_s: Seconds of training between two checkpoints.
+    """
+
+    per_day: float
+    restart_s: float
+    checkpoint_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("per_day", "restart_s", "checkpoint_s"):
+            check_number(PlanError, name, getattr(self, name), 0)
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that goes into steps which are kept, if failures are random."""
+        rate = self.per_day / 86_400
+        lost = rate * self.checkpoint_s
+        repeated = lost / math.expm1(lost) if lost else 1.0
+        return repeated / (1 + rate * self.restart_s)
+
+    def __str__(self) -> str:
+        return (
+            f"goodput: {self.goodput:.1%} with {self.per_day:g} failures per day, restarts of "
+            f"{self.restart_s:g} s and a checkpoint every {self.checkpoint_s:g} s"
+        )
 
 
 def _period(messages: float) -> int:

@@ -79,8 +79,8 @@ def test_tables_and_pictures_show_each_system(result, rows, shown, check_picture
 
 
 def test_all_systems_get_the_same_batches():
-    def tokens(rank=0, **options):
-        found = batches(LocalStepsRequest(seed=options.pop("seed", 7)), rank, **options)
+    def tokens(rank=0, seed=7, **options):
+        found = batches(LocalStepsRequest(), rank, seed=seed, **options)
         return [tuple(batch["input_ids"].flatten().tolist()) for batch in islice(found, 3)]
 
     own = tokens()

@@ -37,7 +37,7 @@ def zero(stage, **more):
         ({**ON, "mixing": "carry"}, "mixing"),
         ({"mode": "average", "outer": {"lr": 0.7}}, "outer"),
         ({**ON, "outer": {"momentum": 1.0}}, "outer.momentum"),
-        ({**ON, "bits": 2}, "bits"),
+        ({**ON, "bits": 3}, "bits"),
         ({**ON, "replica": 0}, "replica"),
         ({**ON, "elastic": {"timeout_s": 9}}, "elastic"),
         ({**ON, "elastic": {"replicas": 1}}, "elastic.replicas"),
@@ -45,6 +45,7 @@ def zero(stage, **more):
         ({**ON, "elastic": {"replicas": 2}, "replica": "rank"}, "replica"),
         ({**ON, "elastic": {"replicas": 2}, "warmup_steps": 1}, "warmup_steps"),
         ({**ON, "elastic": {"replicas": 2}, "copies": "device"}, "copies"),
+        ({**ON, "elastic": {"replicas": 2}, "bits": 8}, "bits"),
     ],
 )
 def test_keys_without_effect_and_values_that_cannot_be_are_refused(local, key):
