@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from support.refusals import refuses
 from wavemare.data.classification import scores
@@ -15,7 +16,13 @@ from wavemare.data.tokenizer import train_tokenizer
 from wavemare.errors import ConfigError, DataError
 from wavemare.recipes.gpt.pretrain import PretrainArguments
 from wavemare.training.arguments import parse_arguments
-from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
+from wavemare.training.evaluation import (
+    count_samples,
+    evaluate,
+    evaluation_loader,
+    keep_best,
+    read_best,
+)
 from wavemare.training.setup import Setup
 from wavemare.training.text import find_text, read_text
 
@@ -63,6 +70,22 @@ def test_validation_samples_are_read_one_batch_after_the_other():
         evaluate(engine, loader)
         counts = {"eval samples": len(read), "held-out samples": 6}
         assert count_samples(engine, loader, Samples()) == counts
+
+
+def test_the_best_evaluation_is_that_of_rank_0_in_a_run_that_resumes(tmp_path, monkeypatch):
+    best = {"eval_loss": 1.5, "step": 6}
+
+    def gather(found, own, group=None):  # another host has another file
+        found[:] = [own, {"eval_loss": 1.0, "step": 2}]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    first = SimpleNamespace(folder=tmp_path, resume=False, rank=0)
+    assert read_best(first) == {}
+    assert keep_best(first, **best) == best
+    assert keep_best(SimpleNamespace(folder=tmp_path, rank=1), 2, 1.0)["step"] == 2
+    assert read_best(first) == {}
+    assert read_best(SimpleNamespace(folder=tmp_path, resume=True, rank=0)) == best
 
 
 @pytest.mark.parametrize(
