@@ -8,8 +8,7 @@
 
 ``memory`` makes a Llama of 1.1 billion random weights in the folder, once, and trains LoRA on it in
 4 bits. It needs bitsandbytes. Bytes are above those of the imports: ``peak`` is resident memory,
-``unbacked`` is the part of it that no file backs, in steps. ``predicted`` is what `wavemare plan memory`
-says of ``unbacked``.
+``unbacked`` is what no file backs, in steps, and ``predicted`` what `wavemare plan memory` says.
 
 ``speed`` takes turns in one run: rank 0 trains the whole model by peft and plain PyTorch while
 rank 1 waits, then both train it in two stages. Both get the same tokens and one thread per rank.
