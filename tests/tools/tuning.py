@@ -8,8 +8,7 @@
 
 ``memory`` makes a Llama of 1.1 billion random weights in the folder, once, and trains LoRA on it in
 4 bits. It needs bitsandbytes. Bytes are above those of the imports: ``peak`` is resident memory,
-``unbacked`` is the part of it that no file backs. ``predicted`` is what `wavemare plan memory`
-says of ``unbacked``.
+``unbacked`` is what no file backs, in steps, and ``predicted`` what `wavemare plan memory` says.
 
 ``speed`` takes turns in one run: rank 0 trains the whole model by peft and plain PyTorch while
 rank 1 waits, then both train it in two stages. Both get the same tokens and one thread per rank.
@@ -50,6 +49,7 @@ SMALL = {
     "max_position_embeddings": 1024,
 }
 RANKS, RATE = 2, 1e-4
+CLEAR = "/proc/self/clear_refs"
 LORA = {"r": 8, "target_modules": "all-linear"}
 
 
@@ -124,18 +124,18 @@ def measure_memory(given: argparse.Namespace) -> dict[str, Any]:
     wavemare.init_distributed()  # imports the engine, too
     gc.collect()
     before = memory_now()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path(CLEAR).write_text("5")  # the peak begins anew
     model = from_folder(given.folder, dtype=torch.float32, quantization_config=four_bits())
     vocabulary = model.config.vocab_size
     engine = start(peft.get_peft_model(model, peft.LoraConfig(**LORA)), given)
     built = memory_now()
+    Path(CLEAR).write_text("5")  # files of weights were mapped until now
     steps, losses = [], []
     for _ in range(given.rounds):
         begin = time.perf_counter()
         losses.append(float(engine.train_batch(iter(batches(given, vocabulary)))))
         steps.append(time.perf_counter() - begin)
     after = memory_now()
-    unbacked = [now["VmHWM"] - now["RssFile"] for now in (built, after)]
     base = before["VmRSS"] - before["RssFile"]
     predicted = rank_memory(
         read_config(given.folder),
@@ -154,8 +154,8 @@ def measure_memory(given: argparse.Namespace) -> dict[str, Any]:
         "layers": list(engine.module.parts),
         "imports": before["VmRSS"],
         "built": built["VmHWM"] - before["VmRSS"],
-        "peak": after["VmHWM"] - before["VmRSS"],
-        "unbacked": max(unbacked) - base,
+        "peak": max(built["VmHWM"], after["VmHWM"]) - before["VmRSS"],
+        "unbacked": after["VmHWM"] - after["RssFile"] - base,
         "predicted": predicted.total,
         "step_s": steps,
         "losses": losses,
