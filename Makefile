@@ -143,7 +143,7 @@ test-tuning: $(DEV)
 # Replicas that come and go, with real kills.
 test-elastic: $(DEV)
 	$(PIP) install --quiet --editable '.[torchft]'
-	$(call pytest) -m nightly tests/multiproc/test_elastic.py $(ARGS)
+	$(call pytest) -m nightly tests/multiproc/test_quorum.py tests/multiproc/test_elastic.py $(ARGS)
 
 # The unit tests with the oldest versions that pyproject.toml allows, and with the newest ones.
 test-oldest: RESOLUTION := lowest-direct

@@ -84,10 +84,16 @@ class _States(HTTPTransport):
     def __init__(self, host: str, timeout_s: float) -> None:
         self._host = host
         super().__init__(timedelta(seconds=timeout_s), num_chunks=0)
+        self._server.RequestHandlerClass.log_message = lambda *_: None  # a line for each copy
 
     def metadata(self) -> str:
         """Return the address."""
         return str(super().metadata()).replace(socket.gethostname(), self._host)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """End the thread and close the socket, which torchft leaves open."""
+        super().shutdown(wait=True)
+        self._server.server_close()
 
 
 class ElasticLink(ReplicaLink):

@@ -67,7 +67,7 @@ class Run:
     def pids(self, replica):
         """Return the processes of a replica's ranks."""
         found = []
-        for process in psutil.Process(self.process.pid).children(recursive=True):
+        for process in psutil.Process(self.process.pid).children():
             environment = process.environ()
             if environment.get("WAVEMARE_REPLICA") == str(replica) and "RANK" in environment:
                 found.append(process.pid)
@@ -95,11 +95,10 @@ def start(tmp_path):
 
     yield run
     for one in runs:
-        family = [psutil.Process(one.process.pid)] if one.process.poll() is None else []
-        for process in [*(f.children(recursive=True) for f in family)]:
-            for child in process:
-                child.kill()
-        one.process.kill()
+        if one.process.poll() is None:
+            family = psutil.Process(one.process.pid).children(recursive=True)
+            for process in [one.process, *family]:
+                process.kill()
         one.process.wait()
 
 
@@ -158,8 +157,8 @@ def test_a_killed_replica_costs_an_exchange_and_comes_back(start):
 @pytest.mark.world_size(3)
 def test_a_replica_that_diverges_leaves_and_the_others_go_on(start):
     run = start(3, {"events": {"2": {"6": "nan"}}, "steps": 30}).wait(2)
-    assert "NumericsError" not in run.said  # its message, and no traceback
-    assert "error: replica = 2: the weights of this replica are not finite" in run.said
+    assert "Traceback" not in run.said
+    assert "replica = 2: the weights of this replica are not finite" in run.said
     for rank in (0, 1):
         rows = run.steps(rank)
         assert rows[-1]["step"] == 30
@@ -171,7 +170,7 @@ def test_a_replica_that_diverges_leaves_and_the_others_go_on(start):
 def test_a_replica_with_other_settings_is_refused_and_the_others_go_on(start):
     unlike = {"unlike": {"1": {"every": 8}}, "local": elastic(3, start_s=20)}
     run = start(3, {**unlike, "steps": 60, "patience": 0.5}).wait(2)
-    assert "error: replica = 1: replica 0 has other settings" in run.said
+    assert "replica = 1: replica 0 has other settings" in run.said
     for rank in (0, 2):
         assert run.steps(rank)[-1]["step"] == 60
 
