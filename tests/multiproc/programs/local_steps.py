@@ -159,7 +159,7 @@ class Twin:
 
 
 def whole_mean(other):
-    """Return what all replicas have after `synchronize`: nothing is lost of what messages left out."""
+    """Return what `synchronize` gives all: what messages have left out is not lost."""
     other.deliver(math.inf)
     for fragment, index in enumerate(other.parts):
         mean = np.mean([flat(model)[index] for model in other.models], axis=0)
