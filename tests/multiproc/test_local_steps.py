@@ -106,6 +106,7 @@ def test_replicas_have_the_bits_of_a_slow_twin(found, case):
         told = set().union(*result["metrics"])
         assert told == {"drift", "outer_wait_seconds", "outer_bytes", "replica_loss"}
     assert same(result["digest"] for result in results)  # after synchronize()
+    assert max(result["off"] for result in results) < 1e-6
 
 
 @pytest.mark.world_size(2)

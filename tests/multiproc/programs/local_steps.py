@@ -5,6 +5,7 @@ Arguments: result folder, cases as JSON: {name: {settings}}. On each rank.
 """
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -157,6 +158,18 @@ class Twin:
                 self.write(model, index, new)
 
 
+def whole_mean(other):
+    """Return what `synchronize` gives all: what messages have left out is not lost."""
+    other.deliver(math.inf)
+    for fragment, index in enumerate(other.parts):
+        mean = np.mean([flat(model)[index] for model in other.models], axis=0)
+        if other.messages:
+            messages = other.messages[fragment]
+            mean -= np.mean(messages.waiting, axis=0) + messages.owed
+        other.common[index] = mean
+    return other.common
+
+
 def twin(local, *, steps=9, zero=0, optimizer=ADAMW):
     """Train beside the twin; say whether all bits of this replica's weights are the twin's."""
     engine = start(local, zero=zero, optimizer=optimizer)
@@ -174,7 +187,8 @@ def twin(local, *, steps=9, zero=0, optimizer=ADAMW):
         equal.append(bool((own == expected).all()))
         furthest = max(furthest, float(np.abs(own - expected).max()))
         metrics.append(engine.step_metrics())
-    return {"equal": equal, "furthest": furthest, "metrics": metrics, "digest": finish(engine)}
+    found = {"equal": equal, "furthest": furthest, "metrics": metrics, "digest": finish(engine)}
+    return {**found, "off": float(np.abs(flat(engine.module) - whole_mean(other)).max())}
 
 
 def finish(engine):

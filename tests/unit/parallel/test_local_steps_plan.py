@@ -55,7 +55,7 @@ def test_a_slow_link_gets_a_period_that_hides_its_messages():
     assert "1187 MiB" in text
     assert "16 % of the loss" in text
     assert '"bits": 4' in plan("--mbit", "100")
-    assert '"bits": 2' in plan("--mbit", "20")
+    assert '"every": 80, "fragments": 4, "overlap": 20, "bits": 4' in plan("--mbit", "20")
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 64])

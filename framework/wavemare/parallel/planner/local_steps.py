@@ -12,9 +12,8 @@ from wavemare.errors import PlanError, check_number
 _FRAGMENTS = 4
 _LEAST = 8
 _MOST = 64
-"""Steps between exchanges from which on fewer bits cost less loss than a longer period."""
-_EXACT = Code(32)
-_MESSAGES = _EXACT, Code(4), Code(2)
+"""Steps between exchanges from which on messages of 4 bits cost less loss than a longer period."""
+_EXACT, _FEW = Code(32), Code(4)
 # The most that a small model with 31 exchanges lost in percent, and its steps to the same loss.
 _LOSS, _STEPS = 16, 1.5
 
@@ -122,9 +121,8 @@ class Advice:
 
 def advise(link: SlowLink) -> Advice:
     """Return how often replicas should meet: no more rarely than hides their messages."""
-    periods = {code: _period(link.messages(code)) for code in _MESSAGES}
-    code = next((code for code in _MESSAGES if periods[code] <= _MOST), _MESSAGES[-1])
-    period = periods[code]
+    code = _EXACT if _period(link.messages()) <= _MOST else _FEW
+    period = _period(link.messages(code))
     overlap = period // _FRAGMENTS
     gains = (
         link.dense / link.local(period, code=code),
