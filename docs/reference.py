@@ -292,8 +292,10 @@ def in_time(shape: str) -> str:
     """
     table = tomllib.loads((RESULTS / "tables.toml").read_text())["in-time"]
     stages, micro_batches = map(int, shape.split("x"))
-    (measured,) = _results(f"async-time-{stages}.json")
-    seconds = {row["system"]: row["median_s"] for row in measured["rows"]}
+    measured = [row for file in _results(f"async-time-{stages}.json") for row in file["rows"]]
+    if not measured:
+        return "There is no result yet.\n"
+    seconds = {row["system"]: row["median_s"] for row in measured}
     stock = seconds[table["goals"][0]["step"]]
     runs = [run for pattern in table["runs"] for run in _simulated(pattern)]
 
