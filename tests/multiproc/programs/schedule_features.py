@@ -68,8 +68,9 @@ def gpt2(**changes):
     return build_gpt2(**QUIET, **{"tie_word_embeddings": False, "use_cache": False, **changes})
 
 
-def lora():
+def lora(**changes):
     chosen = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
+    chosen |= changes
     return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, **chosen))
 
 
@@ -541,11 +542,20 @@ FEATURES: dict[str, Feature] = {
     "sparse collective": Feature(ours={"sparse_collective": {"mode": "auto"}}),
     "local steps": Feature(ours={"local_steps": {"mode": "diloco", "every": 2}}),
     "LoRA": Feature(lora),
+    "DoRA": Feature(partial(lora, use_dora=True)),
     "frozen stage": Feature(half_frozen),
     "dynamic shapes": Feature(data=of_many_lengths, pipeline={"dynamic_shape": True}),
     "packed rows": Feature(
-        partial(gpt2, n_positions=LONGEST),
+        partial(gpt2, n_positions=LONGEST, use_cache=True),
         packed,
+        pipeline={"inputs": ["input_ids", "position_ids"]},
+        tolerance=1e-5,
+        loss=loss_of_rows,
+    ),
+    "packed rows, ZeRO 1": Feature(
+        partial(gpt2, n_positions=LONGEST, use_cache=True),
+        packed,
+        config=ZERO,
         pipeline={"inputs": ["input_ids", "position_ids"]},
         tolerance=1e-5,
         loss=loss_of_rows,
@@ -570,7 +580,7 @@ FEATURES: dict[str, Feature] = {
     "evaluation of other shapes": Feature(run=evaluated),
     "exact resume": Feature(config=ZERO, run=resumed),
     "tensor parallelism, packed rows": Feature(
-        partial(gpt2, n_positions=LONGEST),
+        partial(gpt2, n_positions=LONGEST, use_cache=True),
         packed,
         ours=SPLIT,
         pipeline={"inputs": ["input_ids", "position_ids"]},
