@@ -122,7 +122,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         if self.module.training:
             self._before_forward(args, kwargs)
         with PROGRESS.doing("forward"), naming_ids(self.module):
-            return super().forward(*args, **kwargs)
+            return super().forward(*args, **_without_cache(self.module, kwargs))
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's backward pass; ``wavemare.balance`` weights the loss by its share."""
@@ -304,7 +304,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
     def _loss_in_waves(self, batch: Any, call: Callable[..., Any]) -> torch.Tensor:
         def called(*args: Any, **kwargs: Any) -> Any:
             self._before_forward(args, kwargs)
-            return call(*args, **kwargs)
+            return call(*args, **_without_cache(self.module, kwargs))
 
         return self._loss(batch, called)
 
@@ -319,6 +319,18 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         mean = torch.stack(losses).float().sum() / len(losses)
         dist.all_reduce(mean, group=self.seq_data_parallel_group)
         return mean / self.seq_dp_world_size
+
+
+def _without_cache(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward pass of training, or with labels, which makes no cache.
+
+    Beside a cache transformers takes positions that begin anew for those of one text: packed rows
+    would see each other.
+    """
+    caches = getattr(getattr(model, "config", None), "use_cache", False)
+    if caches and "position_ids" in kwargs and (model.training or "labels" in kwargs):
+        return {"use_cache": False, **kwargs}
+    return kwargs
 
 
 def _loss_of(output: Any) -> torch.Tensor:

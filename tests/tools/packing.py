@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much faster packed rows train than padded ones, beside the ratio of their tokens.
 
-Usage: python tests/tools/packing.py [--rows 48] [--rounds 5] [--hidden 256] [--json FILE]
+Usage: python tests/tools/packing.py [--rows 96] [--rounds 3] [--hidden 256] [--json FILE]
+       python tests/tools/packing.py --attention
 
 One process on a CPU, a small Llama, rows of 30 to 512 tokens. The layouts take turns. Times are of
 the processor, for the forward and backward passes of all rows; the medians of the rounds are given.
 Padded rows stand four in a batch: filled up to 512 tokens, or to the longest of the four, in random
 order or sorted by length. They get no mask of padding, which would make them slower.
+
+With --attention the attention of 2,048 tokens alone is timed, forward and backward: of nine rows,
+one by one and by a mask of blocks, and of four padded rows of 512 tokens. Medians of 9 calls.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import json
 import random
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from wavemare.data.chat import ChatSamples
 from wavemare.data.row_format import IGNORED, Row
-from wavemare.models.packed import whole_arguments
+from wavemare.models.packed import RowMask, whole_arguments
 
 SHORTEST, LONGEST, VOCABULARY, TOGETHER = 30, 512, 1000, 4
 
@@ -43,9 +48,12 @@ def padded(rows, length=None):
 
 
 def packed(rows, length):
+    """Return batches of as many tokens as four padded rows have."""
     samples = ChatSamples(rows, length, 0, packs=True, positions=True)
-    for i in range(len(samples)):
-        yield {name: values[None] for name, values in samples[i].items()}
+    together = TOGETHER * LONGEST // length
+    for start in range(0, len(samples), together):
+        part = range(start, min(start + together, len(samples)))
+        yield torch.utils.data.default_collate([samples[i] for i in part])
 
 
 def build(hidden):
@@ -71,13 +79,43 @@ def seconds(model, given):
     return time.process_time() - started
 
 
+def time_attention(heads, size, tokens, samples, **mask):
+    """Return the processor's milliseconds of a call and its backward pass."""
+    states = [
+        torch.randn(samples, tokens, heads, size).transpose(1, 2).requires_grad_() for _ in range(3)
+    ]
+    found = []
+    for _ in range(10):  # the first call takes longer
+        started = time.process_time()
+        torch.nn.functional.scaled_dot_product_attention(*states, **mask).sum().backward()
+        found.append(1000 * (time.process_time() - started))
+    return statistics.median(found[1:])
+
+
+def attention():
+    rows = [271, 400, 30, 150, 500, 230, 90, 300, 77]
+    mask = RowMask([rows], torch.device("cpu"))
+    for heads, size in ((4, 32), (8, 32), (12, 64)):
+        one = partial(time_attention, heads, size)
+        times = {
+            "padded rows": one(512, 4, is_causal=True),
+            "row by row": one(2048, 1, attn_mask=mask),
+            "a mask of blocks": one(2048, 1, attn_mask=mask.dense()),
+        }
+        print(f"{heads} heads of {size}:", *(f"{name} {ms:.0f} ms," for name, ms in times.items()))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256, help="width, a multiple of 64")
+    parser.add_argument("--attention", action="store_true", help="time the attention alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.attention:
+        attention()
+        return
     rows = list(make_rows(options.rows))
     layouts = {
         "padded to 512": padded(rows, LONGEST),

@@ -362,7 +362,7 @@ def _is_turn(value: Any) -> bool:
 
 
 def _functions(values: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the functions of tools or of calls, which may stand in an object of their own."""
+    """Yield the functions of calls, which may stand in an object of their own."""
     for value in values if isinstance(values, list) else ():
         function = value.get("function", value) if isinstance(value, dict) else None
         if isinstance(function, dict):

@@ -23,6 +23,7 @@ from wavemare.hf.trl import fused_output
 from wavemare.lazy import Proxy
 from wavemare.models.adapters import is_adapted
 from wavemare.models.families import find_split_loss
+from wavemare.models.packed import follows
 from wavemare.parallel.tensor.output import with_late_logits
 
 _ELSEWHERE = "a pipeline's last stage has the logits, the loss and the batch alone"
@@ -216,10 +217,15 @@ class StageModel:
                     raise _refusal(name, type(value).__name__, reason)
             elif name == "attention_mask" and value is own:
                 continue  # of ones alone, else the stages would refuse it
+            elif follows(name, value, self._positions()):
+                continue
             elif name not in _HARMLESS and value is not None and value is not False:
                 raise _refusal(name, value if isinstance(value, bool) else type(value).__name__)
         if named.get("return_dict", True) is False or named.get("logits_to_keep"):
             raise _refusal("forward", "return_dict=False or logits_to_keep")
+
+    def _positions(self) -> Any:
+        return self._inputs.get("position_ids") if "position_ids" in self._travels else None
 
     def _output(self, labels: Any, items: Any) -> Any:
         outputs = _first_rows(self._outputs, len(self._inputs["input_ids"]))

@@ -83,11 +83,28 @@ def kernel_bounds(
     takes_mask = "flash" not in str(getattr(config, "_attn_implementation", None))
     if takes_mask or positions is None or attention_mask is not None:
         return {}
+    return bounds_of(positions)
+
+
+def bounds_of(positions: Tensor) -> dict[str, Any]:
+    """Return where rows begin, and how long the longest is, as kernels are told."""
     starts = _begins(positions).flatten().nonzero()[:, 0]
     bounds = torch.cat([starts, starts.new_tensor([positions.numel()])]).to(torch.int32)
     longest = int(bounds.diff().max())
     sides = {"cu_seq_lens": bounds, "max_length": longest}
     return {f"{name}_{each}": value for name, value in sides.items() for each in "qk"}
+
+
+def follows(name: str, value: Any, positions: Tensor | None) -> bool:
+    """Whether an entry of a batch says of its rows what their positions say; TRL gives such."""
+    if positions is None:
+        return False
+    rows = _begins(positions).long().cumsum(-1) - 1
+    known = {**bounds_of(positions), "seq_idx": rows}
+    if name not in known:
+        return False
+    own, given = torch.as_tensor(known[name]), torch.as_tensor(value)
+    return own.shape == given.shape and bool((own.to(given.device) == given).all())
 
 
 def row_mask(

@@ -18,8 +18,9 @@ def gpt2(**changes):
     return build_gpt2(**QUIET, **{"tie_word_embeddings": False, "use_cache": False, **changes})
 
 
-def lora():
+def lora(**changes):
     chosen = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
+    chosen |= changes
     return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, **chosen))
 
 

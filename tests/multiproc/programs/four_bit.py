@@ -20,7 +20,8 @@ import wavemare
 from wavemare.models import from_folder, save_pretrained, whole_state_dict
 
 STEPS, RATE = 2, 0.5
-WITHOUT_STAGES = ("zero1", "zero2", "tensor", "narrow")
+WITHOUT_STAGES = ("zero1", "zero2", "tensor", "packed, tensor", "narrow")
+PACKED_INPUTS = ["input_ids", "position_ids"]
 
 
 def settings(**changes):
@@ -65,9 +66,19 @@ def batches():
         yield {"input_ids": tokens, "labels": tokens}
 
 
-def start(model, schedule="1f1b", *, stages=2, zero=0, tensor=1, **config):
+def packed():
+    """Yield samples of eight rows, which are attended to one by one."""
+    parts = token_batches(0)
+    while True:
+        ids = torch.cat([next(parts) for _ in range(16)], dim=1)
+        positions = (torch.arange(ids.shape[1]) % 32).expand_as(ids).contiguous()
+        labels = ids.masked_fill(positions == 0, -100)
+        yield {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def start(model, schedule="1f1b", *, stages=2, zero=0, tensor=1, inputs=None, **config):
     ours = {
-        "pipeline": {"stages": stages, "schedule": schedule},
+        "pipeline": {"stages": stages, "schedule": schedule, "inputs": inputs},
         "tensor_parallel": {"size": tensor},
     }
     config = configuration(zero, wavemare=ours, gradient_clipping=0.0, **config)
@@ -77,9 +88,9 @@ def start(model, schedule="1f1b", *, stages=2, zero=0, tensor=1, **config):
     return wavemare.initialize(model=model, config=config)[0]
 
 
-def alone(model):
+def alone(model, data):
     """Train a model in this process."""
-    model, data = model.train(), batches()
+    model.train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     for _ in range(STEPS):
         for _ in range(2):
@@ -101,13 +112,13 @@ def dequantized(model):
     return state
 
 
-def saved(engine, name, make):
+def saved(engine, name, make, data):
     """Save adapter and whole model, and compare both folders with one process."""
     save_pretrained(engine, name)
     save_pretrained(engine, f"{name}-merged", merge=True)
     torch.distributed.barrier()
     before = peft.get_peft_model_state_dict(make())
-    model = alone(make())
+    model = alone(make(), data)
     theirs, ours = (
         peft.get_peft_model_state_dict(model),
         load_file(f"{name}/adapter_model.safetensors"),
@@ -124,11 +135,11 @@ def saved(engine, name, make):
     }
 
 
-def trained(name, make=lora_model, **options):
-    engine, data = start(make(), **options), batches()
+def trained(name, make=lora_model, make_data=batches, **options):
+    engine, data = start(make(), **options), make_data()
     for _ in range(STEPS):
         engine.train_batch(data)
-    return saved(engine, name, make)
+    return saved(engine, name, make, make_data())
 
 
 def pipemare():
@@ -213,6 +224,13 @@ if __name__ == "__main__":
         "tensor": partial(trained, "tensor", double, stages=1, tensor=2),
         "narrow": lambda: refusal(lambda: start(lora_model(width=64), stages=1, tensor=2)),
         "dora": partial(trained, "dora", partial(lora_model, lora={"use_dora": True})),
+        **{
+            f"packed, {n}": partial(
+                trained, f"packed-{n}", make_data=packed, schedule=n, inputs=PACKED_INPUTS
+            )
+            for n in ("1f1b", "zbv")
+        },
+        "packed, tensor": partial(trained, "packed-tensor", make_data=packed, stages=1, tensor=2),
         "pipemare": pipemare,
         "late": late,
         "resume": resume,

@@ -159,7 +159,6 @@ def refused():
     for name, kind, section, changes in (
         ("offloading", "sft", STAGES, {"activation_offloading": True}),
         ("stale reference", "dpo", STALE, {}),
-        ("undeclared positions", "sft", STAGES, PACKED),
         ("waves", "sft", {"wavelet": {"mode": "sync"}}, {}),
         ("waves and dpo", "dpo", {"wavelet": {"mode": "sync"}}, {}),
         ("synchronized", "dpo", STAGES, {"sync_ref_model": True, "lora": False}),
@@ -210,6 +209,7 @@ if __name__ == "__main__":
         "sft stale": partial(train, "sft-stale", "sft", STALE, max_steps=8),
         "dpo precomputed": partial(train, "dpo-pre", "dpo", STAGES, precompute_ref_log_probs=True),
         "refused": refused,
+        "undeclared": lambda: refusal(partial(train, "refused", "sft", STAGES, **PACKED)),
     }
     results = {}
     wavemare.init_distributed()
