@@ -136,8 +136,9 @@ def compare(first: tuple[int, Marks], last: tuple[int, Marks]) -> None:
     Raises:
         DataError: They have different ones.
     """
-    for part, what in ((slice(2), _ONE), (slice(2, 4), f"{_ONE} of the step before")):
-        check([(rank, (marks[part][0], marks[part][1])) for rank, marks in (first, last)], what)
+    both = (first, last)
+    check([(rank, marks[:2]) for rank, marks in both])
+    check([(rank, marks[2:]) for rank, marks in both], f"{_ONE} of the step before")
 
 
 _ONE = "a micro-batch"

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 import torch
@@ -177,7 +177,7 @@ class MovingTransport(TorchTransport):
         self._device = torch.device("cpu")
         self._group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout_s))
 
-    def split(self, colour: int) -> TorchTransport:
+    def split(self, colour: int) -> Self:
         """Not for groups that change."""
         raise NotImplementedError
 

@@ -208,10 +208,14 @@ class RowMask(Tensor):
         for rows, *sample in zip(self._rows, *states, strict=True):
             parts = (each.split(list(rows), dim=2) for each in sample)
             found = []
-            for length, *row in zip(rows, *parts, strict=True):
+            for length, q, k, v in zip(rows, *parts, strict=True):
                 narrow = self._window is not None and self._window < length
-                mask = {"attn_mask": self._band(length)} if narrow else {"is_causal": True}
-                found.append(F.scaled_dot_product_attention(*row, **mask, **options))
+                band = self._band(length) if narrow else None
+                found.append(
+                    F.scaled_dot_product_attention(
+                        q, k, v, attn_mask=band, is_causal=band is None, **options
+                    )
+                )
             samples.append(torch.cat(found, dim=2))
         return torch.cat(samples)
 
@@ -230,7 +234,9 @@ class RowMask(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch types its default alone
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Give other functions the boolean tensor."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             mask = args[0]
