@@ -38,7 +38,8 @@ def whole_arguments(model: Any, batch: Mapping[str, Any], device: torch.device) 
         batch: With ``position_ids`` if rows are packed.
         device: Of the model.
     """
-    config, positions = getattr(model, "config", None), batch.get("position_ids")
+    config: Any = getattr(model, "config", None)
+    positions = batch.get("position_ids")
     if positions is None or batch.get("attention_mask") is not None:
         return {}
     bounds = kernel_bounds(config, positions, None)
@@ -182,7 +183,7 @@ class RowMask(Tensor):
         made._rows, made._window, made._bands = rows, window, {}
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         """Name the rows."""
         return f"RowMask({self._rows}, window={self._window})"
 
