@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from wavemare.engine.pipe.split_backward import is_compiled
 
+_ATTENTION: Any = F.scaled_dot_product_attention
 _CALL = 64 * 64
 """What a call of attention for one row costs beside its work, in pairs of tokens."""
 
@@ -38,7 +39,8 @@ def whole_arguments(model: Any, batch: Mapping[str, Any], device: torch.device) 
         batch: With ``position_ids`` if rows are packed.
         device: Of the model.
     """
-    config, positions = getattr(model, "config", None), batch.get("position_ids")
+    config: Any = getattr(model, "config", None)
+    positions = batch.get("position_ids")
     if positions is None or batch.get("attention_mask") is not None:
         return {}
     bounds = kernel_bounds(config, positions, None)
@@ -182,7 +184,7 @@ class RowMask(Tensor):
         made._rows, made._window, made._bands = rows, window, {}
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Name the rows."""
         return f"RowMask({self._rows}, window={self._window})"
 
@@ -211,7 +213,7 @@ class RowMask(Tensor):
             for length, *row in zip(rows, *parts, strict=True):
                 narrow = self._window is not None and self._window < length
                 mask = {"attn_mask": self._band(length)} if narrow else {"is_causal": True}
-                found.append(F.scaled_dot_product_attention(*row, **mask, **options))
+                found.append(_ATTENTION(*row, **mask, **options))
             samples.append(torch.cat(found, dim=2))
         return torch.cat(samples)
 
@@ -219,7 +221,7 @@ class RowMask(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute attention by rows; leave all else to torch."""
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and _is_plain(*args, **kwargs):
+        if func is _ATTENTION and _is_plain(*args, **kwargs):
             given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
             mask = given.pop("attn_mask")
             given.pop("dropout_p", None)
@@ -230,7 +232,9 @@ class RowMask(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Give other functions the boolean tensor."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             mask = args[0]
