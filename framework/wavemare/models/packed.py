@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from wavemare.engine.pipe.split_backward import is_compiled
 
+_ATTENTION: Any = F.scaled_dot_product_attention
 _CALL = 64 * 64
 """What a call of attention for one row costs beside its work, in pairs of tokens."""
 
@@ -183,7 +184,7 @@ class RowMask(Tensor):
         made._rows, made._window, made._bands = rows, window, {}
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Name the rows."""
         return f"RowMask({self._rows}, window={self._window})"
 
@@ -209,14 +210,10 @@ class RowMask(Tensor):
         for rows, *sample in zip(self._rows, *states, strict=True):
             parts = (each.split(list(rows), dim=2) for each in sample)
             found = []
-            for length, q, k, v in zip(rows, *parts, strict=True):
+            for length, *row in zip(rows, *parts, strict=True):
                 narrow = self._window is not None and self._window < length
-                band = self._band(length) if narrow else None
-                found.append(
-                    F.scaled_dot_product_attention(
-                        q, k, v, attn_mask=band, is_causal=band is None, **options
-                    )
-                )
+                mask = {"attn_mask": self._band(length)} if narrow else {"is_causal": True}
+                found.append(_ATTENTION(*row, **mask, **options))
             samples.append(torch.cat(found, dim=2))
         return torch.cat(samples)
 
@@ -224,7 +221,7 @@ class RowMask(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute attention by rows; leave all else to torch."""
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and _is_plain(*args, **kwargs):
+        if func is _ATTENTION and _is_plain(*args, **kwargs):
             given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
             mask = given.pop("attn_mask")
             given.pop("dropout_p", None)
@@ -235,7 +232,7 @@ class RowMask(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types its default alone
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Give other functions the boolean tensor."""

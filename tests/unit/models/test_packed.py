@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wavemare.models import to_pipeline
-from wavemare.models.packed import RowMask, row_mask, whole_arguments
+from wavemare.models.packed import RowMask, follows, row_mask, whole_arguments
 
 CPU = torch.device("cpu")
 ROWS = [[60, 1, 64, 59, 40, 32], [64, 64, 64, 64]]
@@ -184,3 +184,17 @@ def test_models_that_may_do_more_with_a_mask_make_their_own(model_of):
     model.config.output_router_logits = False
     model.model.layers[1].compile(backend="eager")
     assert whole_arguments(model, batch, CPU) == {}
+
+
+def test_entries_that_say_of_rows_what_positions_say():
+    """As TRL gives them beside packed rows."""
+    positions = positions_of([[3, 1, 4]])
+    bounds = torch.tensor([0, 3, 4, 8], dtype=torch.int32)
+    entries = {"cu_seq_lens_q": bounds, "max_length_k": 4}
+    entries["seq_idx"] = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2]], dtype=torch.int32)
+    for name, value in entries.items():
+        assert follows(name, value, positions)
+        assert not follows(name, value, None)
+        assert not follows(name, value + 1, positions)
+        assert not follows("other", value, positions)
+    assert not follows("cu_seq_lens_q", bounds[:-1], positions)
