@@ -107,6 +107,14 @@ def fixed(tmp_path, ranks, settings, name="fixed"):
     return Run(tmp_path / name, ["--nproc", str(ranks)], {"steps": 14, **settings}).wait()
 
 
+def twin_of(folder, **settings):
+    """Return the losses of three replicas in one process, of which some are gone after a step."""
+    program = PROGRAM.with_name("elastic_twin.py")
+    words = [sys.executable, program, folder, json.dumps(settings)]
+    subprocess.run(words, check=True, timeout=LIMIT_S)
+    return json.loads((folder / "twin.json").read_text())
+
+
 def losses(run, rank):
     return [[row["step"], row["loss"], row["at"]] for row in run.steps(rank)]
 
@@ -152,6 +160,11 @@ def test_a_killed_replica_costs_an_exchange_and_comes_back(start):
     for row in [*first, *second]:  # no other replica reads what it reads
         assert row["at"] == samples * row["step"]
     assert len(run.digests(3)) == 1
+    # Until the exchange in which its change counts again, the others train as a slow twin does.
+    twin = twin_of(run.folder, steps=begun + 3, gone={"1": 10})
+    for rank in (0, 1, 2):
+        own = [row["loss"] for row in run.steps(rank)[: len(twin[str(rank)])]]
+        assert own == twin[str(rank)]
 
 
 @pytest.mark.world_size(3)

@@ -17,7 +17,6 @@ from common import QUIET, build_gpt2, configuration, weights_digest
 import wavemare
 from wavemare.data.loader import ResumableLoader
 
-FOLDER, GIVEN = Path(sys.argv[1]), json.loads(sys.argv[2])
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 
 
@@ -32,31 +31,31 @@ class Rows:
         return {"input_ids": row, "labels": row}
 
 
-def start():
-    torch.manual_seed(GIVEN.get("seed", 7))
-    config = configuration(GIVEN.get("zero", 0), optimizer=ADAMW, gradient_clipping=0.0)
+def start(given):
+    torch.manual_seed(given.get("seed", 7))
+    config = configuration(given.get("zero", 0), optimizer=ADAMW, gradient_clipping=0.0)
     config.pop("scheduler")
-    local = {"mode": "diloco", "every": 4, **GIVEN["local"]}
-    local |= GIVEN.get("unlike", {}).get(os.environ.get("WAVEMARE_REPLICA"), {})
+    local = {"mode": "diloco", "every": 4, **given["local"]}
+    local |= given.get("unlike", {}).get(os.environ.get("WAVEMARE_REPLICA"), {})
     config["wavemare"] = {"local_steps": local, "guard": {"nonfinite": "off"}}
-    config["wavemare"]["watchdog"] = GIVEN.get("watchdog", {})
+    config["wavemare"]["watchdog"] = given.get("watchdog", {})
     return wavemare.initialize(model=build_gpt2(**QUIET), config=config)[0]
 
 
-def main():
-    engine = start()
+def main(folder, given):
+    engine = start(given)
     loader = ResumableLoader.of(engine, Rows(), seed=1)
-    if GIVEN.get("load"):
-        engine.load_checkpoint(str(FOLDER))
+    if given.get("load"):
+        engine.load_checkpoint(str(folder))
         loader.consumed_samples = engine.global_samples
     name = str(engine.data_rank)
-    tried = FOLDER / f"{name}.tried"
+    tried = folder / f"{name}.tried"
     attempt = len(tried.read_text()) if tried.exists() else 0
     tried.write_text("x" * (attempt + 1))
-    events = GIVEN.get("events", {}).get(str(engine.replica), {}) if not attempt else {}
+    events = given.get("events", {}).get(str(engine.replica), {}) if not attempt else {}
     present = 0.0
-    with open(FOLDER / f"{name}.jsonl", "a", buffering=1) as file:
-        while engine.global_steps < GIVEN["steps"]:
+    with open(folder / f"{name}.jsonl", "a", buffering=1) as file:
+        while engine.global_steps < given["steps"]:
             event = events.get(str(engine.global_steps + 1))
             if event == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -65,16 +64,16 @@ def main():
             loss = engine.train_batch(loader).item()
             present = engine.step_metrics().get("replicas", present)
             missing = 0 < present < engine.num_replicas
-            time.sleep(GIVEN.get("patience", 0.0) if missing else GIVEN.get("sleep", 0.0))
+            time.sleep(given.get("patience", 0.0) if missing else given.get("sleep", 0.0))
             row = {"step": engine.global_steps, "loss": loss, "attempt": attempt}
             row |= {"at": loader.consumed_samples, "time": time.time(), **engine.step_metrics()}
             file.write(f"{json.dumps(row)}\n")
-            if engine.global_steps == GIVEN.get("save"):
-                engine.save_checkpoint(str(FOLDER))
+            if engine.global_steps == given.get("save"):
+                engine.save_checkpoint(str(folder))
         engine.synchronize()
         file.write(f"{json.dumps({'digest': weights_digest(engine)})}\n")
     engine.destroy()
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
