@@ -299,29 +299,33 @@ def in_time(shape: str) -> str:
     stock = seconds[table["goals"][0]["step"]]
     runs = [run for pattern in table["runs"] for run in _simulated(pattern)]
 
-    def curves(run: str, rate: float) -> dict[int, list[list[float]]]:
-        own = [each for each in runs if (each["system"], each["rate"]) == (run, rate)]
-        if SYSTEMS[run].place is None:
-            sizes = stages, micro_batches
-            own = [each for each in own if (each["stages"], each["micro_batches"]) == sizes]
-        return {each["seed"]: each["curve"] for each in own}
+    def curves(run: str) -> tuple[float, dict[int, list[list[float]]]]:
+        """Return a system's best rate, by its mean loss, and its curves at that rate by seed."""
+        by_rate: dict[float, dict[int, list[list[float]]]] = {}
+        for each in runs:
+            same = (each["stages"], each["micro_batches"]) == (stages, micro_batches)
+            if each["system"] == run and (same or SYSTEMS[run].place):
+                by_rate.setdefault(each["learning_rate"], {})[each["seed"]] = each["curve"]
+        means = {r: statistics.fmean(c[-1][1] for c in own.values()) for r, own in by_rate.items()}
+        best = min(means, key=means.__getitem__, default=math.nan)
+        return best, by_rate.get(best, {})
 
     goals = []
     for goal in table["goals"]:
-        own = curves(goal["run"], goal["rate"])
+        _, own = curves(goal["run"])
         losses = {seed: curve[-1][1] * (1 + goal["above"]) for seed, curve in own.items()}
         steps = [first_at(curve, losses[seed]) or math.nan for seed, curve in own.items()]
         goals.append((losses, statistics.fmean(steps) * seconds[goal["step"]]))
     rows = []
     for method in table["methods"]:
-        found = curves(method["run"], method["rate"])
+        rate, found = curves(method["run"])
         if not found or method["step"] not in seconds:
             continue
         each, first = seconds[method["step"]], method.get("first", 0)
         ends = [curve[-1][1] for curve in found.values()]
         mean = statistics.fmean(ends)
         spread = f" ± {max(abs(end - mean) for end in ends):.3f}" if len(ends) > 1 else ""
-        cells = [method["name"], method["optimizer"], f"{method['rate']:g}", f"{mean:.3f}{spread}"]
+        cells = [method["name"], method["optimizer"], f"{rate:g}", f"{mean:.3f}{spread}"]
         cells += [str(len(found)), f"{1e3 * each:.1f} ({stock / each:.2f})"]
         for losses, usual in goals:
             steps = [first_at(found[seed], losses[seed]) for seed in found.keys() & losses.keys()]
@@ -337,14 +341,13 @@ def in_time(shape: str) -> str:
 
 
 def _simulated(pattern: str) -> Iterator[dict[str, Any]]:
-    """Yield the runs of ``simulate --systems`` with their rates and sizes."""
+    """Yield the runs of ``simulate --systems``; a size or a rate may stand in the command alone."""
+    options = {"stages": "--stages", "micro_batches": "--micro_batches", "learning_rate": "--lr"}
     for result in _results(pattern):
-        words = result["command"].split()
-        rate = words[words.index("--lr") + 1]
-        sizes = next(iter(result.get("rows", ())), {})
+        words = result["command"].replace("--micro-batches", "--micro_batches").split()
+        given = dict(pairwise(words))
         for run in result["runs"]:
-            shape = {key: run.get(key, sizes.get(key)) for key in ("stages", "micro_batches")}
-            yield {**run, **shape, "rate": run.get("learning_rate") or float(rate)}
+            yield {**{key: run.get(key) or float(given[o]) for key, o in options.items()}, **run}
 
 
 def corrections(_: str) -> str:

@@ -57,10 +57,7 @@ class TextWorkload(GPTWorkload):
         scheduler = recipe["scheduler"]
         rise = max(1, round(_RISE * request.steps))
         scheduler["params"] |= {"total_num_steps": request.steps, "warmup_num_steps": rise}
-        self.settings = {
-            "gradient_clipping": recipe["gradient_clipping"],
-            "scheduler": scheduler,
-        }
+        self.settings = {key: recipe[key] for key in ("gradient_clipping", "scheduler")}
 
 
 def _pair(sample: Any) -> Batch:

@@ -201,13 +201,13 @@ class BoundRunner(Runner):
         self.optimizer.zero_grad()
 
 
-def build_optimizer(workload: Workload, kind: str, *modules: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of some modules' parameters."""
-    whole, params = nn.ModuleList(modules), workload.optimizer_params(kind)
+def build_optimizer(workload: Workload, kind: str, module: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a module's parameters."""
+    params = workload.optimizer_params(kind)
     if kind == "Muon":
-        return make_muon(whole, params)(whole.parameters())
+        return make_muon(module, params)(module.parameters())
     make: Callable[..., torch.optim.Optimizer] = SOAP if kind == "SOAP" else torch.optim.AdamW
-    return make(whole.parameters(), **params)
+    return make(module.parameters(), **params)
 
 
 _KINDS = {
@@ -246,11 +246,12 @@ class EngineRunner(Runner):
 
 
 class TorchRunner(Runner):
-    """A schedule of torch, and an optimizer."""
+    """A schedule of torch, this rank's part of the model, and its optimizer."""
 
     def __init__(
         self,
         schedule: Any,
+        module: nn.Module,
         optimizer: torch.optim.Optimizer,
         workload: Workload,
         place: Place,
@@ -259,6 +260,7 @@ class TorchRunner(Runner):
         is_last: bool,
     ) -> None:
         self._schedule = schedule
+        self.module = module
         self.optimizer = optimizer
         self._count = place.micro_batches
         self._batches = itertools.cycle(workload.batches)
@@ -302,8 +304,9 @@ def _build_torch(
         loss_fn=workload.loss,
     )
     ends = {"is_first": 0 in own, "is_last": len(ranks) - 1 in own}
+    whole = nn.ModuleList(own.values())
     return TorchRunner(
-        made, build_optimizer(workload, optimizer, *own.values()), workload, place, **ends
+        made, whole, build_optimizer(workload, optimizer, whole), workload, place, **ends
     )
 
 

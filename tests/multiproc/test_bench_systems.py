@@ -18,7 +18,8 @@ def test_synchronous_systems_train_what_one_process_trains(launch_once, counts):
         bound, waits = result.pop("bound"), result.pop("waits")
         assert {key.split()[0] for key in result} == set(SYNCHRONOUS)
         for key, entry in result.items():
-            assert entry["difference"] < 1e-6, key
+            # Muon's iteration rounds to bf16, so that the last digits of gradients may show.
+            assert entry["difference"] < (1e-5 if "muon" in key else 1e-6), key
             assert entry["way"] > 1e-4, key  # it has learnt at all
             assert entry["ordered"], key
             name = key.split()[0]

@@ -37,7 +37,7 @@ def plain_training(workload, parts, micro_batches, kind):
 def weights_of(runner):
     if hasattr(runner, "engine"):
         return list(runner.engine.module.parameters())
-    return runner.optimizer.param_groups[0]["params"]
+    return list(runner.module.parameters())
 
 
 def waits_of(name, workload):
