@@ -197,27 +197,28 @@ def digests_of(inputs: Any, labels: Any, *, on_device: bool) -> Digests:
     """
     whole = getattr(labels, "whole", None)
     if whole is not None:
-        inputs = labels = whole
+        both = _digest(whole, on_device=on_device, all_count=True)
+        return both, both
     one = _digest(inputs, on_device=on_device)
     return one, one if labels is inputs else _digest(labels, on_device=on_device)
 
 
-def _digest(part: Any, *, on_device: bool) -> float:
+def _digest(part: Any, *, on_device: bool, all_count: bool = False) -> float:
     tensors = list(_tensors(part))
     if not (on_device or all(tensor.is_cpu for tensor in tensors)):
         return 0.0
-    samples = [sample for sample in map(_sample, tensors) if sample is not None]
+    found = map(_sample, tensors)
+    samples = [sample for sample, tells in found if tells or all_count]
     if not samples:
         return 0.0
-    found = hashlib.blake2b(b"".join(samples), digest_size=_DIGEST_BYTES)
-    return float(int.from_bytes(found.digest()) or 1)
+    digest = hashlib.blake2b(b"".join(samples), digest_size=_DIGEST_BYTES).digest()
+    return float(int.from_bytes(digest) or 1)
 
 
-def _sample(tensor: Tensor) -> bytes | None:
-    """Return elements of a tensor, all of a small one and some of a large one.
+def _sample(tensor: Tensor) -> tuple[bytes, bool]:
+    """Return elements of a tensor, all of a small one and some of a large one; and if they tell.
 
-    None of a placeholder, which tells nothing: one value throughout. One element alone does, but 0,
-    -100, NaN.
+    A placeholder tells nothing: one value throughout. One element alone does, but 0, -100, NaN.
     """
     flat = tensor.detach().reshape(-1)
     if len(flat) > _SAMPLE:
@@ -225,9 +226,8 @@ def _sample(tensor: Tensor) -> bytes | None:
     flat = flat.cpu()
     found, count = flat.view(torch.uint8).numpy().tobytes(), len(flat)
     if found != found[: flat.element_size()] * count:
-        return found
-    tells = count == 1 and (value := flat.item()) == value and value not in (0, IGNORED)
-    return found if tells else None
+        return found, True
+    return found, count == 1 and (value := flat.item()) == value and value not in (0, IGNORED)
 
 
 def _tensors(part: Any) -> Iterator[Tensor]:
