@@ -10,9 +10,9 @@ from torch import distributed as dist
 
 from support.refusals import refuses
 from wavemare.errors import ConfigError
-from wavemare.recipes.llama.sft import BEST, read_best
 from wavemare.training.arguments import TrainArguments
 from wavemare.training.checkpoints import load_checkpoint, resumes_after_restart
+from wavemare.training.evaluation import BEST, read_best
 from wavemare.training.setup import Setup, adapt_accumulation, connect
 
 
