@@ -14,6 +14,7 @@ import shlex
 import sys
 import tomllib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -193,6 +194,7 @@ OURS = [
     for line in COMMANDS
     if re.match(r"wavemare .|python -m benchmarks |.* -m(odule)? wavemare\.recipes", line)
     and not re.search(r" > | file:", line)
+    and not (" --replicas " in line and find_spec("torchft") is None)
 ]
 
 

@@ -56,7 +56,7 @@ def run(words):
     if (program := OF_RANKS.match(line)) and (ranks := RANKS.search(line)):
         os.environ["WORLD_SIZE"] = ranks[1]
         sys.argv = [program[1], *shlex.split(program[2])]
-        runpy.run_module(program[1], run_name="__main__")
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     for program, command in COMMANDS.items():
         if program in words:
             command.main([*words[words.index(program) + 1 :]], program)
