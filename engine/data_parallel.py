@@ -234,7 +234,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
                     checkpointing.reset()  # no backward pass will free the buffers
                     losses.append(_loss_of(output))
                 mean = self._mean_loss(losses)
-                if self.num_replicas > 1 and self._replicas.group is not None:
+                if self.num_replicas > 1 and not self.is_elastic:
                     # A step must not wait for the others; this may.
                     dist.all_reduce(mean, group=self._replicas.group)
                     mean = mean / self.num_replicas

@@ -178,8 +178,13 @@ class MovingTransport(TorchTransport):
         self._group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout_s))
 
     def split(self, colour: int) -> Self:
-        """Not for groups that change."""
-        raise NotImplementedError
+        """Refuse: the processes of this transport change.
+
+        Raises:
+            CommError: Always.
+        """
+        reason = "processes that come and go have no lasting groups"
+        raise CommError("transport", self.name, reason, "Use all of them, without a hierarchy")
 
     def failed(self, error: Exception, peer: int | None) -> CommError:
         """Return the error for torch's failure; others may have given up because of another one."""
