@@ -7,7 +7,8 @@
 of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``duels of``,
 ``schedules of``, ``steps of``, ``gpu of`` result files that match NAME; ``families of``,
 ``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``staleness of`` result
-files that match NAME; ``corrections of`` the engine's table. A test compares the pages with what
+files that match NAME; ``corrections of`` the engine's table; ``losses of`` a
+pipeline, ``stages x micro-batches``, over time. A test compares the pages with what
 this file would write.
 """
 
@@ -16,6 +17,7 @@ import json
 import math
 import re
 import runpy
+import statistics
 import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
@@ -24,6 +26,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from benchmarks.curve import first_at
 from benchmarks.local_steps.request import BASELINE, WARMED
 from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.pipeline.staleness.staleness import MEASURED, largest_staleness
@@ -41,6 +44,7 @@ PAGES = (
     Path(__file__).with_name("megatron-options.md"),
     Path(__file__).with_name("performance.md"),
     RESULTS / "async-quality.md",
+    RESULTS / "async-time.md",
     RESULTS / "sparse.md",
     RESULTS / "pipeline.md",
     RESULTS / "whale.md",
@@ -64,7 +68,7 @@ def page(text: str) -> str:
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
     kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
     kinds |= {"times": times, "cells": cells, "gpu": gpu, "options": options}
-    kinds |= {"staleness": staleness, "corrections": corrections}
+    kinds |= {"staleness": staleness, "corrections": corrections, "losses": in_time}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -276,6 +280,74 @@ def staleness(pattern: str) -> str:
 
 _MOST_OF_MUON = 5
 """Weights of states beyond which the policy has taken SOAP."""
+
+
+def in_time(shape: str) -> str:
+    """Return a row for each method of results/tables.toml: its loss, and its time to two losses.
+
+    In brackets is how many times as fast it comes there as 1F1B with the optimizer of that loss.
+
+    Args:
+        shape: Stages, ``x`` and micro-batches.
+    """
+    table = tomllib.loads((RESULTS / "tables.toml").read_text())["in-time"]
+    stages, micro_batches = map(int, shape.split("x"))
+    measured = [row for file in _results(f"async-time-{stages}.json") for row in file["rows"]]
+    if not measured:
+        return "There is no result yet.\n"
+    seconds = {row["system"]: row["median_s"] for row in measured}
+    stock = seconds[table["goals"][0]["step"]]
+    runs = [run for pattern in table["runs"] for run in _simulated(pattern)]
+
+    def curves(run: str) -> tuple[float, dict[int, list[list[float]]]]:
+        """Return a system's best rate, by its mean loss, and its curves at that rate by seed."""
+        by_rate: dict[float, dict[int, list[list[float]]]] = {}
+        for each in runs:
+            same = (each["stages"], each["micro_batches"]) == (stages, micro_batches)
+            if each["system"] == run and (same or SYSTEMS[run].place):
+                by_rate.setdefault(each["learning_rate"], {})[each["seed"]] = each["curve"]
+        means = {r: statistics.fmean(c[-1][1] for c in own.values()) for r, own in by_rate.items()}
+        best = min(means, key=means.__getitem__, default=math.nan)
+        return best, by_rate.get(best, {})
+
+    goals = []
+    for goal in table["goals"]:
+        _, own = curves(goal["run"])
+        losses = {seed: curve[-1][1] * (1 + goal["above"]) for seed, curve in own.items()}
+        steps = [first_at(curve, losses[seed]) or math.nan for seed, curve in own.items()]
+        goals.append((losses, statistics.fmean(steps) * seconds[goal["step"]]))
+    rows = []
+    for method in table["methods"]:
+        rate, found = curves(method["run"])
+        if not found or method["step"] not in seconds:
+            continue
+        each, first = seconds[method["step"]], method.get("first", 0)
+        ends = [curve[-1][1] for curve in found.values()]
+        mean = statistics.fmean(ends)
+        spread = f" ± {max(abs(end - mean) for end in ends):.3f}" if len(ends) > 1 else ""
+        cells = [method["name"], method["optimizer"], f"{rate:g}", f"{mean:.3f}{spread}"]
+        cells += [str(len(found)), f"{1e3 * each:.1f} ({stock / each:.2f})"]
+        for losses, usual in goals:
+            steps = [first_at(found[seed], losses[seed]) for seed in found.keys() & losses.keys()]
+            reached = [step for step in steps if step is not None]
+            times = [min(step, first) * stock + max(step - first, 0) * each for step in reached]
+            time = statistics.fmean(times) if times else math.inf
+            some = f", {len(times)} of {len(steps)} seeds" if len(times) < len(steps) else ""
+            cells.append(f"{time:.1f} s ({usual / time:.2f}{some})" if times else "never")
+        rows.append(cells)
+    heads = ["method", "optimizer", "rate", "held-out loss", "seeds", "ms per step"]
+    heads += [goal["head"] for goal in table["goals"]]
+    return _markdown([heads, ["---"] * 2 + ["---:"] * (len(heads) - 2), *rows])
+
+
+def _simulated(pattern: str) -> Iterator[dict[str, Any]]:
+    """Yield the runs of ``simulate --systems``; a size or a rate may stand in the command alone."""
+    options = {"stages": "--stages", "micro_batches": "--micro_batches", "learning_rate": "--lr"}
+    for result in _results(pattern):
+        words = result["command"].replace("--micro-batches", "--micro_batches").split()
+        given = dict(pairwise(words))
+        for run in result["runs"]:
+            yield {**{key: run.get(key) or float(given[o]) for key, o in options.items()}, **run}
 
 
 def corrections(_: str) -> str:

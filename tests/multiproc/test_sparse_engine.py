@@ -204,6 +204,7 @@ def test_replicas_of_pipeline_stages_equal_deepspeeds_reduction_bitwise(launch_o
     assert "bubble" in metrics
 
 
+@pytest.mark.long
 @pytest.mark.world_size(2)
 def test_a_resumed_compressor_goes_on_bitwise(launch_once):
     compressor = {"type": "block_topk", "ratio": 0.1, "density_warmup_steps": 4}
@@ -219,6 +220,7 @@ def test_a_resumed_compressor_goes_on_bitwise(launch_once):
     assert results[0]["weights"]["weights"] == results[1]["weights"]["weights"]
 
 
+@pytest.mark.long
 @pytest.mark.world_size(2)
 def test_a_lost_rank_ends_the_run_with_one_message(launch):
     finished = launch("sparse_engine.py", "lose a rank", own=True)

@@ -146,3 +146,46 @@ def test_the_table_of_staleness_and_gain():
             assert int(largest) == max_staleness(0, stages, size)
             assert float(mean) == pytest.approx(mean_staleness(0, stages, size), abs=0.0051)
             assert float(gain) == pytest.approx((size + stages - 1) / size, abs=0.0051)
+
+
+def test_time_to_a_loss_is_of_steps_between_evaluations(tmp_path, monkeypatch):
+    def run(system, seed, *losses):
+        curve = [[10 * n, loss] for n, loss in enumerate(losses, 1)]
+        sizes = {"stages": 2, "micro_batches": 2, "learning_rate": 0.5}
+        return {**sizes, "system": system, "seed": seed, "curve": curve}
+
+    runs = [run("flush", 0, 4.0, 3.0, 2.0), run("flush", 1, 4.0, 3.0, 2.5)]
+    runs += [run("naive", 0, 4.0, 1.0, 1.0), run("naive", 1, 4.0, 3.0, 3.0)]
+    runs += [{**run("naive", 0, 1.0, 1.0, 1.0), "micro_batches": 4}]  # another pipeline
+    runs += [{**run("flush", 0, 4.0, 3.0, 3.0), "learning_rate": 0.25}]  # a worse rate
+    (tmp_path / "async-time.json").write_text(json.dumps({"command": "--lr RATE", "runs": runs}))
+    measured = [{"system": "stock", "median_s": 2.0}, {"system": "ours", "median_s": 0.5}]
+    (tmp_path / "async-time-2.json").write_text(json.dumps({"rows": measured}))
+    (tmp_path / "tables.toml").write_text("""
+[in-time]
+runs = ["async-time.json"]
+[[in-time.methods]]
+name = "one"
+optimizer = "AdamW"
+run = "flush"
+step = "stock"
+[[in-time.methods]]
+name = "two"
+optimizer = "AdamW"
+run = "naive"
+step = "ours"
+first = 10
+[[in-time.goals]]
+head = "to it"
+run = "flush"
+above = 0.0
+step = "stock"
+""")
+    monkeypatch.setitem(REFERENCE.in_time.__globals__, "RESULTS", tmp_path)
+    _, _, one, two = rows(REFERENCE.in_time("2x2"))
+    assert one[2:] == ["0.5", "2.250 ± 0.250", "2", "2000.0 (1.00)", "60.0 s (1.00)"]
+    # Seed 0 comes from 4 to 2 in 10 + 20 / 3 steps, of which the first 10 take 2 s each; seed 1
+    # never comes to 2.5.
+    time = 10 * 2.0 + 20 / 3 * 0.5
+    assert two[3:5] == ["2.000 ± 1.000", "2"]
+    assert two[5:] == ["500.0 (4.00)", f"{time:.1f} s ({60 / time:.2f}, 1 of 2 seeds)"]
