@@ -112,7 +112,7 @@ class OptimizerState:
         iteration: Steps that were trained.
         consumed_samples: Training samples that were used.
         settings: What all parameter groups have in common of learning rate and weight decay.
-        names: The weights, without those tied to others.
+        names: The weights, without those that are tied to others.
 
     Raises:
         CheckpointError: See `write_universal`.
