@@ -176,7 +176,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         )
 
     def _held_gradients(self) -> dict[int, Any]:
-        """Return the reduced gradients of ZeRO 1 and 2, by group; None for those that are used."""
+        """Return the reduced gradients of ZeRO 1 and 2, by group; None for those in use."""
         if self.zero_optimization_stage() not in (1, 2):
             return {}
         return getattr(self.optimizer, "averaged_gradients", {})

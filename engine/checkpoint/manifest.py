@@ -50,7 +50,7 @@ def as_tag(tag: object) -> str:
 
     Raises:
         CheckpointError: A folder of this name would not be found again: ``latest`` names it in one
-            line, and hidden folders are those that are being written.
+            line, and hidden folders are not complete yet.
     """
     name = str(tag)
     parts = name.split("/")

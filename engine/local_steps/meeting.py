@@ -62,7 +62,7 @@ def decide(rows: Sequence[Row], replicas: int) -> tuple[Verdict, str, list[int]]
     """Return what replicas do, why not more, and which of them are refused.
 
     Args:
-        rows: Of those that are there.
+        rows: Of those present.
         replicas: How many there are when all are present.
     """
     judge = next((row for row in rows if row.trains), rows[0])

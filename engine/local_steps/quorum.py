@@ -145,7 +145,7 @@ class ElasticLink(ReplicaLink):
 
 
 class Members:
-    """This replica among those that are there; its ranks call all methods together.
+    """This replica among those present; its ranks call all methods together.
 
     Args:
         address: Of the lighthouse.

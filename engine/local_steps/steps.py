@@ -128,7 +128,7 @@ class LocalSteps(Feature):
         return True
 
     def _follow(self) -> None:
-        """Exchange what the layers so far have learned, and begin with those that are trained now.
+        """Exchange what the layers so far have learned, and begin with the layers trained now.
 
         So replicas have the same bits of frozen layers.
         """

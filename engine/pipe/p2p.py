@@ -150,7 +150,7 @@ class RecvQueue:
         self.arrived: dict[Receive, tuple[MessageLayout, list[float], Tensor]] = {}
 
     def expect(self, receives: Sequence[Receive], gates: frozenset[Receive] = frozenset()) -> None:
-        """Set the receives of this step; those that are posted already must be the first of them.
+        """Set the receives of this step; those posted before must be the first of them.
 
         Args:
             receives: In the sender's order.

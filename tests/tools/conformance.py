@@ -57,8 +57,8 @@ FILES = {
     for name in names.split()
 }
 _SHUFFLED = (
-    "with a section of ours pipelines read training_data in the shuffled order of the "
-    "data-parallel engine; rows that follow each other have other lengths then"
+    "with a wavemare section, pipelines read training_data in the shuffled order of the "
+    "data-parallel engine, so that consecutive rows have other lengths"
 )
 CANNOT = {
     **{
@@ -66,8 +66,8 @@ CANNOT = {
         for mode in SECTIONS
     },
     ("pipemare", "pipe/test_pipe_module.py::TestPipeModuleSequential::test["): (
-        "PipeMare completes the batch sizes in engine.config, and checkpointing.configure reads "
-        "them as if every rank were a replica"
+        "PipeMare adds the missing batch sizes to engine.config, but checkpointing.configure "
+        "reads them as if every rank were a replica"
     ),
 }
 """Tests that pass with stock DeepSpeed and cannot with ours: a mode, a name's beginning, why."""
@@ -204,6 +204,9 @@ def reason_of(name, mode, message):
 def show(results):
     """Write the page; return the tests that differ without a reason."""
     rows, listed, unexplained = [], [], []
+    files = results["files"].values()
+    stock = [name for modes in files for name in outcome_of({}, modes["stock"])[1]]
+    differ = sum(len(outcome_of(m["ours"], m["stock"])[1]) for m in files if "ours" in m)
     for file, modes in results["files"].items():
         cells = []
         for mode in MODES:
@@ -218,28 +221,35 @@ def show(results):
     lines = [
         "# DeepSpeed's own unit tests",
         "",
-        f"{results['date']}; {results['machine']}. DeepSpeed {results['deepspeed']}, and the tests "
-        f"of its repository at version {results['tests']}: the newest that was publicly reachable.",
-        "What fails with stock DeepSpeed tests features that 0.19.8 no longer has. "
-        "fp16 is computed by the CPU, and operators that want a compiler are off, in all columns "
-        "alike. [How to run the tests](../CONTRIBUTING.md).",
+        f"Of {len(stock)} tests that pass with stock DeepSpeed, {len(stock) - differ} also pass "
+        "with `wavemare.initialize` in place of `deepspeed.initialize`. "
+        "[How to run the tests](../CONTRIBUTING.md):",
         "",
         "```bash",
         "make conformance DEEPSPEED_TESTS=FOLDER",
         "```",
         "",
-        "Each cell: tests passed / failed / skipped. *ours*: `wavemare.initialize` in the place of "
-        "`deepspeed.initialize`, without a section of ours; the others also with one: "
-        "`sparse_collective` in its mode `auto`, PipeMare kept synchronous by `warmup_steps`, "
-        "and 1F1B. *ours of*: the day on which *ours* was run. Other columns may be older; "
-        "`conformance.json` has the day of each.",
+        f"This was measured on {results['date']}, on {results['machine']}, with DeepSpeed "
+        f"{results['deepspeed']}. The tests are those of its repository at version "
+        f"{results['tests']}, the newest that was publicly available. Tests that fail with stock "
+        "DeepSpeed test features that 0.19.8 no longer has. In all columns, the CPU computes fp16, "
+        "and operators that need a compiler are off.",
         "",
-        "| file of tests/unit | stock | ours | sparse | PipeMare | 1F1B | ours of |",
+        "Each cell has the numbers of tests that passed / failed / were skipped:",
+        "",
+        "* *ours*: `wavemare.initialize` without a `wavemare` section;",
+        "* *sparse*: the same with `sparse_collective` in the mode `auto`;",
+        "* *PipeMare*: the same with PipeMare, which `warmup_steps` keeps synchronous;",
+        "* *1F1B*: the same with wavemare's 1F1B;",
+        "* *day of ours*: when *ours* was run. Other columns may be older; `conformance.json` has "
+        "the day of each.",
+        "",
+        "| file of tests/unit | stock | ours | sparse | PipeMare | 1F1B | day of ours |",
         "|---|---|---|---|---|---|---|",
         *rows,
         "",
-        f"Of the tests that pass with stock DeepSpeed, {len(listed)} cannot pass and "
-        f"{len(unexplained)} differ otherwise:",
+        f"With a `wavemare` section, {len(listed)} tests that pass with stock DeepSpeed cannot "
+        f"pass, for the reasons below. {len(unexplained)} fail for other reasons.",
         "",
         "| mode | file | test | why |",
         "|---|---|---|---|",

@@ -227,7 +227,7 @@ class Trainer(StockTrainer):
         loader = kwargs["train_dataloader"]
         is_prepared = getattr(loader, "_is_accelerate_prepared", False)
         if self._reads_alike and isinstance(loader, DataLoader) and not is_prepared:
-            share_draws(loader, self.accelerator.data_rank)  # as those that are prepared
+            share_draws(loader, self.accelerator.data_rank)  # as with prepared loaders
             begin_late(loader)
         return super()._run_epoch(*args, **kwargs)
 

@@ -44,7 +44,7 @@ class Store:
         format: torch_dist, torch or fsdp_dtensor.
         step_folder: The folder of the iteration.
         iteration: Steps that were trained; None if nothing says it.
-        arguments: Megatron's, as far as the checkpoint has them; those that are objects of
+        arguments: Megatron's, as far as the checkpoint has them; those of them that are objects of
             Megatron's own classes are `Inert`.
         run_config: Megatron-Bridge's ``run_config.yaml``.
         common: What else it holds beside tensors: plain values.

@@ -132,7 +132,7 @@ def write_torch_dist(
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Remove a folder and its parents that were made in vain: those that are empty."""
+    """Remove a folder and its parents that were made in vain, if they are empty."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield

@@ -163,7 +163,7 @@ class Ahead:
 
 
 class Cast:
-    """A source's weights, those that are floating-point in another type.
+    """A source's weights, with the floating-point ones in another type.
 
     Args:
         source: The weights.

@@ -97,7 +97,7 @@ class TrainArguments(MegatronArguments):
     local_rank: int = option(-1, "set by the deepspeed launcher")
 
     def given(self) -> dict[str, Any]:
-        """Return the options that have a value; of Megatron's flags those that are given."""
+        """Return the options that have a value; of Megatron's flags the given ones."""
         return {
             name: value
             for name, value in asdict(self).items()

@@ -129,15 +129,15 @@ _MODEL_ROWS = [
         float,
         ("norm-epsilon", "rms_norm_eps or layer_norm_epsilon", "epsilon of the norms"),
         ("layernorm-epsilon", "the same", "older name of --norm-epsilon"),
-        ("rotary-percent", "", "share of a head that is rotated; the families here rotate all"),
-        ("rope-scaling-factor", "rope_parameters.factor", "with --use-rope-scaling; 8"),
-        ("hidden-dropout", "resid_pdrop and embd_pdrop", "dropout outside of attention; of GPT-2"),
+        ("rotary-percent", "", "rotated share of a head; only 1, as the families here rotate all"),
+        ("rope-scaling-factor", "rope_parameters.factor", "with --use-rope-scaling; 8 if omitted"),
+        ("hidden-dropout", "resid_pdrop and embd_pdrop", "dropout outside of attention (GPT-2)"),
         ("attention-dropout", "attention_dropout or attn_pdrop", "dropout in attention"),
-        ("init-method-std", "initializer_range", "deviation of new weights"),
+        ("init-method-std", "initializer_range", "standard deviation of new weights"),
         (
             "moe-aux-loss-coeff",
             "router_aux_loss_coef, output_router_logits",
-            "factor of the loss that balances experts",
+            "factor of the load-balancing loss of experts",
         ),
     ),
     *_rows(
@@ -145,7 +145,7 @@ _MODEL_ROWS = [
         str,
         ("normalization", "the family", "LayerNorm or RMSNorm"),
         ("position-embedding-type", "the family", "learned_absolute or rope"),
-        ("window-size", "sliding_window", "tokens before and behind one that it sees: 4095,0"),
+        ("window-size", "sliding_window", "tokens that one sees before and after it, as 4095,0"),
         (
             "moe-router-load-balancing-type",
             "output_router_logits",
@@ -155,13 +155,13 @@ _MODEL_ROWS = [
     *_rows(
         MODEL,
         bool,
-        ("group-query-attention", "num_key_value_heads", "groups of --num-query-groups, or 1"),
+        ("group-query-attention", "num_key_value_heads", "--num-query-groups, or 1 if omitted"),
         ("use-rotary-position-embeddings", "the family", "as --position-embedding-type rope"),
         ("use-rope-scaling", "rope_parameters", "scale rotary positions as Llama 3.1 does"),
         ("swiglu", "the family", "feed-forward layers with a gate"),
         ("disable-bias-linear", "the family", "no biases"),
-        ("add-qkv-bias", "the family", "biases of queries, keys and values: Qwen2"),
-        ("qk-layernorm", "the family", "norms of queries and keys: Qwen3"),
+        ("add-qkv-bias", "the family", "biases of queries, keys and values (Qwen2)"),
+        ("qk-layernorm", "the family", "norms of queries and keys (Qwen3)"),
         (
             "untie-embeddings-and-output-weights",
             "tie_word_embeddings: false",
@@ -169,7 +169,7 @@ _MODEL_ROWS = [
         ),
         ("no-bias-gelu-fusion", "activation_function", "exact GELU"),
         ("openai-gelu", "activation_function", "OpenAI's GELU"),
-        ("moe-router-pre-softmax", "norm_topk_prob: false", "softmax before the choice"),
+        ("moe-router-pre-softmax", "norm_topk_prob: false", "softmax before the top-k choice"),
     ),
 ]
 
@@ -180,7 +180,7 @@ _JSON_ROWS = [
         (
             "micro-batch-size",
             "train_micro_batch_size_per_gpu",
-            "samples of a micro-batch; alone, without accumulation",
+            "samples of a micro-batch; given alone, a step has one micro-batch",
         ),
         ("global-batch-size", "train_batch_size", "samples of a step, over all ranks"),
         (
@@ -218,12 +218,12 @@ _JSON_ROWS = [
         ("lr-warmup-samples", "scheduler", "the same as a number of samples"),
         ("lr-decay-iters", "scheduler", "steps of the whole schedule; at least those of training"),
         ("lr-decay-samples", "scheduler", "the same as a number of samples"),
-        ("hysteresis", "fp16.hysteresis", "overflows until the scale falls"),
+        ("hysteresis", "fp16.hysteresis", "overflows until the loss scale is lowered"),
     ),
     *_rows(
         JSON,
         float,
-        ("lr", "optimizer.params.lr", "the highest rate"),
+        ("lr", "optimizer.params.lr", "the highest learning rate"),
         ("min-lr", "scheduler", "lowest learning rate of the cosine schedule"),
         ("lr-warmup-fraction", "scheduler", "share of the steps for warm-up, such as 0.1"),
         ("weight-decay", "optimizer.params.weight_decay", "weight decay"),
@@ -232,9 +232,9 @@ _JSON_ROWS = [
         ("adam-eps", "optimizer.params.eps", "epsilon of Adam"),
         ("sgd-momentum", "optimizer.params.momentum", "momentum of SGD"),
         ("loss-scale", "fp16.loss_scale", "fixed scale of the loss, with --fp16"),
-        ("initial-loss-scale", "fp16.initial_scale_power", "first scale, a power of 2"),
-        ("min-loss-scale", "fp16.min_loss_scale", "lowest scale"),
-        ("loss-scale-window", "fp16.loss_scale_window", "steps until it is raised"),
+        ("initial-loss-scale", "fp16.initial_scale_power", "first loss scale, a power of 2"),
+        ("min-loss-scale", "fp16.min_loss_scale", "lowest loss scale"),
+        ("loss-scale-window", "fp16.loss_scale_window", "steps until the loss scale is raised"),
         ("clip-grad", "gradient_clipping", "largest norm of the gradients"),
         (
             "distributed-timeout-minutes",
@@ -247,8 +247,8 @@ _JSON_ROWS = [
         str,
         ("lr-decay-style", "scheduler", "cosine, linear or constant"),
         ("optimizer", "optimizer.type", "adam (AdamW) or sgd"),
-        ("tensorboard-dir", "tensorboard.output_path", "also turns the monitor on"),
-        ("wandb-project", "wandb.project", "also turns the monitor on"),
+        ("tensorboard-dir", "tensorboard.output_path", "folder of TensorBoard; also turns it on"),
+        ("wandb-project", "wandb.project", "project of Weights & Biases; also turns it on"),
         (
             "data-parallel-sharding-strategy",
             "zero_optimization.stage",
@@ -267,34 +267,34 @@ _JSON_ROWS = [
 ]
 
 _RECIPE_ROWS = [
-    Row("eval-iters", RECIPE, int, "--eval_samples", "batches of an evaluation, also the last one"),
-    Row("train-samples", RECIPE, int, "--max_steps", "all samples; needs --global-batch-size"),
-    Row("data-path", RECIPE, list, "--data", "data, with the split 969,30,1; several are a blend"),
+    Row("eval-iters", RECIPE, int, "--eval_samples", "batches of each evaluation, the last too"),
+    Row("train-samples", RECIPE, int, "--max_steps", "samples of a run; needs --global-batch-size"),
+    Row("data-path", RECIPE, list, "--data", "data, or a blend; split 969,30,1 without --split"),
     Row("save", RECIPE, str, "--output", "the run folder"),
     Row(
         "load",
         RECIPE,
         str,
         "--output, or the first weights",
-        "the run folder, whose run goes on; or a checkpoint of Megatron to start from",
+        "the folder of a run that goes on, or a checkpoint of Megatron to start from",
     ),
     Row(
         "pretrained-checkpoint",
         RECIPE,
         str,
         "the first weights",
-        "checkpoint of Megatron to start from, where --load has none",
+        "checkpoint of Megatron to start from if the folder of --load has none",
     ),
     Row("save-megatron", RECIPE, str, "a folder", "write a checkpoint of Megatron at the end"),
     Row("use-checkpoint-args", RECIPE, bool, "the model", "take the model from the checkpoint"),
-    Row("finetune", RECIPE, bool, "the first weights", "start with step 0; the rule here"),
-    Row("no-load-optim", RECIPE, bool, "the first weights", "leave the optimizer; the rule here"),
-    Row("exit-on-missing-checkpoint", RECIPE, bool, "a check", "refuse --load without checkpoint"),
+    Row("finetune", RECIPE, bool, "the first weights", "start with step 0; always so here"),
+    Row("no-load-optim", RECIPE, bool, "the first weights", "load no optimizer; always so here"),
+    Row("exit-on-missing-checkpoint", RECIPE, bool, "a check", "fail if --load has no checkpoint"),
 ]
 """Options that `arguments.py` resolves."""
 
 _IDLE_ROWS = [
-    *_idle("there are no others", "use-mcore-models use-te no-position-embedding"),
+    *_idle("recipes have no other choice", "use-mcore-models use-te no-position-embedding"),
     *_idle("the layers are transformers'", values="transformer-impl spec"),
     *_idle(
         "attn_implementation of transformers chooses the kernel",
@@ -310,7 +310,7 @@ _IDLE_ROWS = [
         "recompute-granularity recompute-method recompute-num-layers recompute-modules",
     ),
     *_idle(
-        "the engine overlaps by itself",
+        "the engine decides what it overlaps",
         "overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step "
         "no-overlap-p2p-communication overlap-p2p-communication-warmup-flush tp-comm-overlap "
         "delay-grad-reduce align-grad-reduce align-param-gather overlap-moe-expert-parallel-comm "
@@ -318,7 +318,7 @@ _IDLE_ROWS = [
         "ddp-bucket-size ddp-num-buckets",
     ),
     *_idle(
-        "it chooses a kernel, whose results are equal but for rounding",
+        "it chooses between kernels whose results differ only by rounding",
         "no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
         "no-rope-fusion no-gradient-accumulation-fusion no-persist-layer-norm "
         "cross-entropy-loss-fusion moe-grouped-gemm moe-permute-fusion moe-router-fusion "
@@ -329,20 +329,20 @@ _IDLE_ROWS = [
         "grad-reduce-in-bf16 main-grads-dtype main-params-dtype",
     ),
     *_idle(
-        "the format of a checkpoint is found by itself; --save writes DeepSpeed's files, and "
-        "--save-megatron torch_dist",
+        "recipes recognize the format of a checkpoint; --save writes DeepSpeed's files, and "
+        "--save-megatron writes torch_dist",
         "auto-detect-ckpt-format use-dist-ckpt ckpt-assume-constant-structure "
         "ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save "
         "dist-ckpt-optim-fully-reshardable use-persistent-ckpt-worker",
         "ckpt-format dist-ckpt-format dist-ckpt-strictness ckpt-fully-parallel-save-process-group",
     ),
     *_idle(
-        "checkpoints of a run hold all that it needs to go on",
+        "a checkpoint always holds all that its run needs to go on",
         "no-save-optim no-save-rng no-load-rng override-opt_param-scheduler "
         "use-checkpoint-opt_param-scheduler",
     ),
     *_idle(
-        "metrics.jsonl of the run has these figures",
+        "metrics.jsonl in the run folder has the figures",
         "log-throughput log-params-norm log-num-zeros-in-grad log-progress log-device-memory-used "
         "log-timers-to-tensorboard log-memory-to-tensorboard log-validation-ppl-to-tensorboard "
         "log-world-size-to-tensorboard log-batch-size-to-tensorboard log-straggler "
@@ -352,14 +352,14 @@ _IDLE_ROWS = [
         "tensorboard-queue-size wandb-exp-name wandb-save-dir wandb-entity logging-level",
     ),
     *_idle(
-        "the launcher and torch decide it",
+        "the launcher and torch decide this",
         "use-cpu-initialization use-ring-exchange-p2p disable-gloo-process-groups "
         "enable-gloo-process-groups use-gloo-process-groups lazy-mpu-init "
         "no-use-tokenizer-model-from-checkpoint-args use-tp-pp-dp-mapping nccl-ub",
         "distributed-backend high-priority-stream-groups nccl-communicator-config-path",
     ),
     *_idle(
-        "it makes no difference to the results",
+        "it does not change the results",
         "manual-gc no-mmap-bin-files no-create-attention-mask-in-dataloader "
         "check-for-nan-in-loss-and-grad no-check-for-nan-in-loss-and-grad "
         "check-for-large-grads calculate-per-token-loss moe-shared-expert-overlap "
@@ -370,13 +370,13 @@ _IDLE_ROWS = [
         "check-weight-hash-across-dp-replicas-interval",
     ),
     *_idle(
-        "stages are cut by what their layers compute",
+        "stages are cut by the computation of their layers",
         "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split "
         "standalone-embedding-stage",
     ),
-    *_idle("norms have the weights that they multiply by", "apply-layernorm-1p"),
-    *_idle("--data-parallel-sharding-strategy says it", "use-megatron-fsdp use-custom-fsdp"),
-    *_idle("without capacity, no token is dropped", "moe-pad-expert-input-to-capacity"),
+    *_idle("weights of norms are kept without an offset of 1", "apply-layernorm-1p"),
+    *_idle("--data-parallel-sharding-strategy decides this", "use-megatron-fsdp use-custom-fsdp"),
+    *_idle("experts have no capacity and drop no token", "moe-pad-expert-input-to-capacity"),
 ]
 
 _FAMILIES = "Describe a GPT-2, Llama, Qwen or Mixtral, or give another model to DeepSpeed's script"
@@ -410,18 +410,18 @@ _REFUSED_ROWS = [
         values="context-parallel-size=1 hierarchical-context-parallel-sizes",
     ),
     *_refused(
-        "its groups of ranks are not made here",
+        "recipes do not make such groups of ranks",
         "Leave it out",
         values="expert-tensor-parallel-size=1 pipeline-model-parallel-split-rank "
         "num-distributed-optimizer-instances=1 encoder-num-layers",
     ),
     *_refused(
-        "stages are bounds of layers here",
+        "here, a partition says where stages begin",
         "Give --set wavemare.pipeline.partition=[0,...], the first layer of each stage",
         values="pipeline-model-parallel-layout",
     ),
     *_refused(
-        "the number of samples of a step stays the same",
+        "the number of samples per step is constant here",
         "Leave it out",
         values="rampup-batch-size step-batch-size-schedule",
     ),
@@ -431,38 +431,43 @@ _REFUSED_ROWS = [
         values="ckpt-step override-ckpt-iteration",
     ),
     *_refused(
-        "all parameters decay alike",
+        "all parameters have the same weight decay here",
         "Leave it out",
         "apply-wd-to-qk-layernorm",
         "no-weight-decay-cond-type",
     ),
     *_refused(
-        "the schedules are DeepSpeed's, from rate 0",
+        "the schedules are DeepSpeed's, and start from the learning rate 0",
         "Use --lr-decay-style cosine, linear or constant, or a scheduler of the JSON",
         values="lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples lr-warmup-init=0|0.0 "
         "decoupled-lr decoupled-min-lr start-weight-decay end-weight-decay "
         "weight-decay-incr-style=constant",
     ),
     *_refused(
-        "documents follow each other in a sample, as by Megatron's default",
+        "a sample may hold several documents without a border, as by default in Megatron",
         "Leave it out",
         "reset-position-ids reset-attention-mask eod-mask-loss",
     ),
     *_refused(
-        "the shares of one data set are trained and validated on",
+        "training and validation use shares of the same data here",
         "Use --data-path with --split",
         "mock-data",
         "train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path",
     ),
     *_refused(
-        "a run ends after its steps, or at SIGTERM",
+        "a run ends after its last step, or at SIGTERM",
         "Give --train-iters, and let the launcher send SIGTERM",
         values="exit-interval exit-duration-in-mins",
     ),
     *_refused(
-        "weights are drawn as transformers does",
+        "transformers initializes the weights",
         "Leave it out",
-        "init-method-xavier-uniform skip-train",
+        "init-method-xavier-uniform",
+    ),
+    *_refused(
+        "a recipe always trains",
+        "Leave it out",
+        "skip-train",
     ),
 ]
 

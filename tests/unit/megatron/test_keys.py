@@ -124,7 +124,7 @@ _TRANSPOSED = re.compile(
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_where_bytes_lie_in_files(tmp_path, name):
-    """All but what is transposed can be copied, and the bytes are those that are read."""
+    """All but what is transposed can be copied, and the bytes are the ones read."""
     model = build(name)
     model.save_pretrained(tmp_path / "hf")
     there = MegatronWeights(HfFolder(tmp_path / "hf"), model.config, padded=PADDED)

@@ -49,7 +49,7 @@ class Region:
         name: Of a stage.
         size: Ranks of a split; number of replicas, None for as many as the processes allow.
         micro_batches: Of a pipeline, per optimizer step.
-        schedule: Of a pipeline, ``1f1b`` or ``pipemare``.
+        schedule: Of a pipeline, ``1f1b``, ``zb-h1`` or ``pipemare``.
         stages: Of a pipeline that is cut by itself, how many.
     """
 

@@ -72,7 +72,7 @@ class Layout:
             ``[cuts[s], cuts[s + 1])`` of the chain of `wavemare.models.to_pipeline`. None with one
             stage.
         num_layers: Length of that chain; None where nothing is cut.
-        schedule: ``1f1b`` or ``pipemare``.
+        schedule: ``1f1b``, ``zb-h1`` or ``pipemare``.
         wavelet: Whether waves hide tensor-parallel sums, by ``wavelet.mode`` "auto"; with one
             stage.
         zero_stage: ZeRO stage, 0 to 3; 0 or 1 with several stages.
