@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -156,13 +156,18 @@ def rank_memory(config: Any, settings: MemorySettings) -> list[RankMemory]:
 
     plan = _plan(settings)
     model, mode = _model(config, settings), FakeTensorMode()
+    # For the cuts, a 4-bit weight counts as the numbers that it stands for.
+    of_numbers = replace(settings, four_bit=False, double_quant=False)
+    counted = _model(config, of_numbers) if settings.four_bit else model
+    base, counted = (m.get_base_model() if settings.lora_r else m for m in (model, counted))
+    family = family_of(base)
+    inputs = family.declared(None)
+    cuts = cut_chain(
+        counted, tuple(family.chain(counted, inputs)), inputs, "parameters", plan.rank_of
+    )
     _put_on_cpu(model, mode)
     with mode:
-        base = model.get_base_model() if settings.lora_r else model
-        family = family_of(base)
-        inputs = family.declared(None)
         chain, loss = tuple(family.chain(base, inputs)), family.loss(base)
-        cuts = cut_chain(model, chain, inputs, "parameters", plan.rank_of)
         ids = torch.zeros(settings.samples, settings.sequence, dtype=torch.int64)
         borders = _borders(base, chain, cuts, inputs, ids)
         return [

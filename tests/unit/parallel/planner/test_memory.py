@@ -61,6 +61,16 @@ def test_a_base_in_4_bits_takes_half_a_byte_and_its_scales(double, scale):
     assert total(found, "num_trained") == factors
 
 
+@pytest.mark.parametrize("words", [500, 1500])
+def test_a_base_in_4_bits_is_cut_as_the_same_base_in_32_bits(words):
+    """As in the engine, where a packed weight counts as the numbers that it stands for."""
+    config = transformers.LlamaConfig(**{**SIZES, "vocab_size": words})
+    settings = {"lora_r": 2, "sequence": TOKENS}
+    whole = rank_memory(config, MemorySettings(**settings))
+    packed = rank_memory(config, MemorySettings(**settings, four_bit=True))
+    assert [rank.layers for rank in packed] == [rank.layers for rank in whole]
+
+
 def test_activations_grow_with_the_micro_batches_in_flight():
     first, last = ranks(micro_batches=1), ranks(micro_batches=4)
     assert last[0].activations > 1.5 * first[0].activations  # the first stage keeps two
