@@ -111,7 +111,9 @@ class PipelineConfig(Section):
     ``0.63x``; ``1x`` if omitted."""
 
     dynamic_shape: bool = False
-    """Set it if micro-batches differ in shape. Each message then carries its shape."""
+    """Set it if micro-batches differ in shape. Each message then carries its shape. If only the
+    last batch of the data is smaller, DeepSpeed's own key ``"dataloader_drop_last": true`` is
+    enough: it leaves that batch out."""
 
     inputs: list[str] | None = None
     """The entries of a batch that travel with the hidden states. If omitted: the default of the

@@ -26,9 +26,9 @@ from wavemare.recipes.bert import pretrain as bert
 from wavemare.recipes.gpt import pretrain as gpt
 from wavemare.training.arguments import option, parse_arguments
 from wavemare.training.config import resolve_config
-from wavemare.training.models import new_causal_model, new_masked_model, read_model_config
+from wavemare.training.models import check_model, make_masked_model, make_or_load_model
 from wavemare.training.start import start_recording
-from wavemare.training.text import TrainingText, find_text, read_text
+from wavemare.training.text import TrainingText, find_data, read_text
 
 _EVALUATED_AT_ONCE = 32  # samples
 _FREE = ("resume", "output", "log_interval", "save_interval", "eval_interval", "eval_samples")
@@ -76,8 +76,8 @@ def main(make: Any = None) -> None:
     arguments: Any = parse_arguments(cast(Any, GptArguments if name == "gpt" else BertArguments))
     refuse_idle(arguments)
     config = configure(arguments)
-    model_config = read_model_config(arguments.model_config, arguments.sequence_length, arguments)
-    source = find_text(arguments)
+    check_model(arguments)
+    source = find_data(arguments)
     saved = read_checkpoint(arguments, config) if arguments.resume else None
     recording = start_recording(arguments, done=saved["replay"]["steps"] if saved else 0)
     quiet_libraries()
@@ -89,12 +89,12 @@ def main(make: Any = None) -> None:
     from wavemare.simulation import SimulatedPipeline
 
     kind: Literal["gpt", "bert"] = "gpt" if name == "gpt" else "bert"
-    text = read_text(source, arguments, special_tokens=kind, tokenizer=arguments.tokenizer)
+    text = read_text(source, arguments, special_tokens=kind)
     if text.split is not None:
         reason = "a simulation reads no data in Megatron's order"
         raise ConfigError("--data", arguments.data, reason, "Give one text")
     transformers.set_seed(arguments.seed)
-    model, train, validation = prepare(name, arguments, model_config, text)
+    model, train, validation = prepare(name, arguments, text)
     make = make or partial(SimulatedPipeline, delays=arguments.delays, together=arguments.together)
     pipeline = make(model, config)
     torch.manual_seed(arguments.seed + 1)
@@ -190,14 +190,11 @@ def _describe(arguments: Any, config: Any) -> dict[str, str]:
     return {key: json.dumps(value, sort_keys=True) for key, value in texts.items()}
 
 
-def prepare(
-    name: str, arguments: Any, model_config: Any, text: TrainingText
-) -> tuple[Any, Any, Any]:
+def prepare(name: str, arguments: Any, text: TrainingText) -> tuple[Any, Any, Any]:
     """Return a new model, and samples to train and to evaluate it."""
-    new = new_causal_model if name == "gpt" else new_masked_model
-    model = new(arguments, model_config, text.tokenizer)
+    make = make_or_load_model if name == "gpt" else make_masked_model
+    model = make(arguments, text)
     length, seed = arguments.sequence_length, arguments.seed
-    text.check_fits(length, model.config)
     if name == "gpt":
         return (model, *text.causal_samples(length, num_samples=0, seed=seed))
     probability = arguments.mask_probability

@@ -23,7 +23,7 @@ from wavemare.engine.launch.group import gather
 from wavemare.models.timing import device_time
 from wavemare.observe import Screen
 from wavemare.recipes.gpt.pretrain import PretrainArguments
-from wavemare.training.text import TrainingText, find_text, read_text
+from wavemare.training.text import TrainingText, find_data, read_text
 
 _RISE = 0.1  # of the steps, as in the recipes
 
@@ -69,7 +69,7 @@ def measure(request: LossesRequest) -> dict[str, Any]:
     rank = dist.get_rank()
     screen = Screen(rank=rank)
     arguments = PretrainArguments(vocab_size=request.vocabulary)
-    text = read_text(find_text(arguments), arguments, special_tokens="gpt")
+    text = read_text(find_data(arguments), arguments, special_tokens="gpt")
     workload = TextWorkload(request, text)
     place = Place(rank, request.stages, request.micro_batches)
     runners: dict[str, Any] = {}

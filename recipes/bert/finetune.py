@@ -9,8 +9,13 @@ With a pretrained model and a table of one's own (TSV, CSV or JSONL)::
 
     wavemare train bert/finetune -- --model runs/bert-pretrain/model --data reviews.tsv
 
-``finetune.json`` has the batch, the optimizer, the learning rate and the layout: two stages with
-1F1B. ``--set`` changes it (docs/recipes.md).
+Differs from ``gpt/pretrain.py`` in:
+
+* the data: each text has a label;
+* the start: the folder ``--model``, or a new model;
+* the evaluation: beside the loss it gives accuracy and macro F1;
+* the end: the model classifies a text, where the GPT continues one;
+* ``finetune.json``: two stages with 1F1B, AdamW. ``--set`` changes it.
 """
 
 from __future__ import annotations
@@ -22,20 +27,23 @@ from typing import Any
 import wavemare
 from wavemare.data.classification import majority_baseline, prepare_encoded
 from wavemare.data.loader import ResumableLoader
-from wavemare.data.sources import resolve
 from wavemare.engine import Interruption
-from wavemare.errors import ConfigError
 from wavemare.failure import run_main
-from wavemare.observe import print_rank_0
 from wavemare.training.arguments import ModelArguments, TrainArguments, option, parse_arguments
 from wavemare.training.balance import balance
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate_classes, evaluation_loader
-from wavemare.training.models import check_model_folder, load_classifier, model_config_of
+from wavemare.training.models import check_model, make_or_load_classifier
 from wavemare.training.samples import classify
-from wavemare.training.setup import connect, disconnect, read_setup, seed_dropout, wait_for_data
-from wavemare.training.start import count_parameters, print_start, start_recording
-from wavemare.training.text import read_labelled_texts
+from wavemare.training.setup import (
+    disconnect,
+    join_and_seed,
+    read_setup,
+    seed_dropout,
+    wait_for_data,
+)
+from wavemare.training.start import count_parameters, print_layout, print_start, start_recording
+from wavemare.training.text import find_data, read_labelled_texts
 
 MODEL = str(Path(__file__).with_name("model.json"))
 
@@ -50,29 +58,23 @@ class FinetuneArguments(ModelArguments, TrainArguments):
     )
     model_config: str = option(MODEL, "transformers configuration of a new model")
     label_column: str = option("label", "column of the labels")
-    sequence_length: int = option(128, "tokens per sample")
     max_steps: int = option(300, "optimizer steps")
-    eval_interval: int = option(100, "steps between evaluations")
-    save_interval: int = option(200, "steps between checkpoints")
-    log_interval: int = option(5, "steps per line of metrics.jsonl")
-    seed: int = option(1234, "seed of weights, data order and dropout")
 
 
 def main() -> None:
     """Train, evaluate, export and classify."""
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
-    check_options(args)
-    setup = read_setup(args)  # the JSON, checked for this number of processes
-    source = resolve(args.data)
-    model_config = {} if args.model else model_config_of(args)  # of a new model
+    setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
+    source = find_data(args)
+    check_model(args)
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Texts and model, whole on every process. One process of each host reads the texts.
-    connect(setup)  # joins the other processes, and seeds the weights alike on all of them
+    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
     corpus = read_labelled_texts(source, args)
     num_classes = len(corpus.label_names)
-    tokenizer, model = load_classifier(args, corpus, model_config, setup.tensor_parallel)
+    tokenizer, model = make_or_load_classifier(args, corpus, setup.tensor_parallel)
     train, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
     wait_for_data(setup)  # a collective would time out while one host still reads
     print_start("BERT classification", setup, model, corpus.describe())
@@ -80,7 +82,7 @@ def main() -> None:
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
     setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
-    print_rank_0(setup.layout or engine.layout)  # None prints nothing
+    print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
@@ -138,20 +140,6 @@ def main() -> None:
             results[f"majority {name}"] = value
         recording.finish(results)
     disconnect()
-
-
-def check_options(args: FinetuneArguments) -> None:
-    """Refuse options that cannot work here.
-
-    Raises:
-        ConfigError: ``--split`` is given.
-        ModelError: The folder ``--model`` holds no model that is long enough.
-    """
-    if args.split is not None:
-        reason = "labelled texts have no shares: a hash of each text chooses the validation part"
-        raise ConfigError("--split", args.split, reason, "Leave it out")
-    if args.model is not None:
-        check_model_folder(args.model, args.sequence_length)
 
 
 if __name__ == "__main__":

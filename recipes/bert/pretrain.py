@@ -6,8 +6,12 @@ Run it with ``wavemare train bert``, or as any DeepSpeed script::
     deepspeed --num_gpus 2 --module wavemare.recipes.bert.pretrain \
         --deepspeed_config recipes/bert/pretrain.json
 
-``pretrain.json`` has the batch, the optimizer, the learning rate and the layout: two stages with
-1F1B. ``--set`` changes it (docs/recipes.md).
+Differs from ``gpt/pretrain.py`` in:
+
+* the samples: some tokens are masked, and the model guesses them from both sides;
+* the end: the model fills the gap of ``--prompt``, where the GPT continues a text;
+* ``pretrain.json``: two stages with 1F1B, AdamW. ``--set`` changes it;
+* Megatron's checkpoints, which BERT neither starts from nor writes.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ from wavemare.data.loader import ResumableLoader
 from wavemare.engine import Interruption
 from wavemare.errors import ConfigError
 from wavemare.failure import run_main
-from wavemare.observe import print_rank_0
 from wavemare.training.arguments import (
     ModelArguments,
     TokenizerArguments,
@@ -32,11 +35,17 @@ from wavemare.training.arguments import (
 from wavemare.training.balance import balance
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
-from wavemare.training.models import max_positions, model_config_of, new_masked_model
+from wavemare.training.models import check_model, make_masked_model, max_positions
 from wavemare.training.samples import fill_gap
-from wavemare.training.setup import connect, disconnect, read_setup, seed_dropout, wait_for_data
-from wavemare.training.start import count_parameters, print_start, start_recording
-from wavemare.training.text import find_text, read_text
+from wavemare.training.setup import (
+    disconnect,
+    join_and_seed,
+    read_setup,
+    seed_dropout,
+    wait_for_data,
+)
+from wavemare.training.start import count_parameters, print_layout, print_start, start_recording
+from wavemare.training.text import find_data, read_text
 
 MODEL = str(Path(__file__).with_name("model.json"))
 
@@ -47,12 +56,6 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
 
     output: str = option("runs/bert-pretrain", "run folder")
     model_config: str = option(MODEL, "transformers configuration of the model")
-    sequence_length: int = option(128, "tokens per sample")
-    max_steps: int = option(400, "optimizer steps")
-    eval_interval: int = option(100, "steps between evaluations")
-    save_interval: int = option(200, "steps between checkpoints")
-    log_interval: int = option(5, "steps per line of metrics.jsonl")
-    seed: int = option(1234, "seed of weights, data order and dropout")
     mask_probability: float = option(0.15, "share of tokens to guess")
     prompt: str = option("def [MASK](self):", "text with a [MASK] to fill in at the end")
 
@@ -61,29 +64,28 @@ def main() -> None:
     """Pretrain, evaluate, export and fill a gap."""
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(PretrainArguments)
-    setup = read_setup(args)  # the JSON, checked for this number of processes
-    source = find_text(args)
-    model_config = model_config_of(args)
+    setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
+    source = find_data(args)
+    check_model(args)
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Text. One process of each host reads and tokenizes it; the others take it from the cache.
-    connect(setup)  # joins the other processes, and seeds the weights alike on all of them
-    text = read_text(source, args, special_tokens="bert", tokenizer=args.tokenizer)
+    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
+    text = read_text(source, args, special_tokens="bert")
     train, validation = text.masked_samples(
         args.sequence_length, probability=args.mask_probability, seed=args.seed
     )
     wait_for_data(setup)  # a collective would time out while one host still reads
 
     # Model, new and whole on every process.
-    model = new_masked_model(args, model_config, text.tokenizer, setup.tensor_parallel)
-    text.check_fits(args.sequence_length, model.config)
+    model = make_masked_model(args, text, setup.tensor_parallel)
     check_gap(text.tokenizer, args.prompt, max_positions(model.config))
     print_start("BERT pretraining", setup, model, text.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
     setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
-    print_rank_0(setup.layout or engine.layout)  # None prints nothing
+    print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
@@ -133,6 +135,7 @@ def main() -> None:
             print(f"\nThe model in {setup.model_folder} fills in:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         results["parameters"] = count_parameters(setup, model)
+        # N-grams to compare with are counted last, on rank 0: the model is saved by then.
         recording.finish(results, lambda: text.unigram_baselines(args.sequence_length))
     disconnect()
 

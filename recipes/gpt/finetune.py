@@ -5,8 +5,11 @@
 
     wavemare train gpt/finetune -- --model runs/gpt-pretrain/model --data 'notes/*.txt'
 
-``finetune.json`` has the batch, the optimizer, the learning rate and the layout: two stages with
-1F1B. ``--set`` changes it (docs/recipes.md).
+Differs from ``gpt/pretrain.py`` in:
+
+* the start: model and tokenizer come from a folder, ``--model``;
+* ``finetune.json``: two stages with 1F1B, AdamW at a lower rate. ``--set`` changes it;
+* fewer steps, and more evaluations.
 """
 
 from __future__ import annotations
@@ -18,16 +21,21 @@ import wavemare
 from wavemare.data.loader import ResumableLoader
 from wavemare.engine import Interruption
 from wavemare.failure import run_main
-from wavemare.observe import print_rank_0
 from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
 from wavemare.training.balance import balance
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
-from wavemare.training.models import check_start, export, load_causal_model, tokenizer_folder_of
+from wavemare.training.models import check_model, export, make_or_load_model
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import connect, disconnect, read_setup, seed_dropout, wait_for_data
-from wavemare.training.start import count_parameters, print_start, start_recording
-from wavemare.training.text import find_text, read_text
+from wavemare.training.setup import (
+    disconnect,
+    join_and_seed,
+    read_setup,
+    seed_dropout,
+    wait_for_data,
+)
+from wavemare.training.start import count_parameters, print_layout, print_start, start_recording
+from wavemare.training.text import find_data, read_text
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,9 @@ class FinetuneArguments(TokenizerArguments, TrainArguments):
     model: str = option(
         "runs/gpt-pretrain/model", "Hugging Face folder of the model and its tokenizer"
     )
-    sequence_length: int = option(128, "tokens per sample")
     max_steps: int = option(100, "optimizer steps")
     eval_interval: int = option(50, "steps between evaluations")
     save_interval: int = option(50, "steps between checkpoints")
-    log_interval: int = option(5, "steps per line of metrics.jsonl")
-    seed: int = option(1234, "seed of weights, data order and dropout")
     prompt: str | None = option(None, "start of the sample text; by default a validation text's")
 
 
@@ -53,15 +58,14 @@ def main() -> None:
     """Load, train, evaluate, export and sample."""
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
-    setup = read_setup(args)  # the JSON, checked for this number of processes
-    check_start(args)
-    source = find_text(args)
+    setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
+    check_model(args)
+    source = find_data(args)
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Text. One process of each host reads and tokenizes it; the others take it from the cache.
-    connect(setup)  # joins the other processes, and seeds the weights alike on all of them
-    tokenizer = tokenizer_folder_of(args) or args.model
-    text = read_text(source, args, special_tokens="gpt", tokenizer=tokenizer)
+    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
+    text = read_text(source, args, special_tokens="gpt")
     # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
     train, validation = text.causal_samples(
         args.sequence_length, num_samples=setup.num_samples, seed=args.seed
@@ -69,15 +73,14 @@ def main() -> None:
     wait_for_data(setup)  # a collective would time out while one host still reads
 
     # Model. Each process reads its own part of the weights.
-    model = load_causal_model(args)
-    text.check_fits(args.sequence_length, model.config)
+    model = make_or_load_model(args, text, setup.tensor_parallel)
     prompt = text.choose_prompt(args.prompt, model.config)
     print_start("GPT fine-tuning", setup, model, text.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
     setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
-    print_rank_0(setup.layout or engine.layout)  # None prints nothing
+    print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
@@ -127,6 +130,7 @@ def main() -> None:
             print(f"\nThe model in {setup.model_folder} writes:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         results["parameters"] = count_parameters(setup, model)
+        # N-grams to compare with are counted last, on rank 0: the model is saved by then.
         recording.finish(results, lambda: text.baselines(args.sequence_length, setup.final_samples))
     disconnect()
 

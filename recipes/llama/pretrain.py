@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pretrain a Llama on text, from the text to a model that writes.
 
-Unlike `wavemare.recipes.gpt.pretrain` it has RMSNorm, rotary positions, grouped-query attention and
-tied embeddings, computes in bf16 on GPUs, and its learning rate warms up, stays and decays over the
-last fifth of the steps::
+::
 
     wavemare train llama
     wavemare train llama -- --model_config recipes/llama/model_135m.json --vocab_size 49152
 
-``pretrain.json`` has the batch, the optimizer and the layout: two asynchronous stages (PipeMare).
-``--set`` changes it (docs/recipes.md). ``model_experts.json`` is a mixture of experts.
+Differs from ``gpt/pretrain.py`` in:
+
+* the model: RMSNorm, rotary positions, grouped-query attention, and experts with
+  ``model_experts.json``. On GPUs it computes in bf16;
+* the learning rate: it warms up, stays, and decays over the last fifth of the steps. DeepSpeed's
+  JSON has no such scheduler, so `warmup_stable_decay` makes it;
+* ``pretrain.json``: two asynchronous stages as there, but with AdamW, and synchronous first steps.
+  ``--set`` changes it.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ import wavemare
 from wavemare.data.loader import ResumableLoader
 from wavemare.engine import Interruption
 from wavemare.failure import run_main
-from wavemare.observe import print_rank_0
 from wavemare.training.arguments import (
     ModelArguments,
     TokenizerArguments,
@@ -35,23 +38,18 @@ from wavemare.training.arguments import (
 from wavemare.training.balance import balance
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
-from wavemare.training.models import (
-    export,
-    model_config_of,
-    new_causal_model,
-    tokenizer_folder_of,
-)
+from wavemare.training.models import check_model, export, make_or_load_model
 from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
-    connect,
     disconnect,
+    join_and_seed,
     prefer_bf16,
     read_setup,
     seed_dropout,
     wait_for_data,
 )
-from wavemare.training.start import count_parameters, print_start, start_recording
-from wavemare.training.text import find_text, read_text
+from wavemare.training.start import count_parameters, print_layout, print_start, start_recording
+from wavemare.training.text import find_data, read_text
 
 MODEL = str(Path(__file__).with_name("model.json"))
 
@@ -64,12 +62,8 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
 
     output: str = option("runs/llama-pretrain", "run folder")
     model_config: str = option(MODEL, "transformers configuration of the model")
-    sequence_length: int = option(128, "tokens per sample")
     max_steps: int = option(200, "optimizer steps")
-    eval_interval: int = option(100, "steps between evaluations")
     save_interval: int = option(100, "steps between checkpoints")
-    log_interval: int = option(5, "steps per line of metrics.jsonl")
-    seed: int = option(1234, "seed of weights, data order and dropout")
     prompt: str | None = option(None, "start of the sample text; by default a validation text's")
 
 
@@ -77,15 +71,15 @@ def main() -> None:
     """Pretrain, evaluate, export and sample."""
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(PretrainArguments)
-    setup = read_setup(args)  # the JSON, checked for this number of processes
-    source = find_text(args)
-    model_config = model_config_of(args)
+    setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
+    source = find_data(args)
+    check_model(args)
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Text. One process of each host reads and tokenizes it; the others take it from the cache.
-    connect(setup)  # joins the other processes, and seeds the weights alike on all of them
+    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
-    text = read_text(source, args, special_tokens="gpt", tokenizer=tokenizer_folder_of(args))
+    text = read_text(source, args, special_tokens="gpt")
     # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
     train, validation = text.causal_samples(
         args.sequence_length, num_samples=setup.num_samples, seed=args.seed
@@ -93,8 +87,7 @@ def main() -> None:
     wait_for_data(setup)  # a collective would time out while one host still reads
 
     # Model: new, or a checkpoint's, of which each process reads its own part.
-    model = new_causal_model(args, model_config, text.tokenizer, setup.tensor_parallel)
-    text.check_fits(args.sequence_length, model.config)
+    model = make_or_load_model(args, text, setup.tensor_parallel)
     prompt = text.choose_prompt(args.prompt, model.config)
     print_start("Llama pretraining", setup, model, text.describe(), rate="warm-up, constant, decay")
 
@@ -102,7 +95,7 @@ def main() -> None:
     setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
     scheduler = None if "scheduler" in setup.config else warmup_stable_decay(args.max_steps)
     engine, *_ = wavemare.initialize(model=model, config=setup.config, lr_scheduler=scheduler)
-    print_rank_0(setup.layout or engine.layout)  # None prints nothing
+    print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
@@ -152,6 +145,7 @@ def main() -> None:
             print(f"\nThe model in {setup.model_folder} writes:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         results["parameters"] = count_parameters(setup, model)
+        # N-grams to compare with are counted last, on rank 0: the model is saved by then.
         recording.finish(results, lambda: text.baselines(args.sequence_length, setup.final_samples))
     disconnect()
 

@@ -6,9 +6,14 @@ of one's own (``messages``, ``prompt`` and ``completion``, or ``text``), and wit
 
     wavemare train llama/sft -- --model SmolLM2-135M --data chats.jsonl --lora_r 16
 
-Only what the assistant says is trained. Rows are packed, and do not see each other. The loss is the
-mean over all trained tokens of a step. ``sft.json`` has the batch, the optimizer and the layout: a
-whole model on each GPU. ``--set`` changes it (docs/recipes.md).
+Differs from ``gpt/pretrain.py`` in:
+
+* the data: rows of which only what the assistant says is trained. They are packed into samples, and
+  do not see each other;
+* the loss: the mean over all trained tokens of a step, however the micro-batches share them;
+* the start: model and tokenizer come from a folder, with LoRA's layers if ``--lora_r`` is given;
+* the end: the model of the best evaluation is exported, and answers a question;
+* ``sft.json``: a whole model on each GPU, AdamW. ``--set`` changes it.
 """
 
 from __future__ import annotations
@@ -19,28 +24,28 @@ from typing import Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
-from wavemare.data.sources import resolve
 from wavemare.engine import Interruption
 from wavemare.errors import ConfigError
 from wavemare.extras import require
 from wavemare.failure import run_main
 from wavemare.observe import print_rank_0
 from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
-from wavemare.training.chats import read_chats, weigh_by_tokens
+from wavemare.training.chats import read_chats, use_token_mean
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import evaluate, keep_best, read_best
-from wavemare.training.models import check_start, export, load_chat_model
+from wavemare.training.models import check_model, export, load_chat_model
 from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
     Setup,
-    connect,
     disconnect,
+    join_and_seed,
     prefer_bf16,
     read_setup,
     seed_dropout,
     wait_for_data,
 )
-from wavemare.training.start import count_parameters, print_start, start_recording
+from wavemare.training.start import count_parameters, print_layout, print_start, start_recording
+from wavemare.training.text import find_data
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,6 @@ class SftArguments(TokenizerArguments, TrainArguments):
     max_steps: int = option(100, "optimizer steps")
     eval_interval: int = option(50, "steps between evaluations; the best one's model is exported")
     save_interval: int = option(50, "steps between checkpoints")
-    log_interval: int = option(5, "steps per line of metrics.jsonl")
-    seed: int = option(1234, "seed of weights, data order and dropout")
     no_packing: bool = option(False, "one row per sample")
     long_rows: str = option("cut", "what becomes of too long rows: cut, or skip to leave them out")
     chat_template: str | None = option(None, "file in place of the tokenizer's chat template")
@@ -72,15 +75,16 @@ def main() -> None:
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(SftArguments)
     check_options(args)
-    setup = read_setup(args)  # the JSON, checked for this number of processes
-    check_start(args)
-    source = resolve(args.data)
+    setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
+    check_model(args)
+    source = find_data(args)
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Model and chats. Each process reads its own part of the weights, and one process of each host
     # formats the chats.
-    connect(setup)  # joins the other processes, and seeds the weights alike on all of them
-    setup = complete(prefer_bf16(setup), args)  # "lr": "auto", and what travels between stages
+    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
+    setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
+    setup = fill_in_auto(setup, args)  # "lr": "auto", and what travels between stages
     tokenizer, model = load_chat_model(args)
     chats = read_chats(source, args, tokenizer)
     wait_for_data(setup)  # a collective would time out while one host still reads
@@ -89,12 +93,12 @@ def main() -> None:
 
     # Engine. The JSON decides the layout and the optimizer.
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
-    print_rank_0(engine.layout)  # None prints nothing
+    print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
-    train_batches = weigh_by_tokens(engine, train_loader)  # what it reads, with weights
+    train_batches = use_token_mean(engine, train_loader)  # a step's loss: over its trained tokens
     eval_loader = chats.evaluation_loader(engine, setup.eval_samples)  # packed, too
     earlier_seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
     best = read_best(setup)  # step and loss of the evaluation whose model was exported; or empty
@@ -149,16 +153,13 @@ def check_options(args: SftArguments) -> None:
     """Refuse options that cannot work here.
 
     Raises:
-        ConfigError: ``--balance`` or ``--split`` is given, ``--long_rows`` is another word, or
-            LoRA is to be written for Megatron.
+        ConfigError: ``--balance`` is given, ``--long_rows`` is another word, or LoRA is to be
+            written for Megatron.
         LaunchError: peft is not installed.
     """
     if args.balance != "none":
         reason = "rows of fine-tuning are shared equally"
         raise ConfigError("--balance", args.balance, reason, "Leave it out")
-    if args.split is not None:
-        reason = "rows of fine-tuning are split by their hash"
-        raise ConfigError("--split", args.split, reason, "Leave it out")
     if args.long_rows not in ("cut", "skip"):
         reason = "there is no such way to treat them"
         raise ConfigError("--long_rows", args.long_rows, reason, "Give cut or skip")
@@ -170,7 +171,7 @@ def check_options(args: SftArguments) -> None:
         require("peft", "--lora_r")
 
 
-def complete(setup: Setup, args: SftArguments) -> Setup:
+def fill_in_auto(setup: Setup, args: SftArguments) -> Setup:
     """Return the setup with a learning rate, and with what travels through a pipeline."""
     config = copy.deepcopy(setup.config)
     rates = config.get("optimizer", {}).get("params", {})

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -124,6 +125,7 @@ def place(tmp_path, text_folder):
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "docs" / "results" / "configs").symlink_to(ROOT / "docs" / "results" / "configs")
     (tmp_path / "train.py").write_text("import wavemare; wavemare.init_distributed()")
+    shutil.copy(ROOT / "recipes" / "gpt" / "pretrain.py", tmp_path / "mine.py")
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     for name, values in (("gpt", GPT), ("bert", BERT), ("llama", LLAMA)):
         (tmp_path / f"{name}.json").write_text(json.dumps(values))

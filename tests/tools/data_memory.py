@@ -70,7 +70,7 @@ def run(kind: str, file: Path, cache: Path) -> dict[str, int]:
     from wavemare.data.sources import resolve
     from wavemare.data.tokenizer import load_tokenizer
     from wavemare.recipes.gpt.pretrain import PretrainArguments
-    from wavemare.training.text import find_text, read_text
+    from wavemare.training.text import find_data, read_text
 
     datasets.config.HF_DATASETS_CACHE = cache / "datasets"
     before = memory("VmRSS")
@@ -85,7 +85,7 @@ def run(kind: str, file: Path, cache: Path) -> dict[str, int]:
     else:
         options = {"data": str(file), "cache": str(cache), "sequence_length": LENGTH}
         arguments = PretrainArguments(**options, vocab_size=VOCABULARY)
-        text = read_text(find_text(arguments), arguments, special_tokens="gpt")
+        text = read_text(find_data(arguments), arguments, special_tokens="gpt")
         samples, validation = text.causal_samples(LENGTH, num_samples=0, seed=0)
         tokens = sum(store.num_tokens for store in text.single())
         text.baselines(LENGTH, 8192)

@@ -99,7 +99,7 @@ def read_chats(source: Source, arguments: Any, tokenizer: Any) -> TrainingChats:
     """Format and tokenize rows, or open those of the same data from the cache.
 
     Args:
-        source: Of `wavemare.data.sources.resolve`.
+        source: Of `wavemare.training.text.find_data`.
         arguments: The options of the recipe.
         tokenizer: With a chat template where the rows are chats.
 
@@ -124,11 +124,11 @@ def read_chats(source: Source, arguments: Any, tokenizer: Any) -> TrainingChats:
     )
 
 
-def weigh_by_tokens(engine: Any, loader: ResumableLoader) -> TokenMean:
-    """Return a loader's micro-batches, so that the loss of a step is the mean over its labels.
+def use_token_mean(engine: Any, loader: ResumableLoader) -> TokenMean:
+    """Make the loss of an engine's step the mean over its labels; return a loader's micro-batches.
 
-    ``weigh`` of what is returned gives an evaluation's micro-batches such weights. A pipeline's
-    loss function is replaced by one that takes the number of labels.
+    A pipeline's loss function is replaced by one that takes the number of labels. ``weigh`` of what
+    is returned gives an evaluation's micro-batches such weights.
     """
     from wavemare.hf.steps import TokenMean
 

@@ -9,15 +9,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wavemare.data.tokens import check_length
 from wavemare.engine.observe.choices import tell
 from wavemare.errors import ConfigError, ModelError, WavemareError, did_you_mean
 from wavemare.files import read_json
-from wavemare.training.arguments import ModelArguments, TrainArguments
+from wavemare.training.arguments import TrainArguments, given_start
 from wavemare.training.described import check_agreement, described
 from wavemare.training.megatron import MODEL, given
+
+if TYPE_CHECKING:
+    from wavemare.training.text import TrainingText
 
 
 def check_model_folder(folder: str, sequence_length: int, *, causal: bool = False) -> None:
@@ -109,6 +112,30 @@ def _check_names(values: Mapping[str, Any], kind: type, key: str) -> None:
             raise ConfigError(f"{key}: {name}", values[name], reason, remedy)
 
 
+def check_model(args: Any) -> None:
+    """Check the model of a recipe before torch is imported: ``--model``, a checkpoint, or sizes.
+
+    Args:
+        args: The recipe's options.
+
+    Raises:
+        ConfigError: See `read_model_config`, or options do not agree with the folder or checkpoint.
+        ModelError: See `check_model_folder` and `open_start`.
+        CheckpointError: The checkpoint is damaged.
+    """
+    folder = getattr(args, "model", None)
+    if folder is None or args.pretrained_checkpoint is not None:
+        model_config_of(args)
+        return
+    check_model_folder(folder, args.sequence_length, causal=args.megatron_checkpoints)
+    if given(args, MODEL):
+        from transformers import AutoConfig
+
+        with reraise_model_errors("--model", folder):
+            config = AutoConfig.from_pretrained(folder)
+        check_agreement(config, args, "--model", folder)
+
+
 def model_config_of(args: Any) -> dict[str, Any]:
     """Return the configuration of a new model, or of Megatron's checkpoint to start from.
 
@@ -153,8 +180,9 @@ def tokenizer_folder_of(args: Any) -> str | None:
     Raises:
         ConfigError: A checkpoint has no tokenizer, and none is named.
     """
-    if args.tokenizer is not None or args.pretrained_checkpoint is None:
-        return str(args.tokenizer) if args.tokenizer is not None else None
+    named = getattr(args, "tokenizer", None)
+    if named is not None or given_start(args) is None:
+        return named
     from wavemare.megatron.models import beside
 
     folder = beside(open_start(args).store)
@@ -221,69 +249,55 @@ def _exportable(args: Any, model: Any) -> Any:
     return model
 
 
-def check_start(args: Any) -> None:
-    """Check the model that a recipe goes on with: ``--model``, or Megatron's checkpoint.
-
-    Raises:
-        ModelError: See `check_model_folder` and `open_start`.
-        ConfigError: Options that describe a model do not agree with it.
-    """
-    if args.pretrained_checkpoint is not None:
-        open_start(args)
-        return
-    check_model_folder(args.model, args.sequence_length, causal=True)
-    if given(args, MODEL):
-        from transformers import AutoConfig
-
-        with reraise_model_errors("--model", args.model):
-            config = AutoConfig.from_pretrained(args.model)
-        check_agreement(config, args, "--model", args.model)
-
-
-def new_causal_model(
-    args: Any, model_config: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
-) -> Any:
-    """Return a model that continues text: new, or of Megatron's checkpoint to start from.
+def make_or_load_model(args: Any, text: TrainingText, tensor_parallel: int = 1) -> Any:
+    """Return a model that continues text: new, of ``--model``, or of Megatron's checkpoint.
 
     Without a vocabulary size, a new one has the tokenizer's.
 
     Args:
-        args: Options of the model.
-        model_config: Of `read_model_config`.
-        tokenizer: The tokenizer.
+        args: Options of the model, which `check_model` has checked.
+        text: What it reads.
         tensor_parallel: Ranks that share a layer; the vocabulary is padded for them.
+
+    Raises:
+        ConfigError: The model is shorter than the samples.
+        DataError: It lacks a token of the text.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if args.pretrained_checkpoint is not None:
-        return load_causal_model(args)
-    end, rows = tokenizer.eos_token_id, args.padded(len(tokenizer), tensor_parallel)
-    config = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end, **model_config}
-    with reraise_model_errors("--model_config", args.model_config):
-        return _exportable(args, AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
+    if args.pretrained_checkpoint is not None or getattr(args, "model", None) is not None:
+        model = load_causal_model(args)
+    else:
+        end = text.tokenizer.eos_token_id
+        rows = args.padded(len(text.tokenizer), tensor_parallel)
+        own = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end}
+        config = {**own, **model_config_of(args)}
+        with reraise_model_errors("--model_config", args.model_config):
+            new = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+            model = _exportable(args, new)
+    text.check_fits(args.sequence_length, model.config)
+    return model
 
 
-def new_masked_model(
-    args: ModelArguments, model_config: dict[str, Any], tokenizer: Any, tensor_parallel: int = 1
-) -> Any:
-    """Return a new model that fills gaps in text, as `new_causal_model` does."""
+def make_masked_model(args: Any, text: TrainingText, tensor_parallel: int = 1) -> Any:
+    """Return a new model that fills gaps in text, as `make_or_load_model` does."""
     from transformers import AutoConfig, AutoModelForMaskedLM
 
-    rows = args.padded(len(tokenizer), tensor_parallel)
-    config = {"vocab_size": rows, "pad_token_id": tokenizer.pad_token_id, **model_config}
+    rows = args.padded(len(text.tokenizer), tensor_parallel)
+    own = {"vocab_size": rows, "pad_token_id": text.tokenizer.pad_token_id}
     with reraise_model_errors("--model_config", args.model_config):
-        return AutoModelForMaskedLM.from_config(AutoConfig.for_model(**config))
+        config = AutoConfig.for_model(**{**own, **model_config_of(args)})
+        model = AutoModelForMaskedLM.from_config(config)
+    text.check_fits(args.sequence_length, model.config)
+    return model
 
 
-def load_classifier(
-    args: Any, corpus: Any, model_config: dict[str, Any], tensor_parallel: int
-) -> tuple[Any, Any]:
+def make_or_load_classifier(args: Any, corpus: Any, tensor_parallel: int) -> tuple[Any, Any]:
     """Return the tokenizer and the model to start from: of the folder ``--model``, or new.
 
     Args:
         args: The recipe's options.
         corpus: The labelled texts, whose names the model gets.
-        model_config: Of `read_model_config`, for a new model.
         tensor_parallel: Ranks that share a layer; the vocabulary is padded for them.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -304,7 +318,7 @@ def load_classifier(
     rows = args.padded(len(tokenizer), tensor_parallel)
     own = {"num_labels": len(names), "pad_token_id": tokenizer.pad_token_id, **labels}
     with reraise_model_errors("--model_config", args.model_config):
-        config = AutoConfig.for_model(**{"vocab_size": rows, **model_config, **own})
+        config = AutoConfig.for_model(**{"vocab_size": rows, **model_config_of(args), **own})
         return tokenizer, AutoModelForSequenceClassification.from_config(config)
 
 

@@ -38,7 +38,7 @@ class Setup:
         section: The section ``"wavemare"`` of the configuration.
         batch: DeepSpeed's three batch sizes by their keys.
         resume: Whether the run continues from a checkpoint.
-        foreign: Tag of a checkpoint of another number of ranks, which `connect` converts.
+        foreign: Tag of a checkpoint of another number of ranks, which `join_and_seed` converts.
         rank: Of this process.
         world_size: Number of processes.
     """
@@ -129,7 +129,7 @@ def read_setup(arguments: TrainArguments) -> Setup:
     foreign = None
     if resume:
         foreign = check_resume(folder / "checkpoints", config, world_size, section.model_ranks)
-    if foreign is not None:  # it is converted first, by `connect`
+    if foreign is not None:  # it is converted first, by `join_and_seed`
         config = {**config, "checkpoint": {**config.get("checkpoint", {}), "load_universal": True}}
     return Setup(arguments, config, layout, section, batch, resume, foreign, rank, world_size)
 
@@ -146,8 +146,11 @@ def prefer_bf16(setup: Setup) -> Setup:
     return setup
 
 
-def connect(setup: Setup) -> None:
-    """Join the other processes, and seed the weights alike on all of them."""
+def join_and_seed(setup: Setup) -> None:
+    """Join the other processes, and seed the weights alike on all of them.
+
+    A checkpoint of another number of ranks is converted for these ones.
+    """
     import transformers
 
     import wavemare

@@ -35,6 +35,11 @@ def start_recording(arguments: TrainArguments, *, done: int | None = None) -> Re
     )
 
 
+def print_layout(setup: Setup, engine: Any) -> None:
+    """Print on rank 0 the layout by ``--balance`` or by annotations; other runs have none."""
+    Screen(rank=setup.rank).note(setup.layout or engine.layout)
+
+
 def print_start(
     title: str, setup: Setup, model: Any, corpus: Mapping[str, object], rate: str | None = None
 ) -> None:
@@ -75,7 +80,7 @@ def _groups(
             "tokens per step": batch["train_batch_size"] * length,
             "steps": setup.arguments.max_steps,
         },
-        "optimizer": _optimizer(setup.config, rate),
+        "optimizer": _optimizer(setup, rate),
         "corpus": corpus,
     }
 
@@ -90,11 +95,20 @@ def count_parameters(setup: Setup, model: Any) -> int:
     return own + sum(tie.num_parameters for tie in untied)
 
 
-def _optimizer(config: Mapping[str, Any], rate: str | None) -> dict[str, object]:
-    """Return the rows of the optimizer and its learning rate, as the JSON has them."""
+def _optimizer(setup: Setup, rate: str | None) -> dict[str, object]:
+    """Return the rows of the optimizer that steps, and of its learning rate."""
+    from wavemare.engine.optim.policy import advise, is_policys
+
+    config = setup.config
     optimizer, scheduler = config.get("optimizer", {}), config.get("scheduler", {})
+    kind = optimizer.get("type", "none")
+    if is_policys(config):
+        sizes = setup.section.pipeline.stages, setup.batch["gradient_accumulation_steps"]
+        chosen, _ = advise(config, stages=sizes[0], micro_batches=sizes[1])
+        if (taken := chosen["optimizer"]["type"]) != kind:
+            kind = f"{taken}, which optimizer_policy takes in place of {kind}"
     return {
-        "type": optimizer.get("type", "none"),
+        "type": kind,
         "learning rate": f"{optimizer.get('params', {}).get('lr', 'its default')}, "
         f"{scheduler.get('type') or rate or 'constant'}",
     }

@@ -24,16 +24,16 @@ _PARTS = "parts.json"
 _SPLIT = "969,30,1"  # Megatron's own default
 
 
-def find_text(arguments: TrainArguments) -> Source:
-    """Find the text that the options name; nothing is read yet.
+def find_data(arguments: TrainArguments) -> Source:
+    """Find the text, table or chats that the options name; nothing is read yet.
 
     Raises:
-        DataError: There is no such text.
-        ConfigError: ``--split`` is given for text.
+        DataError: There is no such data.
+        ConfigError: ``--split`` is given for other data than Megatron's.
     """
     source = resolve(arguments.data)
     if arguments.split is not None and source.kind is not Kind.MEGATRON:
-        reason = f"{source.name} is text, whose validation part is chosen by its hash"
+        reason = f"a hash chooses what of {source.name} is for validation"
         remedy = "Leave it out, or make Megatron data with wavemare data build"
         raise ConfigError("--split", arguments.split, reason, remedy)
     return source
@@ -231,15 +231,14 @@ def read_text(
     arguments: TrainArguments,
     *,
     special_tokens: Literal["gpt", "bert"],
-    tokenizer: str | None = None,
 ) -> TrainingText:
     """Read and tokenise text, or open the tokens of the same text from the cache.
 
     Args:
-        source: Of `find_text`.
-        arguments: The recipe's options.
+        source: Of `find_data`.
+        arguments: The recipe's options. The tokenizer is that of ``--tokenizer``, of a checkpoint
+            or of ``--model``; without these, a byte-level BPE is trained.
         special_tokens: Whose special tokens a new tokenizer has.
-        tokenizer: Hugging Face folder of a tokenizer; a new byte-level BPE is trained if omitted.
 
     Raises:
         DataError: Data or tokenizer are damaged.
@@ -248,8 +247,10 @@ def read_text(
     from wavemare.data.encode import cached_tokens, definition_of, open_tokens
     from wavemare.data.text import load_text, source_key
     from wavemare.data.tokenizer import build_once, content_key, load_tokenizer, tokenizer_folder
+    from wavemare.training.models import tokenizer_folder_of
 
-    found: Any = None if tokenizer is None else load_tokenizer(tokenizer)
+    given = tokenizer_folder_of(arguments) or getattr(arguments, "model", None)
+    found: Any = None if given is None else load_tokenizer(given)
     size = arguments.trained_vocabulary if isinstance(arguments, ModelArguments) else 0
     if source.kind is Kind.MEGATRON:
         split = arguments.split or (_SPLIT if source.weights or arguments.data_path else None)

@@ -18,7 +18,7 @@ from wavemare.data.text import load_text
 from wavemare.data.tokenizer import load_tokenizer
 from wavemare.errors import ConfigError, DataError
 from wavemare.recipes.gpt.pretrain import PretrainArguments
-from wavemare.training.text import find_text, read_text
+from wavemare.training.text import find_data, read_text
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,7 @@ def test_shares(refused, split):
 def test_a_text_that_is_too_short_is_named_by_its_file(refused, write, tmp_path):
     options = {"data": str(write("a.txt", "few words. " * 9)), "cache": str(tmp_path)}
     arguments = PretrainArguments(**options, vocab_size=300)
-    text = read_text(find_text(arguments), arguments, special_tokens="gpt")
+    text = read_text(find_data(arguments), arguments, special_tokens="gpt")
     act = lambda: text.causal_samples(128, num_samples=1, seed=0)  # noqa: E731
     refused(act, DataError, "--data")
     assert "a.txt" in text.source.name

@@ -16,7 +16,6 @@ from support.refusals import refuses
 from wavemare.engine.config.resolve import check_batch_sizes, check_config
 from wavemare.errors import CheckpointError, ConfigError, DataError
 from wavemare.recipes.bert.finetune import FinetuneArguments as Classification
-from wavemare.recipes.bert.finetune import check_options
 from wavemare.recipes.bert.pretrain import PretrainArguments as BertArguments
 from wavemare.recipes.gpt.finetune import FinetuneArguments
 from wavemare.recipes.gpt.pretrain import PretrainArguments
@@ -26,12 +25,13 @@ from wavemare.training.arguments import parse_arguments
 from wavemare.training.config import resolve_config
 from wavemare.training.megatron import TABLE
 from wavemare.training.models import (
-    check_start,
+    check_model,
     load_chat_model,
-    load_classifier,
+    make_or_load_classifier,
     model_config_of,
     read_model_config,
 )
+from wavemare.training.text import find_data
 
 CONFIG = str(files("wavemare.recipes") / "gpt" / "finetune.json")
 
@@ -231,7 +231,7 @@ def test_a_model_from_a_folder_has_its_own_size(tmp_path):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **tiny))
     model.save_pretrained(tmp_path)
     own = f"--model {tmp_path} --seq-length 64 --attention-dropout 0.5"
-    check_start(parsed(f"{own} {LLAMA}", FinetuneArguments))
+    check_model(parsed(f"{own} {LLAMA}", FinetuneArguments))
     for words, name in (
         ("--num-layers 3", "--num-layers"),
         ("--hidden-size 32 --ffn-hidden-size 128", "--hidden-size"),
@@ -240,13 +240,13 @@ def test_a_model_from_a_folder_has_its_own_size(tmp_path):
         ("--num-attention-heads 8", "--num-attention-heads"),
     ):
         with pytest.raises(ConfigError) as caught:
-            check_start(parsed(f"{own} {words}", FinetuneArguments))
+            check_model(parsed(f"{own} {words}", FinetuneArguments))
         assert caught.value.key == name
-        check_start(parsed(f"{own} {words} --use-checkpoint-args", FinetuneArguments))
+        check_model(parsed(f"{own} {words} --use-checkpoint-args", FinetuneArguments))
     arguments = parsed("--train-iters 3 --vocab-file bpe/vocab.json", FinetuneArguments)
     assert (arguments.max_steps, arguments.tokenizer) == (3, "bpe")
     with refuses(ConfigError, "--split", "9,1"):
-        check_options(parsed("--split 9,1", Classification))
+        find_data(parsed("--split 9,1", Classification))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_tokenizer_of_its_own_has_the_size_that_is_given():
 
 NO_CORPUS = SimpleNamespace(label_names=("a", "b"))
 LOADERS = {
-    "bert/finetune": (Classification, lambda args: load_classifier(args, NO_CORPUS, {}, 1)),
+    "bert/finetune": (Classification, lambda args: make_or_load_classifier(args, NO_CORPUS, 1)),
     "llama/sft": (SftArguments, load_chat_model),
 }
 

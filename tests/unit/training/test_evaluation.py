@@ -24,7 +24,7 @@ from wavemare.training.evaluation import (
     read_best,
 )
 from wavemare.training.setup import Setup
-from wavemare.training.text import find_text, read_text
+from wavemare.training.text import find_data, read_text
 
 
 def test_samples_are_those_of_the_engines_ranks():
@@ -117,17 +117,14 @@ def test_data_without_validation_documents_is_refused(tmp_path):
             writer.add_sequence([1, 2, 3, 4])
             writer.end_document()
     train_tokenizer(["few"], 300, kind="gpt").save_pretrained(tmp_path / "tokenizer")
-    arguments = PretrainArguments(data=str(tmp_path / "few"), split="969,30,1")
-    text = read_text(
-        find_text(arguments), arguments, special_tokens="gpt", tokenizer=str(tmp_path / "tokenizer")
-    )
+    options = {"data": str(tmp_path / "few"), "tokenizer": str(tmp_path / "tokenizer")}
+    arguments = PretrainArguments(**options, split="969,30,1")
+    text = read_text(find_data(arguments), arguments, special_tokens="gpt")
     with refuses(DataError, "--split", "969,30,1") as caught:
         text.causal_samples(sequence_length=2, num_samples=4, seed=0)
     assert (caught.value.key, caught.value.value) == ("--split", "969,30,1")
-    arguments = PretrainArguments(data=str(tmp_path / "few"), data_path=[str(tmp_path / "few")])
-    again = read_text(
-        find_text(arguments), arguments, special_tokens="gpt", tokenizer=str(tmp_path / "tokenizer")
-    )
+    arguments = PretrainArguments(**options, data_path=[str(tmp_path / "few")])
+    again = read_text(find_data(arguments), arguments, special_tokens="gpt")
     assert again.split == "969,30,1"  # Megatron's default
     assert text.baselines(sequence_length=2) == ({}, {})
 
@@ -136,7 +133,7 @@ def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
     (tmp_path / "tales.txt").write_text("Once upon a time there was a sea.\n" * 40)
     options = {"data": str(tmp_path / "tales.txt"), "cache": str(tmp_path / "cache")}
     arguments = PretrainArguments(**options, vocab_size=300)
-    text = read_text(find_text(arguments), arguments, special_tokens="gpt")
+    text = read_text(find_data(arguments), arguments, special_tokens="gpt")
     whole = text.tokenizer.decode(text.validation[0].tokens.tolist())
     beginnings = [text.beginning(positions) for positions in (64, 3)]
     assert all(whole.startswith(one) for one in beginnings)
@@ -146,7 +143,7 @@ def test_a_sample_text_continues_the_beginning_of_a_validation_text(tmp_path):
 def read_lines(tmp_path):
     options = {"data": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache")}
     arguments = PretrainArguments(**options, vocab_size=300)
-    return read_text(find_text(arguments), arguments, special_tokens="gpt")
+    return read_text(find_data(arguments), arguments, special_tokens="gpt")
 
 
 def tokens_of(text):

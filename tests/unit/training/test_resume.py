@@ -13,7 +13,7 @@ from wavemare.errors import ConfigError
 from wavemare.training.arguments import TrainArguments
 from wavemare.training.checkpoints import load_checkpoint, resumes_after_restart
 from wavemare.training.evaluation import BEST, read_best
-from wavemare.training.setup import Setup, adapt_accumulation, connect
+from wavemare.training.setup import Setup, adapt_accumulation, join_and_seed
 
 
 def test_no_time_limit_counts_while_the_first_rank_converts(tmp_path, monkeypatch):
@@ -25,9 +25,9 @@ def test_no_time_limit_counts_while_the_first_rank_converts(tmp_path, monkeypatc
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     place |= {"arguments": SimpleNamespace(seed=0)}
     first, other = (SimpleNamespace(rank=rank, **place) for rank in range(2))
-    thread = threading.Thread(target=connect, args=(first,))
+    thread = threading.Thread(target=join_and_seed, args=(first,))
     thread.start()
-    connect(other)
+    join_and_seed(other)
     assert done.is_set()
     thread.join()
     dist.destroy_process_group()

@@ -2,25 +2,29 @@
 """Where the weights of a recipe come from: a Hugging Face folder, or a checkpoint of Megatron."""
 
 from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
+from wavemare.engine.config.resolve import check_batch_sizes, check_config
 from wavemare.errors import ConfigError
 from wavemare.megatron import save_megatron
 from wavemare.models.deferred import is_deferred, read_weights
 from wavemare.recipes.gpt.finetune import FinetuneArguments
 from wavemare.recipes.gpt.pretrain import PretrainArguments
 from wavemare.training.arguments import parse_arguments
+from wavemare.training.config import resolve_config
 from wavemare.training.models import (
+    check_model,
     check_packing,
-    check_start,
     load_causal_model,
-    model_config_of,
-    new_causal_model,
+    make_or_load_model,
     tokenizer_folder_of,
 )
+from wavemare.training.setup import Setup
+from wavemare.training.start import print_start
 
 CONFIG = str(files("wavemare.recipes") / "gpt" / "finetune.json")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -53,18 +57,17 @@ def test_a_checkpoint_of_megatron_starts_a_run(model, tmp_path, kind):
     save_megatron(model, tmp_path, iteration=7)
     start = f"--load {tmp_path} --finetune --attention-dropout 0.25"
     args = parsed(f"{start} --num-layers 2 --qk-layernorm", kind)
-    if kind is PretrainArguments:
-        found = new_causal_model(args, model_config_of(args), None)
-    else:
-        check_start(args)
-        found = load_causal_model(args)
+    check_model(args)
+    text = SimpleNamespace(check_fits=lambda length, config: fitted.append((length, config)))
+    fitted = []
+    found = make_or_load_model(args, text)
+    assert fitted == [(args.sequence_length, found.config)]
     assert found.config.attention_dropout == 0.25
     check_same(found, model)
-    check = model_config_of if kind is PretrainArguments else check_start
     for words in ("--num-layers 3", "--seq-length 256"):
         with pytest.raises(ConfigError):
-            check(parsed(f"{start} {words}", kind))
-    check(parsed(f"{start} --num-layers 3 --use-checkpoint-args", kind))
+            check_model(parsed(f"{start} {words}", kind))
+    check_model(parsed(f"{start} --num-layers 3 --use-checkpoint-args", kind))
     with pytest.raises(ConfigError) as caught:
         tokenizer_folder_of(args)  # none lies beside it, and none is named
     assert caught.value.key == "--tokenizer"
@@ -90,3 +93,25 @@ def test_packed_rows_are_checked_without_reading_the_weights(model, tmp_path):
     late = load_causal_model(parsed(f"--model {tmp_path}"))
     check_packing(late)
     assert is_deferred(late)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("optimizer_policy=auto", {"Muon", "AdamW"}),
+        ("optimizer_policy=keep", {"AdamW"}),
+        ("slack=3", {"SOAP", "AdamW"}),  # gradients are older
+    ],
+)
+def test_the_start_shows_the_optimizer_that_steps(model, words, names, capsys):
+    file = files("wavemare.recipes") / "gpt" / "pretrain.json"
+    changes = ["--set", f"wavemare.pipeline.pipemare.{words}", "gradient_accumulation_steps=1"]
+    changes += ["train_micro_batch_size_per_gpu=16"]
+    args = parse_arguments(PretrainArguments, ["--deepspeed_config", str(file), *changes])
+    config = resolve_config(args)
+    section = check_config(config, world_size=2)
+    batch = check_batch_sizes(config, data_world_size=1)
+    setup = Setup(args, config, None, section, batch, False, None, rank=0, world_size=2)
+    print_start("a run", setup, model, {})
+    shown = capsys.readouterr().out
+    assert {name for name in ("Muon", "SOAP", "AdamW") if name in shown} == names
