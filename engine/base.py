@@ -168,10 +168,12 @@ class EngineMixin(CheckpointMixin):
         try:
             steps = all([feature.before_step() for feature in self.features])
             with self.norm.handed(), nullcontext() if steps else skipping(self):
+                self.loaded_weights.take_changes()
                 super()._take_model_step(*args, **kwargs)
             self.norm.end_step(made=steps)
             for feature in self.features:
                 feature.after_step()
+            self.loaded_weights.note()
         except RuntimeError:
             # Another rank that is lost may have left for the save that failed here as well.
             if self._writing is not None and self._writing.fails_within(2.0):
