@@ -135,7 +135,7 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
                 own["eps"] = args.adam_epsilon != _EPSILON
             _fill(optimizer, [key for key, is_given in own.items() if is_given])
         if isinstance(scheduler, dict):
-            _fill(scheduler, _OF_SCHEDULERS.get(scheduler.get("type"), ()))
+            _fill(scheduler, _OF_SCHEDULERS.get(str(scheduler.get("type")), ()))
 
     def _note_choices(self, args: TrainingArguments) -> None:
         """Note an optimizer or scheduler in the arguments that the JSON file would overrule."""
