@@ -20,6 +20,7 @@ IGNORED = ["ignored_wavelet", "ignored_1f1b"]
 RATES = [
     "rates_wavelet",
     "rates_ZeRO",
+    "rates_ZeRO_named",
     "rates_1f1b",
     "rates_1f1b_alone",
     "rates_pipemare_alone",
@@ -35,8 +36,9 @@ IMPOSSIBLE = {
 @pytest.fixture
 def results(launch_once):
     others = *STALE, "own_interleaved", "begun", "refusals", *APART, *IMPOSSIBLE
-    first = RATES[:2] + SYNCHRONOUS
-    return launch_once("hf_pipeline.py", *first, *IGNORED, *ASYNCHRONOUS, *RATES[2:], *others)
+    others = "modes", "modes_1", *others
+    first = RATES[:3] + SYNCHRONOUS
+    return launch_once("hf_pipeline.py", *first, *IGNORED, *ASYNCHRONOUS, *RATES[3:], *others)
 
 
 ENGINES = {"1f1b": "PipelineEngine", "wavelet": "Engine"}
@@ -118,6 +120,14 @@ def test_a_loss_that_is_no_number_is_left_out_of_the_log_as_by_transformers(resu
 def test_a_scheduler_of_the_scripts_own_gives_each_step_its_rate(results, case):
     for result in (found[case] for found in results):
         assert result == [[0.5, 0.25, 0.125, 0.0625]] * 2
+
+
+def test_an_optimizer_with_modes_evaluates_its_averages_or_is_refused(results):
+    for result in results:
+        found = result["modes"]
+        assert found["said"] == "accepted"
+        assert found["eval"] == pytest.approx(found["expected"], rel=1e-4)
+        assert result["modes_1"]["said"].startswith("ConfigError: optim = 'Averaging'")
 
 
 def test_what_would_not_be_called_is_refused(results):

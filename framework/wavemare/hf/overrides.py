@@ -45,6 +45,21 @@ def refuse_overruled(trainer: Any) -> None:
             raise ConfigError(key, value, reason, f'Leave "{name}" out of the JSON')
 
 
+def refuse_hidden_modes(trainer: Any) -> None:
+    """Refuse an optimizer that puts averages into the weights to evaluate, if it has flat copies.
+
+    Raises:
+        ConfigError: The weights would not change, or a step would begin from the averages.
+    """
+    engine = trainer.deepspeed
+    basic, wrapper = getattr(engine, "basic_optimizer", None), getattr(engine, "optimizer", None)
+    has_modes = callable(getattr(basic, "eval", None)) and callable(getattr(basic, "train", None))
+    if has_modes and wrapper is not basic:
+        reason = f"{type(wrapper).__name__} hides its weights for evaluation from the model"
+        remedy = 'Use "zero_optimization": {"stage": 0} in fp32'
+        raise ConfigError("optim", type(basic).__name__, reason, remedy)
+
+
 def check_whole_steps(trainer: Any, *, steps_itself: bool) -> None:
     """Refuse options that act between the micro-batches of a step.
 

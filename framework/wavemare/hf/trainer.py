@@ -34,7 +34,7 @@ from wavemare.hf import trl
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.loop import EngineScheduler, LoopModel
 from wavemare.hf.losses import StageLoss, TrainerLoss
-from wavemare.hf.overrides import check_whole_steps, refuse_overruled
+from wavemare.hf.overrides import check_whole_steps, refuse_hidden_modes, refuse_overruled
 from wavemare.hf.stages import filled, first_rows, from_last_stage, of_last_stage
 from wavemare.hf.steps import MicroBatch, StepFeed, Unused, fill_rows, without_labels
 from wavemare.models import save_pretrained
@@ -162,6 +162,8 @@ class Trainer(StockTrainer):
             return self._scheduler_of(optimizer)
         if self.lr_scheduler is not None:
             return self.lr_scheduler
+        if not self.trains_whole_steps:
+            return type(self).create_scheduler(self, num_training_steps)
         engine = self.accelerator.deepspeed_engine_wrapped.engine
         self.lr_scheduler = EngineScheduler(engine, self.optimizer)
         self._created_lr_scheduler = True
@@ -176,18 +178,24 @@ class Trainer(StockTrainer):
             if self.accelerator.weighs_losses:
                 # Otherwise transformers and the engine would both divide by the number of tokens.
                 self.model_accepts_loss_kwargs = False
-        if not self.trains_whole_steps:
-            return super()._prepare_for_training(max_steps, *args, **kwargs)
-        by_trl = self.is_pipeline and trl.is_known(self)  # its step calls ours alone
-        own_step = type(self).training_step is not Trainer.training_step
-        check_whole_steps(self, steps_itself=own_step and not by_trl)
-        self._max_steps, self._feed = max_steps, None
-        self.accelerator.build = self._build
-        vars(self)["create_scheduler"] = self._show_scheduler  # a script's own makes the engine's
+        if self.trains_whole_steps:
+            by_trl = self.is_pipeline and trl.is_known(self)  # its step calls ours alone
+            own_step = type(self).training_step is not Trainer.training_step
+            check_whole_steps(self, steps_itself=own_step and not by_trl)
+            self._feed = None
+            self.accelerator.build = self._build
+        self._max_steps = max_steps
+        ours = self.is_deepspeed_enabled and self.accelerator.section is not None
+        if ours:  # a script's own would make a second one beside the engine's
+            vars(self)["create_scheduler"] = self._show_scheduler
         try:
-            _, loader = super()._prepare_for_training(max_steps, *args, **kwargs)
+            model, loader = super()._prepare_for_training(max_steps, *args, **kwargs)
         finally:
-            del vars(self)["create_scheduler"]
+            vars(self).pop("create_scheduler", None)
+        if ours:
+            refuse_hidden_modes(self)
+        if not self.trains_whole_steps:
+            return model, loader
         loss = self._loss = TrainerLoss(self, self.model)
         engine = self.deepspeed
         if self.is_pipeline:

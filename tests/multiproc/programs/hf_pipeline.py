@@ -272,6 +272,76 @@ def own_scheduler(schedule, **config):
     return [train(), train(resume_from_checkpoint=f"{folder}/checkpoint-2")]
 
 
+class Averaging(torch.optim.SGD):
+    """Evaluates the mean of the last two steps' weights, as optimizers without schedules do."""
+
+    trains = True
+
+    def step(self, closure=None):
+        assert self.trains, "a step would begin from averages"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["before"] = parameter.detach().clone()
+        return super().step(closure)
+
+    @torch.no_grad()
+    def _change(self, *, trains):
+        for parameter, state in self.state.items() if self.trains is not trains else ():
+            if trains:
+                parameter.copy_(state["own"])
+            else:
+                state["own"] = parameter.clone()
+                parameter.lerp_(state["before"], 0.5)
+        self.trains = trains
+
+    def train(self):
+        self._change(trains=True)
+
+    def eval(self):
+        self._change(trains=False)
+
+
+def modes(zero=0):
+    """Whether an optimizer with modes evaluates its averages and trains its own weights."""
+    chosen = {"optimizer_cls_and_kwargs": (Averaging, {"lr": 0.5})}
+    trainer = trainer_of(
+        "gpt2",
+        f"modes-{zero}",
+        SECTIONS["1f1b"],
+        config={"optimizer": None, "zero_optimization": {"stage": zero}},
+        eval_strategy="steps",
+        eval_steps=1,
+        train_sampling_strategy="sequential",
+        optim="sgd",
+        max_steps=2,
+        **chosen,
+    )
+    said = refusal(trainer.train)
+    if said != "accepted":
+        return {"said": said}
+    model, args = plain_model("gpt2"), trainer.args
+    optimizer = Averaging(model.parameters(), lr=0.5)
+    rows, count, expected = Rows("gpt2", 21), args.gradient_accumulation_steps, []
+    for step in range(2):
+        optimizer.param_groups[0]["lr"] = 0.5 * (1 - step / 2)
+        optimizer.train()
+        parts = [range(first, first + 2) for first in range(4 * step, 4 * step + 2 * count, 2)]
+        batches = [trainer.data_collator([rows[n] for n in part]) for part in parts]
+        items = sum(batch["labels"].numel() for batch in batches)
+        sum(_loss("gpt2", model, batch, 0.0, items) for batch in batches).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        expected.append(_eval_loss("gpt2", model, trainer, 0.0))
+    logs = trainer.state.log_history
+    return {
+        "said": said,
+        "eval": [e["eval_loss"] for e in logs if "eval_loss" in e],
+        "expected": expected,
+    }
+
+
 def refusals():
     def message(section, trainer_class=wavemare.hf.Trainer, config=None, given=None, **changes):
         def train():
@@ -392,9 +462,12 @@ CASES = {
     "refusals": refusals,
     "rates_wavelet": lambda: own_scheduler("wavelet"),
     "rates_ZeRO": lambda: own_scheduler("ZeRO", optimizer=None, wavemare={}),
+    "rates_ZeRO_named": lambda: own_scheduler("ZeRO", wavemare={}),
     "rates_1f1b": lambda: own_scheduler("1f1b"),
     "rates_1f1b_alone": lambda: own_scheduler("1f1b", optimizer=None),
     "rates_pipemare_alone": lambda: own_scheduler("pipemare", optimizer=None),
+    "modes": modes,
+    "modes_1": lambda: modes(zero=1),
     "apart_1f1b": lambda: labels_apart("1f1b"),
     "apart_pipemare": lambda: labels_apart("pipemare"),
     "impossible_train": lambda: impossible(evaluates=False),
