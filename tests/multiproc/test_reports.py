@@ -204,6 +204,7 @@ CASES = {
         **each("reference", ALL, "tensor"),
         **each("dropout", ALL, "zb-h1", "tensor"),
         **each("loaded_whole", ALL, "ZeRO-1", "tensor", "1f1b"),
+        **each("frozen_late", ALL, "ZeRO-0", "ZeRO-1"),
         "whole tensors": ["whole_tensors", {}],
         "empty": ["empty_group", {"as_function": False}],
         "function": ["empty_group", {"as_function": True}],
@@ -322,6 +323,14 @@ def test_whole_weights_do_not_go_into_a_part_of_a_model(found, layout):
     for ours in found(f"loaded_whole {layout}"):
         assert (ours["said"] == "accepted") is (layout == "ZeRO-1")
         assert ".load_state_dict" in ours["said"] or layout == "ZeRO-1"
+
+
+@pytest.mark.parametrize("layout", ["ZeRO-0", "ZeRO-1"])
+def test_layers_that_are_frozen_late_stay_or_it_is_told_that_they_move(found, layout):
+    moves = layout != "ZeRO-0"
+    told = [ours["told"] for ours in found(f"frozen_late {layout}")]
+    assert told == [int(moves), 0]
+    assert {ours["moved"] for ours in found(f"frozen_late {layout}")} == {moves}
 
 
 def test_an_optimizer_that_reads_whole_tensors_is_refused_beside_zero(found):

@@ -29,6 +29,7 @@ from common import (
     refusal,
     token_batches,
     train_plainly,
+    warnings_told,
 )
 from deepspeed.utils import groups
 from lora import lora_model
@@ -376,6 +377,21 @@ def loaded_whole(settings):
     said = refusal(lambda: engine.module.load_state_dict(whole))
     engine.destroy()
     return {"said": said}
+
+
+def frozen_late(settings):
+    """Layers that are frozen between steps: what is told, and whether they move."""
+    model = gpt2()
+    engine = start(model, rate=0.01, optimizer="AdamW", **settings)
+    data, inner = batches(engine.data_rank), model.transformer.h[0].mlp.c_fc.weight
+    with warnings_told("frozen layers") as told:
+        engine.train_batch(data)
+        inner.requires_grad_(False)
+        before = inner.detach().clone()
+        for _ in range(STEPS):
+            engine.train_batch(data)
+    engine.destroy()
+    return {"told": len(told), "moved": not torch.equal(before, inner)}
 
 
 def whole_tensors():
