@@ -94,6 +94,8 @@ class EngineMixin(CheckpointMixin):
     """The iterator over ``training_data`` that the engine has made for itself."""
     broken = ""
     """Which step failed midway, so that the engine refuses the next one; empty if none did."""
+    _flat_weights: Sequence[Any] = ()
+    """Those that were trained at first, where the optimizer steps a flat copy of them."""
 
     def __init__(self, *args: Any, settings: WavemareConfig | None = None, **kwargs: Any) -> None:
         # Set first: DeepSpeed's constructor makes the loader.
@@ -174,7 +176,7 @@ class EngineMixin(CheckpointMixin):
             self.finish_saving()
         self.norm.begin_step()
         if not all(weight.requires_grad for weight in self._flat_weights):
-            self._flat_weights = []
+            self._flat_weights = ()
             tell_warning(_FROZEN_LATE)
         try:
             steps = all([feature.before_step() for feature in self.features])
@@ -458,7 +460,7 @@ class EngineMixin(CheckpointMixin):
             if watchdog is not None:
                 stack.callback(watchdog.release)
             stack.callback(self.loaded_weights.close)
-            stack.callback(self._flat_weights.clear)
+            stack.callback(setattr, self, "_flat_weights", ())
             stack.callback(end_workers, self._own_batches)
             if hasattr(self, "norm"):
                 stack.callback(self.norm.close)
