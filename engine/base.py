@@ -47,6 +47,12 @@ from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
 from wavemare.errors import CommError, ConfigError
 
+_FROZEN_LATE = (
+    "frozen layers: some were frozen after initialize. ZeRO and 16-bit types step flat copies of"
+    " the weights, which go on by momentum and weight decay. Freeze layers before initialize, or"
+    " use ZeRO 0 in fp32"
+)
+
 
 class EngineMixin(CheckpointMixin):
     """Adds features to DeepSpeed's steps, and checkpoints that are complete or absent.
@@ -88,6 +94,8 @@ class EngineMixin(CheckpointMixin):
     """The iterator over ``training_data`` that the engine has made for itself."""
     broken = ""
     """Which step failed midway, so that the engine refuses the next one; empty if none did."""
+    _flat_weights: Sequence[Any] = ()
+    """Those that were trained at first, where the optimizer steps a flat copy of them."""
 
     def __init__(self, *args: Any, settings: WavemareConfig | None = None, **kwargs: Any) -> None:
         # Set first: DeepSpeed's constructor makes the loader.
@@ -98,6 +106,8 @@ class EngineMixin(CheckpointMixin):
         self.describe_optimizer()
         parts = self.zero_optimization_partition_weights() or self._replicas is not None
         self.loaded_weights = LoadedWeights(None if parts else self)
+        flat = self.optimizer is not getattr(self, "basic_optimizer", None)
+        self._flat_weights = [p for p in self.module.parameters() if flat and p.requires_grad]
         balance = attach_balance(self, settings.balance)
         self.norm = GradientNorm(self)
         self.guard = attach_guard(self, settings.guard)
@@ -165,13 +175,18 @@ class EngineMixin(CheckpointMixin):
         if self._writing is not None and self._writing.has_failed:
             self.finish_saving()
         self.norm.begin_step()
+        if not all(weight.requires_grad for weight in self._flat_weights):
+            self._flat_weights = ()
+            tell_warning(_FROZEN_LATE)
         try:
             steps = all([feature.before_step() for feature in self.features])
             with self.norm.handed(), nullcontext() if steps else skipping(self):
+                self.loaded_weights.take_changes()
                 super()._take_model_step(*args, **kwargs)
             self.norm.end_step(made=steps)
             for feature in self.features:
                 feature.after_step()
+            self.loaded_weights.note()
         except RuntimeError:
             # Another rank that is lost may have left for the save that failed here as well.
             if self._writing is not None and self._writing.fails_within(2.0):
@@ -445,6 +460,7 @@ class EngineMixin(CheckpointMixin):
             if watchdog is not None:
                 stack.callback(watchdog.release)
             stack.callback(self.loaded_weights.close)
+            stack.callback(setattr, self, "_flat_weights", ())
             stack.callback(end_workers, self._own_batches)
             if hasattr(self, "norm"):
                 stack.callback(self.norm.close)

@@ -40,6 +40,7 @@ from wavemare.engine.optim.optimizers import (
     without_compiled_optimizer,
 )
 from wavemare.engine.optim.policy import advise, check_replaceable, is_policys
+from wavemare.engine.pipe.chunks import check_shared
 from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.engine.pipe.plans import agreed_plan
 from wavemare.engine.pipe.spare import with_spare
@@ -256,6 +257,8 @@ def _with_sizes(
         run = agreed_plan(ours.pipeline, length, micro_batches, clips=clips, plan=plan)
         _check_homes(model, run)
         _check_tied(model)
+        if SECTION in config:
+            check_shared(model._layer_specs, model.stage_owner)
         if not run.is_asynchronous and run.whole.is_split:
             refuse_split(config, "plan" if plan is not None else "wavemare.pipeline.schedule")
     asynchronous = ours.pipeline.is_asynchronous

@@ -33,6 +33,9 @@ _WAYS = {
     "push_to_hub": f"{_SAVE}, and upload the folder",
     "state_dict": "Call wavemare.models.whole_state_dict(engine) on all ranks; for this rank's "
     "part alone, ask within wavemare.engine.parts.own_part()",
+    "load_state_dict": "Load the whole model's weights before initialize, or call the engine's "
+    "load_checkpoint; this rank's part has the names of state_dict within "
+    "wavemare.engine.parts.own_part()",
     "__deepcopy__": "Copy the model before initialize, or load what save_pretrained writes",
     "forward": "Call train_batch and eval_batch of the engine",
     "generate": "Load what save_pretrained writes, and generate with that",
@@ -215,6 +218,11 @@ class _Method:
         mark = _marks[model]
         if name == "generate" and not mark.part.is_cut:
             return self._own(*args, **{**kwargs, "synced_gpus": True})
+        if name == "load_state_dict":
+            try:
+                return self._own(*args, **kwargs)
+            except RuntimeError as error:  # other names or shapes
+                raise mark.part.error(name, model) from error
         parts = _own_part.get() and name in ("state_dict", "save_pretrained")
         if parts or mark.holds_whole():
             return self._own(*args, **kwargs)

@@ -223,16 +223,18 @@ class OptimizerAdapter:
 
     @torch.no_grad()
     def take_changed(self) -> None:
-        """Take those elements of the model's 16-bit weights that are not their masters' rounding.
+        """Take those elements of the model's weights that are not their masters' rounding.
 
         The other masters keep all their bits.
         """
+        engine = self._engine
+        kind = torch.float16 if engine.fp16_enabled() else torch.float32
+        kind = torch.bfloat16 if engine.bfloat16_enabled() else kind
         groups = getattr(self._engine.basic_optimizer, "param_groups", ())
         masters = [master for group in groups for master in group["params"]]
         former = [master.detach().clone() for master in masters]
         self.refresh_masters()
         for master, before in zip(masters, former, strict=True):
-            kind = torch.bfloat16 if self._engine.bfloat16_enabled() else torch.float16
             kept = before.to(kind) == master.to(kind)
             master.copy_(torch.where(kept, before, master))
 
@@ -241,7 +243,11 @@ class OptimizerAdapter:
 
 
 class LoadedWeights:
-    """Lets ``module.load_state_dict`` change the masters, too: the next step would undo it.
+    """Lets what changes the model's weights change the masters, too: the next step would undo it.
+
+    That is ``module.load_state_dict``, and changes in place that autograd counts. It does not count
+    those of ``parameter.data``. Stages that never wait hold weights of several steps, and are left
+    out.
 
     Args:
         engine: Complete; None does nothing, as in a copy of the module.
@@ -256,8 +262,21 @@ class LoadedWeights:
         self._engine: Callable[[], EngineMixin | None]
         self._engine = (lambda: None) if engine is None else weakref.ref(engine)
         self._hook: Any = None
+        self._weights: list[Tensor] = []
         if engine is not None and hasattr(engine.optimizer, "refresh_fp32_params"):
             self._hook = engine.module.register_load_state_dict_post_hook(self)
+            if not engine.settings.pipeline.is_asynchronous:
+                self._weights = list(engine.module.parameters())
+        self.note()
+
+    def note(self) -> None:
+        """Note which weights the masters have."""
+        self._versions = [weight._version for weight in self._weights]
+
+    def take_changes(self) -> None:
+        """Take weights that were changed since `note`; a step calls it."""
+        if any(w._version != v for w, v in zip(self._weights, self._versions, strict=True)):
+            self(None, None)
 
     def __call__(self, module: Any, incompatible_keys: Any) -> None:
         """Take the weights that have been loaded into a module."""
@@ -270,6 +289,7 @@ class LoadedWeights:
 
     def close(self) -> None:
         """Leave the module as it was."""
+        self._weights, self._versions = [], []
         if self._hook is not None:
             self._hook.remove()
 

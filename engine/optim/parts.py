@@ -2,7 +2,7 @@
 """Optimizers that step a tensor as a whole, where ranks hold parts of it.
 
 Adam steps each element by itself. Adafactor, Muon, SOAP and LAMB read rows, columns or norms, so
-that a part of a matrix would not step as it does within the matrix.
+that a part of a matrix would not step as it does within the matrix. ZeRO's parts are flat, too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from wavemare.engine.checkpoint.random_state import seeded
+from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather
+from wavemare.engine.optim.optimizers import is_added
 from wavemare.engine.optim.policy import POLICY
 from wavemare.engine.parts import split_weights
 from wavemare.errors import ConfigError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _MATRIX, _EXPERTS = (4, 4), (4, 4, 4)
 _STEPS = 4
+_ZERO = "zero_optimization.stage"
 _CHANGED = (MutableSequence, MutableMapping, MutableSet, tuple, Tensor)
 """Types of an optimizer's attributes that a step may change in place, or what they hold."""
 _READS_WHOLE = "it reads whole tensors for a step"
@@ -47,16 +50,25 @@ def check_parts(engine: EngineMixin) -> None:
     """
     settings, own = engine.settings, _refused_key(engine)
     divides = max(settings.tensor_parallel.size, settings.expert_parallel.size) > 1
+    divides = divides or _is_flat(engine)
     # Stages may have unlike parameter groups.
     found = [refused for refused in (gather(own) if divides else [own]) if refused]
     if not found:
         return
     key, name, reason = found[0]
     reason += ", and each rank holds a part of them"
-    remedy = f"Use AdamW, or another optimizer of single elements, or no wavemare.{key}"
+    without = f"no wavemare.{key}" if key != _ZERO else '"zero_optimization": {"stage": 0}'
+    remedy = f"Use AdamW, or another optimizer of single elements, or {without}"
     if settings.pipeline.pipemare.optimizer_policy == "auto":
-        remedy = f'Set {POLICY} to "keep", and use AdamW, or no wavemare.{key}'
+        remedy = f'Set {POLICY} to "keep", and use AdamW, or {without}'
     raise ConfigError("optimizer", name, reason, remedy)
+
+
+def _is_flat(engine: EngineMixin) -> bool:
+    """Whether an engine of ours steps flat parts, by an optimizer that DeepSpeed does not know."""
+    optimizer = getattr(engine, "basic_optimizer", None)
+    known = type(optimizer).__module__.startswith("deepspeed.") or is_added(optimizer)
+    return SECTION in engine.config and engine.zero_optimization_stage() > 0 and not known
 
 
 def _refused_key(engine: EngineMixin) -> tuple[str, str, str] | None:
@@ -71,10 +83,13 @@ def _refused_key(engine: EngineMixin) -> tuple[str, str, str] | None:
         reasons = [reason for way in ways if (reason := refusal_of_parts(optimizer, *way))]
         if reasons:
             return key, type(optimizer).__name__, reasons[0]
+    if optimizer is not None and _is_flat(engine):
+        if refusal_of_parts(optimizer, _MATRIX, None) == _READS_WHOLE:
+            return _ZERO, type(optimizer).__name__, _READS_WHOLE
     return None
 
 
-def refusal_of_parts(optimizer: Any, shape: tuple[int, ...], side: int) -> str:
+def refusal_of_parts(optimizer: Any, shape: tuple[int, ...], side: int | None) -> str:
     """Return why an optimizer must not step halves of tensors; empty if it steps them as whole.
 
     It is tried with each of its parameter groups, on tensors of its own.
@@ -82,7 +97,7 @@ def refusal_of_parts(optimizer: Any, shape: tuple[int, ...], side: int) -> str:
     Args:
         optimizer: Stays as it is.
         shape: Of the tensor.
-        side: On which it is cut.
+        side: On which it is cut; None if it is flat before.
     """
     if type(optimizer).__module__.startswith("deepspeed.ops."):  # compiled, for its own tensors
         return _READS_WHOLE if "lamb" in type(optimizer).__name__.lower() else ""
@@ -104,14 +119,17 @@ def refusal_of_parts(optimizer: Any, shape: tuple[int, ...], side: int) -> str:
         change = (whole - before).abs().max()
         if not change:  # it steps others than its own groups say
             return _UNTRIED
-        if (torch.cat(halves, side) - whole).abs().max() > _NEAR * change:
+        together = torch.cat(halves, side or 0).view_as(whole)
+        if (together - whole).abs().max() > _NEAR * change:
             return _READS_WHOLE
     return ""
 
 
 def _half(
-    number: int, side: int, before: Tensor, gradients: Iterable[Tensor]
+    number: int, side: int | None, before: Tensor, gradients: Iterable[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
+    if side is None:
+        return _half(number, 0, before.flatten(), [each.flatten() for each in gradients])
     return before.chunk(2, side)[number], [each.chunk(2, side)[number] for each in gradients]
 
 

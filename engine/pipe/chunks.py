@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from deepspeed import DualPipeVModule
@@ -11,7 +11,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
 from wavemare.engine.seams import replaced
-from wavemare.errors import ConfigError
+from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.plan.partition import balanced_cuts
 
 
@@ -145,6 +145,32 @@ class ChunkedPipelineModule(PipelineModule):
         """Compile the layers of all stages of this rank."""
         for _ in self.each_stage():
             super().compile(*args, **kwargs)
+
+
+def check_shared(layers: Iterable[Any], owner: Callable[[int], int]) -> None:
+    """Refuse a trained weight of layers on several ranks, each of which would train a copy.
+
+    Args:
+        layers: Of the whole model, in order; only modules are looked at.
+        owner: Gives the rank of a layer, by its number.
+
+    Raises:
+        ModelError: Layers on several ranks have one weight.
+    """
+    first: dict[int, int] = {}
+    for number, layer in enumerate(layers):
+        weights = layer.named_parameters() if isinstance(layer, nn.Module) else ()
+        for name, weight in weights:
+            other = first.setdefault(id(weight), number)
+            if weight.requires_grad and owner(other) != owner(number):
+                raise ModelError(
+                    f"layers {other} and {number}",
+                    getattr(layer, "weight_names", {}).get(name, name),
+                    "both have this weight, and stages on several ranks would train it apart",
+                    "Give each layer a weight of its own, or put both on one rank "
+                    "(wavemare.pipeline.partition); in a PipelineModule, write both as "
+                    "TiedLayerSpec",
+                )
 
 
 def numbered_layers(pipeline: PipelineModule) -> Iterator[tuple[int, nn.Module]]:

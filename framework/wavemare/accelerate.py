@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import sys
 import threading
@@ -56,6 +57,7 @@ from wavemare.failure import watch_failures
 from wavemare.lazy import Proxy
 from wavemare.models import whole_state_dict
 
+_EUCLIDEAN = 2
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
 _USE_CPU, _USE_DEEPSPEED = "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"
 _ACCELERATOR = "wavemare_accelerator"
@@ -260,6 +262,25 @@ class Accelerator(accelerate.Accelerator):
         if marked is not None and not by_deepspeed:
             return whole_state_dict(model)
         return super().get_state_dict(model, unwrap)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Return the norm of the gradients, which the engine has clipped in ``backward``.
+
+        Raises:
+            ConfigError: The engine clips to another norm than this one. Infinity clips nothing.
+        """
+        engine = getattr(getattr(self, "deepspeed_engine_wrapped", None), "engine", None)
+        if engine is not None and self.section is not None:
+            wanted = 0.0 if math.isinf(max_norm) else float(max_norm)
+            limit = float(engine.gradient_clipping())
+            if norm_type != _EUCLIDEAN or not math.isclose(wanted, limit):
+                kind = f" and norm_type={norm_type}" if norm_type != _EUCLIDEAN else ""
+                reason = f"the engine clips to it in backward, and the script asks for {max_norm}"
+                remedy = f'Write "gradient_clipping": {wanted} in the DeepSpeed file'
+                if kind:
+                    remedy = "Leave norm_type out"
+                raise ConfigError("gradient_clipping", limit, reason + kind, remedy)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def check_trigger(self) -> bool:
         """Return whether any process has set the trigger; see accelerate's method of that name."""

@@ -72,6 +72,13 @@ def test_ranks_that_share_a_model_count_once(results):
         assert result["rate"] == [0.5]
 
 
+def test_a_norm_that_the_engine_does_not_clip_to_is_refused(results):
+    for result in results:
+        said = list(result["shared"]["clips"].values())
+        assert said[0] == "accepted"
+        assert all("ConfigError: gradient_clipping = 1.0" in one for one in said[1:])
+
+
 def test_what_trains_whole_steps_is_refused_with_its_key(results):
     for result in results:
         assert "wavemare.pipeline.stages" in result["pipeline"]

@@ -17,6 +17,14 @@ SYNCHRONOUS = [
 ASYNCHRONOUS = ["gpt2_pipemare", "bert_pipemare"]
 STALE = ["stale_auto", "stale_absent"]
 IGNORED = ["ignored_wavelet", "ignored_1f1b"]
+RATES = [
+    "rates_wavelet",
+    "rates_ZeRO",
+    "rates_ZeRO_named",
+    "rates_1f1b",
+    "rates_1f1b_alone",
+    "rates_pipemare_alone",
+]
 # Last, as they leave broken engines.
 APART = ["apart_1f1b", "apart_pipemare"]
 IMPOSSIBLE = {
@@ -28,7 +36,9 @@ IMPOSSIBLE = {
 @pytest.fixture
 def results(launch_once):
     others = *STALE, "own_interleaved", "begun", "refusals", *APART, *IMPOSSIBLE
-    return launch_once("hf_pipeline.py", *SYNCHRONOUS, *IGNORED, *ASYNCHRONOUS, *others)
+    others = "modes", "modes_1", *others
+    first = RATES[:3] + SYNCHRONOUS
+    return launch_once("hf_pipeline.py", *first, *IGNORED, *ASYNCHRONOUS, *RATES[3:], *others)
 
 
 ENGINES = {"1f1b": "PipelineEngine", "wavelet": "Engine"}
@@ -106,10 +116,30 @@ def test_a_loss_that_is_no_number_is_left_out_of_the_log_as_by_transformers(resu
         assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
 
 
+@pytest.mark.parametrize("case", RATES)
+def test_a_scheduler_of_the_scripts_own_gives_each_step_its_rate(results, case):
+    for result in (found[case] for found in results):
+        assert result == [[0.5, 0.25, 0.125, 0.0625]] * 2
+
+
+def test_an_optimizer_with_modes_evaluates_its_averages_or_is_refused(results):
+    for result in results:
+        found = result["modes"]
+        assert found["said"] == "accepted"
+        assert found["eval"] == pytest.approx(found["expected"], rel=1e-4)
+        assert result["modes_1"]["said"].startswith("ConfigError: optim = 'Averaging'")
+
+
 def test_what_would_not_be_called_is_refused(results):
     for result in results:
         refusals = result["refusals"]
         assert "OwnStep.training_step would not be called" in refusals["own step"]
+        assert "OwnInputs._prepare_inputs would not be called" in refusals["own inputs"]
+        assert "create_optimizer = 'OwnOptimizer'" in refusals["own optimizer"]
+        assert "create_scheduler = 'OwnScheduler'" in refusals["own scheduler"]
+        assert "optimizer_cls_and_kwargs = 'SGD'" in refusals["own class"]
+        assert refusals["own optimizer alone"] == "accepted"
+        assert refusals["own class alone"] == "accepted"
         assert refusals["own loss"] == "accepted"
         assert refusals["own waves"] == "accepted"
         assert "auto_find_batch_size" in refusals["batch size"]

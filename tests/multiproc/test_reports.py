@@ -108,6 +108,8 @@ RIGHT = {  # everything that is to be what one process computes
     ],
     **lora("reentrant", ALL, "ZeRO-3", "zb-h1", reentrant=True),
     **lora("saved", ZERO, "ZeRO-3", reentrant=None, **SAVED),
+    **each("hooked", ALL, "ZeRO-2", "tensor", "zbv"),
+    "hooked tied": ["hooked", {"settings": STAGES["drained"], "tied": True}],
     **each("group_rates", ALL, "ZeRO-3", "sparse-1"),
     **each("resumed", ALL, "ZeRO-3", "drained"),
     **each("frozen", ALL, "ZeRO-3", "tensor", "1f1b"),
@@ -158,6 +160,7 @@ NIGHTLY = {
         alpha_pattern={"q_proj": 32},
         use_rslora=True,
     ),
+    **each("hooked", DATA | TENSOR | STAGES),
     **each("group_rates", DATA | STAGES),
     **each("resumed", DATA | LOCAL | STAGES),
     **each("frozen", ALL),
@@ -186,6 +189,7 @@ DRAWS = {
 """When ranks of a model begin to shuffle apart, and in which layouts."""
 SECOND = {"tensor": 0, "1f1b": 1, "interleaved": 1, "drained": 0, "stale": 0}
 """The step that tells of the first one's second micro-batch; synchronous stages learn it late."""
+MEASURED = (("tensor", "gpt2"), ("tensor", "qwen3"), ("1f1b", "gpt2"))
 CASES = {
     2: {
         **RIGHT,
@@ -199,6 +203,9 @@ CASES = {
         ],
         **each("reference", ALL, "tensor"),
         **each("dropout", ALL, "zb-h1", "tensor"),
+        **each("loaded_whole", ALL, "ZeRO-1", "tensor", "1f1b"),
+        **each("frozen_late", ALL, "ZeRO-0", "ZeRO-1"),
+        "whole tensors": ["whole_tensors", {}],
         "empty": ["empty_group", {"as_function": False}],
         "function": ["empty_group", {"as_function": True}],
         **{
@@ -208,6 +215,12 @@ CASES = {
         },
         **{f"second {name}": ["second", {"settings": (ALL | STALE)[name]}] for name in SECOND},
         "placeholders": ["placeholders", {}],
+        **{
+            f"measured {name} {kind}": ["measured", {"settings": ALL[name], "kind": kind}]
+            for name, kind in MEASURED
+        },
+        "shared": ["shared", {"settings": STAGES["1f1b"], "frozen": False}],
+        "frozen and shared": ["shared", {"settings": STAGES["1f1b"], "frozen": True}],
     }
 }
 NIGHT = {
@@ -287,6 +300,44 @@ def test_recomputed_passes_drop_the_same_elements(found, name):
 def test_recomputed_passes_do_so_in_more_layouts(found_at_night, name):
     for ours in found_at_night(name):
         assert ours == {"losses": True, "weights": 0.0}
+
+
+@pytest.mark.parametrize(("layout", "kind"), MEASURED)
+def test_a_hook_gets_the_whole_gradient_of_a_weight(found, layout, kind):
+    results = [dict(ours) for ours in found(f"measured {layout} {kind}")]
+    after = {ours.pop("after") for ours in results}
+    check(results, "measured")
+    assert len(after) == 1
+    assert ("post-accumulate-grad hook" in after.pop()) is (layout == "tensor")
+
+
+def test_layers_on_several_stages_that_share_a_weight_are_refused_unless_it_is_frozen(found):
+    for ours in found("shared"):
+        assert all("would train it apart" in said for said in ours["said"])
+    for ours in found("frozen and shared"):
+        assert ours == {"said": ["accepted", "accepted"]}
+
+
+@pytest.mark.parametrize("layout", ["ZeRO-1", "tensor", "1f1b"])
+def test_whole_weights_do_not_go_into_a_part_of_a_model(found, layout):
+    for ours in found(f"loaded_whole {layout}"):
+        assert (ours["said"] == "accepted") is (layout == "ZeRO-1")
+        assert ".load_state_dict" in ours["said"] or layout == "ZeRO-1"
+
+
+@pytest.mark.parametrize("layout", ["ZeRO-0", "ZeRO-1"])
+def test_layers_that_are_frozen_late_stay_or_it_is_told_that_they_move(found, layout):
+    moves = layout != "ZeRO-0"
+    told = [ours["told"] for ours in found(f"frozen_late {layout}")]
+    assert told == [int(moves), 0]
+    assert {ours["moved"] for ours in found(f"frozen_late {layout}")} == {moves}
+
+
+def test_an_optimizer_that_reads_whole_tensors_is_refused_beside_zero(found):
+    for ours in found("whole tensors"):
+        refused = {name for name, said in ours.items() if said != "accepted"}
+        assert refused == {f"Adafactor {zero}" for zero in (1, 2, 3)}
+        assert all("ConfigError: optimizer = 'Adafactor'" in ours[name] for name in refused)
 
 
 def test_a_scheduler_that_counts_a_group_without_weights_is_refused(found):

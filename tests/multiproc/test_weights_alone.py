@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-CASES = ("0-bf16", "3-bf16", "1f1b-bf16", "local_steps-bf16")
-NIGHTLY = ("0", "1-bf16", "2-bf16", "1f1b-1-bf16", "pipemare-bf16")
+CASES = ("0-bf16", "2", "3-bf16", "1f1b-bf16", "local_steps-bf16")
+NIGHTLY = ("0", "1", "1-bf16", "2-bf16", "1f1b-1-bf16", "pipemare-bf16")
 OTHERS = ("others:1", "others:2", "others:3", "others:1f1b-1-bf16")
 UNIVERSAL = ("1-bf16", "1f1b-1-bf16")
 
@@ -43,7 +43,11 @@ def run_all(launch, folder, *cases):
             ways = {"states", "module"} if case != "local_steps-bf16" else set()
             ways |= {"dictionary"} if case != "3-bf16" else set()
             local = {"3-bf16", "local_steps-bf16"}  # of parts, and of weights to be averaged
-            check(found, ways | ({"module's own", "a part"} if case not in local else set()))
+            if case not in local:
+                ways |= {"module's own", "a part"}
+                ways |= {"in place"} if "pipemare" not in case else set()
+                ways |= {"nearly"} if case in ("0", "1", "2") else set()
+            check(found, ways)
 
 
 def test_a_step_of_learning_rate_0_leaves_the_loaded_weights(launch, tmp_path):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import TrainingArguments
@@ -32,6 +32,17 @@ _REASONS = {
 
 _SCHEDULERS = {"cosine": "WarmupCosineLR", "constant_with_warmup": "WarmupLR"}
 """DeepSpeed's schedulers by transformers' names; "linear" is the default."""
+
+_AUTO = "auto"
+_ADAMS = "adam", "adamw"
+_BETAS, _EPSILON = (0.9, 0.999), 1e-8
+_WARMS_UP = "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"
+_OF_SCHEDULERS = {
+    "WarmupLR": _WARMS_UP,
+    "WarmupDecayLR": (*_WARMS_UP, "total_num_steps"),
+    "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
+}
+"""Parameters of DeepSpeed's schedulers that training arguments give."""
 
 _BATCH_KEYS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -81,6 +92,8 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         """
         for key, argument in _BATCH_KEYS.items():
             self.config.setdefault(key, getattr(args, argument))
+        if self._given is not None:
+            self._take_arguments(args)
         self._note_choices(args)
         counted: Any = _Counted(args, self._world_size // self.ours.model_ranks)
         super().trainer_config_process(counted, auto_find_batch_size)
@@ -105,6 +118,24 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
         )
         for path, value in filled.items():
             tell_choice(f"{SECTION}.{path}", value, _REASONS[path])
+
+    def _take_arguments(self, args: TrainingArguments) -> None:
+        """Let arguments that the file does not mention be as they are without DeepSpeed.
+
+        Otherwise DeepSpeed would train with defaults of its own.
+        """
+        self.config.setdefault("gradient_clipping", _AUTO)
+        optimizer, scheduler = (self.config.get(name) for name in ("optimizer", "scheduler"))
+        if isinstance(optimizer, dict) and "type" in optimizer:
+            is_adam = str(optimizer["type"]).lower() in _ADAMS
+            decays = is_adam or args.weight_decay != 0
+            own = {"lr": True, "weight_decay": decays}
+            if is_adam:  # whose defaults are those of the arguments
+                own["betas"] = (args.adam_beta1, args.adam_beta2) != _BETAS
+                own["eps"] = args.adam_epsilon != _EPSILON
+            _fill(optimizer, [key for key, is_given in own.items() if is_given])
+        if isinstance(scheduler, dict):
+            _fill(scheduler, _OF_SCHEDULERS.get(str(scheduler.get("type")), ()))
 
     def _note_choices(self, args: TrainingArguments) -> None:
         """Note an optimizer or scheduler in the arguments that the JSON file would overrule."""
@@ -144,6 +175,13 @@ class TrainerConfig(HfTrainerDeepSpeedConfig):
             _ANNEAL: max(max_steps // _ANNEAL_PART, 1),
         }
         return {path: values[path] for path in fill_auto(self.section, values)}
+
+
+def _fill(section: dict[str, Any], keys: Iterable[str]) -> None:
+    """Let parameters that a section does not mention be those of the arguments."""
+    params = section.get("params")
+    if params is None or isinstance(params, dict):
+        section["params"] = {**dict.fromkeys(keys, _AUTO), **(params or {})}
 
 
 class _Counted(Proxy):

@@ -34,6 +34,7 @@ from wavemare.hf import trl
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.loop import EngineScheduler, LoopModel
 from wavemare.hf.losses import StageLoss, TrainerLoss
+from wavemare.hf.overrides import check_whole_steps, refuse_hidden_modes, refuse_overruled
 from wavemare.hf.stages import filled, first_rows, from_last_stage, of_last_stage
 from wavemare.hf.steps import MicroBatch, StepFeed, Unused, fill_rows, without_labels
 from wavemare.models import save_pretrained
@@ -43,7 +44,6 @@ from wavemare.parallel.tensor.output import loss_alone
 
 leave_out_shared_memory()  # TrainingArguments may initialize torch.distributed
 
-_REMEDY = "Leave that out, or train data-parallel without waves"
 _ZERO_WEIGHTS = 3
 
 
@@ -149,14 +149,21 @@ class Trainer(StockTrainer):
         return initialize(**arguments)
 
     def _scheduler_of(self, optimizer: Any) -> Any:
+        """Return a new scheduler, of the script's own ``create_scheduler`` or transformers'."""
         other = copy.copy(self)
-        other.lr_scheduler = None
-        return StockTrainer.create_scheduler(other, self._max_steps, optimizer)
+        vars(other).pop("create_scheduler", None)
+        other.lr_scheduler, other.optimizer = None, optimizer
+        made = other.create_scheduler(num_training_steps=self._max_steps, optimizer=optimizer)
+        return other.lr_scheduler if made is None else made
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Return transformers' scheduler, or the one that the engine steps."""
-        if not self.trains_whole_steps or optimizer is not None or self.lr_scheduler is not None:
-            return super().create_scheduler(num_training_steps, optimizer)
+    def _show_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Return a new scheduler for an optimizer, or show the one that the engine steps."""
+        if optimizer is not None:
+            return self._scheduler_of(optimizer)
+        if self.lr_scheduler is not None:
+            return self.lr_scheduler
+        if not self.trains_whole_steps:
+            return type(self).create_scheduler(self, num_training_steps)
         engine = self.accelerator.deepspeed_engine_wrapped.engine
         self.lr_scheduler = EngineScheduler(engine, self.optimizer)
         self._created_lr_scheduler = True
@@ -164,23 +171,31 @@ class Trainer(StockTrainer):
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         if self.is_deepspeed_enabled:
-            for name, value in (("optimizer", self.optimizer), ("scheduler", self.lr_scheduler)):
-                if value is not None and self.deepspeed is None:
-                    reason = f"transformers drops a given {name} if it builds a DeepSpeed engine"
-                    remedy = f"Name the {name} in the JSON, or override create_{name}"
-                    raise ConfigError("optimizers", type(value).__name__, reason, remedy)
+            refuse_overruled(self)
             self._release_engine()
             if self._whole[0] is not self.model:
                 self._whole = self.model, *_sizes(self.model)
             if self.accelerator.weighs_losses:
                 # Otherwise transformers and the engine would both divide by the number of tokens.
                 self.model_accepts_loss_kwargs = False
+        if self.trains_whole_steps:
+            by_trl = self.is_pipeline and trl.is_known(self)  # its step calls ours alone
+            own_step = type(self).training_step is not Trainer.training_step
+            check_whole_steps(self, steps_itself=own_step and not by_trl)
+            self._feed = None
+            self.accelerator.build = self._build
+        self._max_steps = max_steps
+        ours = self.is_deepspeed_enabled and self.accelerator.section is not None
+        if ours:  # a script's own would make a second one beside the engine's
+            vars(self)["create_scheduler"] = self._show_scheduler
+        try:
+            model, loader = super()._prepare_for_training(max_steps, *args, **kwargs)
+        finally:
+            vars(self).pop("create_scheduler", None)
+        if ours:
+            refuse_hidden_modes(self)
         if not self.trains_whole_steps:
-            return super()._prepare_for_training(max_steps, *args, **kwargs)
-        self._check_whole_steps()
-        self._max_steps, self._feed = max_steps, None
-        self.accelerator.build = self._build
-        _, loader = super()._prepare_for_training(max_steps, *args, **kwargs)
+            return model, loader
         loss = self._loss = TrainerLoss(self, self.model)
         engine = self.deepspeed
         if self.is_pipeline:
@@ -201,24 +216,6 @@ class Trainer(StockTrainer):
         engine.destroy()
         model: Any = self.model
         self.deepspeed, self.model_wrapped = None, model
-
-    def _check_whole_steps(self) -> None:
-        """Refuse options that act between the micro-batches of a step."""
-        key = f"wavemare.{self.accelerator.whole_step_key}"
-        args, given = self.args, self.accelerator.section
-        reason = ""
-        by_trl = self.is_pipeline and trl.is_known(self)  # its step calls ours alone
-        if type(self).training_step is not Trainer.training_step and not by_trl:
-            reason = f"{type(self).__name__}.training_step would not be called"
-        own = self.label_smoother or self.compute_loss_func or self._has_own_loss
-        if own and self.accelerator.weighs_losses:
-            reason = "label smoothing and losses of one's own do not go with wavemare.balance"
-        if args.auto_find_batch_size:
-            reason = "auto_find_batch_size cannot interrupt processes that wait for each other"
-        if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-            reason = "the engine steps the scheduler, without a metric"
-        if reason:
-            raise ConfigError(key, given, f"the engine trains whole steps: {reason}", _REMEDY)
 
     # --- training -------------------------------------------------------------------------------
 
@@ -261,6 +258,8 @@ class Trainer(StockTrainer):
         if not self.trains_whole_steps:
             return super().training_step(model, inputs, num_items_in_batch)
         self._set_mode(training=True)
+        optimizer: Any = self.optimizer  # evaluation may have put its averages into the weights
+        getattr(optimizer, "train", lambda: None)()
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         self._loss.recent.clear()
@@ -366,12 +365,12 @@ class Trainer(StockTrainer):
     def _for_stages(self, batch: MicroBatch, *, trains: bool = True) -> tuple[Any, Any]:
         """Return what the first stage of a pipeline gets, and the last one."""
         engine, travels = self.deepspeed, batch.inputs
-        if self._has_own_loss:  # which may want more than the model does
+        if self.has_own_loss:  # which may want more than the model does
             known = inspect.signature(type(_inner(self.model)).forward).parameters
             travels = {name: value for name, value in travels.items() if name in known}
         if trains and not engine.dynamic_shape:
             travels = fill_rows(self._masked(travels), self._train_batch_size)
-        required = trains and not self._has_own_loss
+        required = trains and not self.has_own_loss
         inputs, _ = engine.module.split_batch(travels, labels_required=required)
         return inputs, batch if engine.is_last_stage() else Unused(batch.inputs)
 
@@ -516,7 +515,7 @@ class Trainer(StockTrainer):
     @property
     def _counts_items(self) -> bool:
         """Whether a rank's loss is the part of its own labels in the mean over all data ranks'."""
-        return self._divides_by_items and not self._has_own_loss
+        return self._divides_by_items and not self.has_own_loss
 
     @property
     def _divides_by_items(self) -> bool:
@@ -526,7 +525,7 @@ class Trainer(StockTrainer):
         return bool(own or (self.model_accepts_loss_kwargs and counts_items(inner)))
 
     @property
-    def _has_own_loss(self) -> bool:
+    def has_own_loss(self) -> bool:
         """Whether the script has a ``compute_loss`` of its own."""
         return type(self).compute_loss is not Trainer.compute_loss
 

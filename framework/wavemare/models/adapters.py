@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from wavemare.engine.parts import own_part
 from wavemare.errors import ModelError
-from wavemare.models.deferred import deferred
+from wavemare.models.deferred import become, deferred
 from wavemare.models.quantized import (
     check_quantization,
     is_four_bit_layer,
@@ -123,7 +123,7 @@ def begin_adapters(model: nn.Module) -> None:
             for key, own in new.named_parameters():
                 former = factor.get_parameter(key)
                 values = nn.Parameter(own.to(former.dtype), former.requires_grad)
-                torch.utils.swap_tensors(former, values)  # optimizers may hold it
+                become(former, values)  # optimizers may hold it
         layer.reset_lora_parameters(name, how)
 
 

@@ -89,7 +89,8 @@ def to_pipeline(
         The stage of this process, or its stages.
 
     Raises:
-        ModelError: The model cannot be converted, or its layers do not compute what it computes.
+        ModelError: The model cannot be converted, its layers do not compute what it computes, or
+            stages would share a weight.
         ConfigError: Stages, partition or inputs do not fit the model or the processes.
         LaunchError: ``torch.distributed`` is not initialized.
     """
@@ -99,6 +100,7 @@ def to_pipeline(
     conversion = take_apart(model, inputs, untie=untie)
     if verify and not is_deferred(base_of(model)):
         prove(base_of(model), conversion.chain, conversion.inputs, conversion.loss)
+    _check_hooks(model, conversion.chain)
     if conversion.untied and dist.get_rank() == 0:
         warn_of_untying(tied_weights(model))
     places = homes or range(num_stages)
@@ -117,6 +119,29 @@ def to_pipeline(
     if late and len(model_ranks) > 1:
         check_equal_weights(module, split_embedding(model).group)
     return module
+
+
+def _check_hooks(model: torch.nn.Module, chain: Sequence[PipelineLayer]) -> None:
+    """Refuse hooks on gradients of modules that no layer calls, and warn of others.
+
+    Such are the model itself, and a tied head. What a hook changes in a forward pass, the proof
+    has shown.
+
+    Raises:
+        ModelError: A module has such a hook.
+    """
+    called = {module for layer in chain for module in layer.modules()}
+    for name, module in model.named_modules():
+        if module in called:
+            continue
+        # torch has no public way to list them.
+        if module._backward_hooks or module._backward_pre_hooks:
+            reason = "stages call the modules inside it, and it would not run"
+            remedy = "Register it on those modules, or train with one stage"
+            raise ModelError(name or type(model).__name__, "a backward hook", reason, remedy)
+        if (module._forward_hooks or module._forward_pre_hooks) and dist.get_rank() == 0:
+            told = name or type(model).__name__
+            _logger.warning("a forward hook of %s does not run: stages call modules inside", told)
 
 
 def _check_launch() -> None:

@@ -36,6 +36,7 @@ class Deferred:
         pieces: The first and last element of each of its pieces, one after the other; None for the
             whole weight. Rows of the parameter beyond them are zero.
         then: What happens to the parameter once it has been read.
+        version: Of the parameter, by which autograd counts changes in place.
     """
 
     source: WeightSource
@@ -43,6 +44,18 @@ class Deferred:
     dim: int = 0
     pieces: tuple[tuple[int, int], ...] | None = None
     then: list[Callable[[Any], Any]] = field(default_factory=list)
+    version: int = 0
+
+    def check_unchanged(self, parameter: Any) -> None:
+        """Check that nobody has set values of the parameter, which has none.
+
+        Raises:
+            ModelError: It was changed in place.
+        """
+        if parameter._version != self.version:
+            reason = "it was changed in place, and has no values until each rank reads its part"
+            remedy = "Load the model with from_pretrained, or change the files"
+            raise ModelError("weight", self.name, reason, remedy)
 
     def read_into(self, target: Tensor) -> None:
         """Read the weight, or its part, into a tensor of the parameter's shape and type.
@@ -124,7 +137,8 @@ def defer(model: Any, source: WeightSource, dtype: torch.dtype | None = None) ->
             raise ModelError("weight", own, reason, remedy)
         kind = weight.dtype if dtype is None or not weight.dtype.is_floating_point else dtype
         parameter.data = parameter.data.to(kind)
-        vars(parameter)[_MARK] = Deferred(source, names[id(parameter)])
+        mark = Deferred(source, names[id(parameter)], version=parameter._version)
+        vars(parameter)[_MARK] = mark
     kept = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         if name in stored and name in kept:
@@ -148,7 +162,7 @@ def part_of(
     part: Any = torch.empty(shape, dtype=whole.dtype, device="meta")
     part = quantized.unread(whole, part) or nn.Parameter(part, whole.requires_grad)
     mark = replace(_mark_of_whole(whole), dim=dim, pieces=tuple(pieces), then=[])
-    vars(part)[_MARK] = mark
+    vars(part)[_MARK] = replace(mark, version=part._version)
     return part
 
 
@@ -160,12 +174,29 @@ def keep_rows(parameter: Any, first: int, last: int) -> None:
 
 
 def copy_of(parameter: Any) -> Any:
-    """Return a copy of a parameter; of a deferred one, a deferred one."""
+    """Return a copy of a parameter with its hooks; of a deferred one, a deferred one."""
     copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     mark = deferred(parameter)
     if mark is not None:
-        vars(copied)[_MARK] = replace(mark, then=[])
+        mark.check_unchanged(parameter)
+        vars(copied)[_MARK] = replace(mark, then=[], version=copied._version)
+    hooks, after = hooks_of(parameter)
+
+    def hook(own: Any) -> None:
+        for each in hooks:
+            own.register_hook(each)
+        for each in after:
+            own.register_post_accumulate_grad_hook(each)
+
+    when_read(copied, hook)
     return copied
+
+
+def hooks_of(parameter: Any) -> tuple[list[Any], list[Any]]:
+    """Return the hooks of a parameter's gradient, and those after it has accumulated."""
+    # torch has no public way to list them.
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return list((before or {}).values()), list((after or {}).values())
 
 
 def when_read(parameter: Any, action: Callable[[Any], Any]) -> Any:
@@ -181,22 +212,33 @@ def when_read(parameter: Any, action: Callable[[Any], Any]) -> Any:
     return None
 
 
+def become(parameter: Any, other: Tensor) -> None:
+    """Let a parameter be what another one is; it stays the same object, and keeps its hooks."""
+    torch.utils.swap_tensors(parameter, other)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, name)
+        if hooks:  # listed still, and no longer run: torch takes a dictionary when it is set
+            setattr(parameter, name, None)
+            setattr(parameter, name, hooks)
+
+
 def read_weights(model: nn.Module) -> None:
     """Read all deferred weights of a model or a layer, one at a time; parameters stay the same.
 
     Raises:
         CheckpointError: A file is damaged.
-        ModelError: A number is out of the range of its parameter's type.
+        ModelError: A number is out of the range of its parameter's type, or a weight was changed.
     """
     for parameter in model.parameters():
         mark = deferred(parameter)
         if mark is None:
             continue
+        mark.check_unchanged(parameter)
         read = mark.read(parameter)
         own = vars(read).keys()
         kept = {k: v for k, v in vars(parameter).items() if k not in _LEFT and k not in own}
         vars(read).update(kept)
-        torch.utils.swap_tensors(parameter, read)
+        become(parameter, read)
         for action in mark.then:
             action(parameter)
 
@@ -273,4 +315,5 @@ def _mark_of_whole(parameter: Any) -> Deferred:
     if mark.pieces is not None:
         reason = "it has been cut before it was read"
         raise ModelError("weight", mark.name, reason, "Divide layers or experts, not both")
+    mark.check_unchanged(parameter)
     return mark

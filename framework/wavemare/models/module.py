@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from wavemare.engine.experts import expert_group, is_divided
-from wavemare.engine.pipe.chunks import ChunkedPipelineModule
+from wavemare.engine.pipe.chunks import ChunkedPipelineModule, check_shared
 from wavemare.engine.seams import replaced
 from wavemare.models.activations import split_batch
 from wavemare.models.deferred import read_weights
@@ -109,6 +109,7 @@ class TransformerPipeline(ChunkedPipelineModule):
                 activation_checkpoint_interval=activation_checkpoint_interval,
                 dynamic_shape=dynamic_shape,
             )
+        check_shared(conversion.chain, self.stage_owner)
         self.sends_router_sums = isinstance(own, AuxiliaryLoss)
         group = expert_group(p for layer in conversion.chain for p in layer.parameters())
         slices = self.mpu().get_slice_parallel_world_size()

@@ -2,6 +2,7 @@
 """``wavemare.accelerate`` beside accelerate's own, and ``wavemare.hf.patch``."""
 
 import importlib
+import math
 import os
 import random
 from functools import partial
@@ -144,6 +145,10 @@ def shared():
             "tensors": accelerate.utils.gather({"one": one})["one"].tolist(),
             "padded": accelerator.pad_across_processes(one).tolist(),
             "ranks": [list(accelerator.ranks.model), accelerator.ranks.data_world_size],
+            "clips": {
+                str(limits): refusal(lambda own=limits: accelerator.clip_grad_norm_([], *own))
+                for limits in ((1.0,), (0.5,), (math.inf,), (1.0, math.inf))
+            },
             "unseeded": refusal(train),
         }
 

@@ -247,13 +247,109 @@ def own_loss(schedule):
     }
 
 
+class OwnScheduler(wavemare.hf.Trainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        chosen = self.optimizer if optimizer is None else optimizer
+        self.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(chosen, 0.5)
+        return self.lr_scheduler
+
+
+def own_scheduler(schedule, **config):
+    """The rates of a scheduler of the script's own, and those of the run when it is resumed."""
+    name, rows = f"rates-{schedule}-{len(config)}", Rows("gpt2", 21)
+    given = json_file(0, SECTIONS.get(schedule), **config)
+    chosen = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "learning_rate": 0.5}
+
+    def train(**options):
+        trainer = OwnScheduler(
+            model=plain_model("gpt2"), args=arguments(name, given, **chosen), train_dataset=rows
+        )
+        trainer.train(**options)
+        logs = trainer.state.log_history
+        return [each["learning_rate"] for each in logs if "learning_rate" in each]
+
+    folder = arguments(name, given, **chosen).output_dir
+    return [train(), train(resume_from_checkpoint=f"{folder}/checkpoint-2")]
+
+
+class Averaging(torch.optim.SGD):
+    """Evaluates the mean of the last two steps' weights, as optimizers without schedules do."""
+
+    trains = True
+
+    def step(self, closure=None):
+        assert self.trains, "a step would begin from averages"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["before"] = parameter.detach().clone()
+        return super().step(closure)
+
+    @torch.no_grad()
+    def _change(self, *, trains):
+        for parameter, state in self.state.items() if self.trains is not trains else ():
+            if trains:
+                parameter.copy_(state["own"])
+            else:
+                state["own"] = parameter.clone()
+                parameter.lerp_(state["before"], 0.5)
+        self.trains = trains
+
+    def train(self):
+        self._change(trains=True)
+
+    def eval(self):
+        self._change(trains=False)
+
+
+def modes(zero=0):
+    """Whether an optimizer with modes evaluates its averages and trains its own weights."""
+    chosen = {"optimizer_cls_and_kwargs": (Averaging, {"lr": 0.5})}
+    trainer = trainer_of(
+        "gpt2",
+        f"modes-{zero}",
+        SECTIONS["1f1b"],
+        config={"optimizer": None, "zero_optimization": {"stage": zero}},
+        eval_strategy="steps",
+        eval_steps=1,
+        train_sampling_strategy="sequential",
+        optim="sgd",
+        max_steps=2,
+        **chosen,
+    )
+    said = refusal(trainer.train)
+    if said != "accepted":
+        return {"said": said}
+    model, args = plain_model("gpt2"), trainer.args
+    optimizer = Averaging(model.parameters(), lr=0.5)
+    rows, count, expected = Rows("gpt2", 21), args.gradient_accumulation_steps, []
+    for step in range(2):
+        optimizer.param_groups[0]["lr"] = 0.5 * (1 - step / 2)
+        optimizer.train()
+        parts = [range(first, first + 2) for first in range(4 * step, 4 * step + 2 * count, 2)]
+        batches = [trainer.data_collator([rows[n] for n in part]) for part in parts]
+        items = sum(batch["labels"].numel() for batch in batches)
+        sum(_loss("gpt2", model, batch, 0.0, items) for batch in batches).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        expected.append(_eval_loss("gpt2", model, trainer, 0.0))
+    logs = trainer.state.log_history
+    return {
+        "said": said,
+        "eval": [e["eval_loss"] for e in logs if "eval_loss" in e],
+        "expected": expected,
+    }
+
+
 def refusals():
-    def message(section, trainer_class=wavemare.hf.Trainer, **changes):
+    def message(section, trainer_class=wavemare.hf.Trainer, config=None, given=None, **changes):
         def train():
             trainer_class(
                 model=MODELS["gpt2"](),
-                args=arguments("refused", json_file(0, section), **changes),
+                args=arguments("refused", json_file(0, section, **(config or {})), **changes),
                 train_dataset=Rows("gpt2", 8),
+                **(given or {}),
             ).train()
 
         return refusal(train)
@@ -266,11 +362,29 @@ def refusals():
         def training_step(self, *args, **kwargs):
             return super().training_step(*args, **kwargs)
 
+    class OwnInputs(wavemare.hf.Trainer):
+        def _prepare_inputs(self, inputs):
+            return super()._prepare_inputs(inputs)
+
+    class OwnOptimizer(wavemare.hf.Trainer):
+        def create_optimizer(self, model=None):
+            if self.optimizer is None:
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    stages = SECTIONS["1f1b"]
+    chosen = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}
     # Some CPUs do train in fp16.
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=False):
         half = message(SECTIONS["1f1b"], fp16=True)
     return {
         "own step": message(SECTIONS["1f1b"], OwnStep),
+        "own inputs": message(SECTIONS["wavelet"], OwnInputs),
+        "own optimizer": message(stages, OwnOptimizer),
+        "own scheduler": message(stages, OwnScheduler, {"scheduler": {"type": "WarmupLR"}}),
+        "own class": message(stages, given=chosen),
+        "own optimizer alone": message(stages, OwnOptimizer, {"optimizer": None}, optim="sgd"),
+        "own class alone": message(stages, config={"optimizer": None}, given=chosen, optim="sgd"),
         "own loss": message(SECTIONS["1f1b"], Own),
         "own waves": message(SECTIONS["wavelet"], Own),
         "batch size": message(SECTIONS["1f1b"], auto_find_batch_size=True),
@@ -346,6 +460,14 @@ CASES = {
     "stale_auto": stale,
     "stale_absent": lambda: stale(gradient_accumulation_steps=None, train_batch_size=None),
     "refusals": refusals,
+    "rates_wavelet": lambda: own_scheduler("wavelet"),
+    "rates_ZeRO": lambda: own_scheduler("ZeRO", optimizer=None, wavemare={}),
+    "rates_ZeRO_named": lambda: own_scheduler("ZeRO", wavemare={}),
+    "rates_1f1b": lambda: own_scheduler("1f1b"),
+    "rates_1f1b_alone": lambda: own_scheduler("1f1b", optimizer=None),
+    "rates_pipemare_alone": lambda: own_scheduler("pipemare", optimizer=None),
+    "modes": modes,
+    "modes_1": lambda: modes(zero=1),
     "apart_1f1b": lambda: labels_apart("1f1b"),
     "apart_pipemare": lambda: labels_apart("pipemare"),
     "impossible_train": lambda: impossible(evaluates=False),

@@ -29,10 +29,12 @@ from common import (
     refusal,
     token_batches,
     train_plainly,
+    warnings_told,
 )
 from deepspeed.utils import groups
 from lora import lora_model
 from safetensors.torch import load_file
+from tensor_models import build
 from torch import distributed as dist
 
 import wavemare
@@ -299,6 +301,53 @@ def dropout(settings):
     }
 
 
+def hooked(settings, *, tied=False):
+    """Hooks on the gradients of weights: rows that train, and columns by number."""
+    model, twin = gpt2(tie_word_embeddings=tied), gpt2()
+    twin.load_state_dict(model.state_dict())
+    rows = torch.arange(VOCABULARY)[:, None] % 3 == 0
+    if tied:  # a schedule that never waits gives the head a copy of its own
+        twin.lm_head.weight.register_hook(rows.mul)
+    for one in (model, twin):
+        one.transformer.wte.weight.register_hook(rows.mul)
+        inner = one.transformer.h[1].mlp.c_fc.weight
+        inner.register_hook((torch.arange(inner.shape[1]) % 2).mul)
+    engine = start(model, **settings)
+    result = trained(engine, twin)
+    result["weights"] = apart(engine, twin)
+    engine.destroy()
+    return result
+
+
+def measured(settings, kind):
+    """Hooks that read the whole gradients of all weights; and one that acts after a gradient."""
+    model, twin = (gpt2() if kind == "gpt2" else build(kind) for _ in range(2))
+    for one in (*model.parameters(), *twin.parameters()):
+        one.register_hook(lambda grad: grad / (0.1 + grad.norm()))
+    engine = start(model, accumulation=1, **settings)
+    result = trained(engine, twin, accumulation=1)
+    result["weights"] = apart(engine, twin)
+    engine.destroy()
+    model = gpt2()
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda weight: None)
+    result["after"] = refusal(lambda: start(model, **settings).destroy())
+    return result
+
+
+def shared(settings, *, frozen):
+    """Two layers of a model, and of a pipeline of the caller's own, have one weight."""
+    model = gpt2(n_layer=4)
+    model.transformer.h[3].mlp.c_fc = model.transformer.h[0].mlp.c_fc
+    model.transformer.h[0].mlp.c_fc.requires_grad_(not frozen)
+    said = [refusal(lambda: start(model, **settings).destroy())]
+    layer = torch.nn.Linear(HIDDEN, HIDDEN).requires_grad_(not frozen)
+    layers = [layer, torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN), layer]
+    loss_fn = torch.nn.functional.mse_loss
+    module = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=loss_fn)
+    said.append(refusal(lambda: start(module, **settings).destroy()))
+    return {"said": said}
+
+
 # --- rates ----------------------------------------------------------------------------------------
 
 
@@ -320,6 +369,38 @@ def group_rates(settings):
     result["weights"] = apart(engine, twin)
     engine.destroy()
     return result
+
+
+def loaded_whole(settings):
+    """The whole model's weights into the engine's module, which may have a part of them."""
+    engine, whole = start(gpt2(), **settings), gpt2().state_dict()
+    said = refusal(lambda: engine.module.load_state_dict(whole))
+    engine.destroy()
+    return {"said": said}
+
+
+def frozen_late(settings):
+    """Layers that are frozen between steps: what is told, and whether they move."""
+    model = gpt2()
+    engine = start(model, rate=0.01, optimizer="AdamW", **settings)
+    data, inner = batches(engine.data_rank), model.transformer.h[0].mlp.c_fc.weight
+    with warnings_told("frozen layers") as told:
+        engine.train_batch(data)
+        inner.requires_grad_(False)
+        before = inner.detach().clone()
+        for _ in range(STEPS):
+            engine.train_batch(data)
+    engine.destroy()
+    return {"told": len(told), "moved": not torch.equal(before, inner)}
+
+
+def whole_tensors():
+    """Optimizers beside ZeRO, which cuts flat tensors, and without it."""
+    return {
+        f"{name} {zero}": refusal(lambda n=name, z=zero: start(gpt2(), {}, zero=z, optimizer=n))
+        for name in ("Adafactor", "RMSprop")
+        for zero in range(4)
+    }
 
 
 def empty_group(*, as_function):

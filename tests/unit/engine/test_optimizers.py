@@ -221,8 +221,8 @@ def test_whether_an_optimizer_steps_parts_of_a_matrix_is_tried(kind):
     optimizer = make([weight], **settings)  # the rate of a warm-up's first step is 0
     options = [{**group, "params": []} for group in optimizer.param_groups]
     state = torch.get_rng_state()
-    refusals = [refusal_of_parts(optimizer, (4, 4), side) for side in (0, 1)]
-    assert [not refusal for refusal in refusals] == [kind in ELEMENTS] * 2
+    refusals = [refusal_of_parts(optimizer, (4, 4), side) for side in (0, 1, None)]
+    assert [not refusal for refusal in refusals] == [kind in ELEMENTS] * 3
     assert torch.equal(weight, torch.ones(4, 4))
     assert [{**group, "params": []} for group in optimizer.param_groups] == options
     assert torch.equal(torch.get_rng_state(), state)

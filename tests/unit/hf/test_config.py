@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Trainer's reading of a DeepSpeed file: ``"auto"`` of our section, and the table."""
 
+import copy
 import random
 
 import accelerate
@@ -100,6 +101,46 @@ def test_batch_sizes_count_groups_of_processes(tmp_path):
     assert config.config["train_batch_size"] == 4 * 3 * 2
     assert config.config["train_micro_batch_size_per_gpu"] == 4
     assert config.config["gradient_accumulation_steps"] == 3
+
+
+def test_arguments_that_the_file_does_not_mention_hold(tmp_path):
+    """With our section; without it, the file is as stock DeepSpeed reads it."""
+    given = {
+        **ZERO,
+        "optimizer": {"type": "AdamW"},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 1e-5}},
+    }
+    args = arguments(
+        tmp_path, learning_rate=3e-3, weight_decay=0.2, max_grad_norm=0.3, adam_beta2=0.5
+    )
+    for section in ({}, {"wavemare": {}}):
+        config = TrainerConfig({**copy.deepcopy(given), **section}, world_size=2)
+        config.trainer_config_process(args)
+        config.trainer_config_finalize(args, Model(), 100)
+        values = {key: config.config.get(key) for key in ("optimizer", "scheduler")}
+        if not section:
+            assert values == {key: given[key] for key in values}
+            assert "gradient_clipping" not in config.config
+            continue
+        assert config.config["gradient_clipping"] == 0.3
+        optimizer = {"lr": 3e-3, "weight_decay": 0.2, "betas": [0.9, 0.5]}
+        assert values["optimizer"] == {"type": "AdamW", "params": optimizer}
+        assert values["scheduler"]["params"] == {
+            "warmup_min_lr": 1e-5,
+            "warmup_max_lr": 3e-3,
+            "warmup_num_steps": 5,
+            "total_num_steps": 100,
+        }
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_an_optimizer_that_may_know_no_decay_gets_the_one_that_is_asked_for(tmp_path, decay):
+    given = {**ZERO, "optimizer": {"type": "SGD", "params": {}}, "wavemare": {}}
+    config = TrainerConfig(given, world_size=2)
+    args = arguments(tmp_path, learning_rate=3e-3, weight_decay=decay, optim="sgd")
+    config.trainer_config_process(args)
+    expected = {"lr": 3e-3, **({"weight_decay": decay} if decay else {})}
+    assert config.config["optimizer"]["params"] == expected
 
 
 def test_all_differences_are_told_at_once(tmp_path):

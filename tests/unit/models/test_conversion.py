@@ -161,6 +161,23 @@ def test_families_whose_layers_do_everything_are_taken(family, changes):
     to_pipeline(small_weights(family, **changes), num_stages=1)
 
 
+def test_hooks_that_stages_would_not_run_are_refused_or_told(make_model, caplog):
+    scaled = lambda module, grads, _: tuple(g if g is None else g / 2 for g in grads)  # noqa: E731
+    for name in ("lm_head", "transformer", ""):
+        model = make_model("gpt2")
+        model.get_submodule(name).register_full_backward_hook(scaled)
+        with refuses(ModelError, name or type(model).__name__, "a backward hook"):
+            to_pipeline(model, num_stages=1)
+    model = make_model("gpt2")
+    model.transformer.h[1].register_full_backward_hook(scaled)
+    model.transformer.wte.register_forward_hook(lambda *_: None)
+    to_pipeline(model, num_stages=1)
+    assert "forward hook" not in caplog.text
+    model.lm_head.register_forward_hook(lambda *_: None)
+    to_pipeline(model, num_stages=1)
+    assert "a forward hook of lm_head does not run" in caplog.text
+
+
 def test_unsupported_classes_are_refused_by_name(make_model):
     model = transformers.GPT2ForSequenceClassification(make_model("gpt2").config)
     with refuses(ModelError, "model", "GPT2ForSequenceClassification"):

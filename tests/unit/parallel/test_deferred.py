@@ -3,8 +3,10 @@
 than its share is read."""
 
 import copy
+from functools import partial
 
 import deepspeed
+import peft
 import pytest
 import torch
 from deepspeed.comm import comm as deepspeed_comm
@@ -15,6 +17,7 @@ from support.refusals import refuses
 from wavemare.engine.launch.group import leave_out_shared_memory
 from wavemare.errors import ModelError
 from wavemare.models import from_folder, to_pipeline
+from wavemare.models.adapters import begin_adapters
 from wavemare.models.deferred import is_deferred, read_weights, unread_model
 from wavemare.models.source import MemorySource
 from wavemare.parallel.experts import split_experts
@@ -50,6 +53,37 @@ def check_equal(late, early):
     for one in own:
         for other in own:
             assert (own[one] is own[other]) == (expected[one] is expected[other])
+
+
+def test_hooks_of_weights_that_are_read_late_run(tmp_path):
+    """Those of the base, and of adapters that have no values yet."""
+    build("llama").save_pretrained(tmp_path)
+    model = peft.get_peft_model(from_folder(tmp_path), peft.LoraConfig(target_modules=["q_proj"]))
+    model.base_model.model.lm_head.weight.requires_grad_(True)
+    seen = []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for number, parameter in enumerate(trained):
+        parameter.register_hook(partial(lambda n, grad: seen.append(n), number))
+        parameter.register_post_accumulate_grad_hook(partial(lambda n, p: seen.append(-n), number))
+    begin_adapters(model)
+    read_weights(model)
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    numbers = range(len(trained))
+    assert sorted(seen) == sorted([*numbers, *(-n for n in numbers)])
+
+
+@pytest.mark.parametrize("use", ["read", "split"])
+@torch.no_grad()
+def test_a_change_in_place_that_reading_would_undo_is_refused(use, as_rank):
+    late, _ = unread(build("gpt2"))
+    late.half().float().requires_grad_(False)  # none is a change of values
+    late.transformer.wte.weight[3:5] = 1.0
+    with as_rank(0, 2) as group, refuses(ModelError, "weight", "transformer.wte.weight"):
+        if use == "split":
+            split_model(late, group)
+        else:
+            read_weights(late)
 
 
 def check_share(model, source):

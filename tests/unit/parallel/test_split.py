@@ -204,6 +204,20 @@ class LowRank(torch.nn.Module):
     weight = property(lambda self: self.base_layer.weight)
     bias = property(lambda self: self.base_layer.bias)
 
+    def forward(self, inputs):
+        return self.base_layer(inputs)
+
+
+class LowRankRows(LowRank):
+    num_embeddings = property(lambda self: self.base_layer.num_embeddings)
+    padding_idx = None
+
+
+def with_option(name, value):
+    model = gpt2()
+    setattr(model.transformer.wte, name, value)
+    return model
+
 
 def with_style(style):
     model = of_family("llama", {})
@@ -234,6 +248,14 @@ def adapted(model, name, layer=LowRank):
             1,  # one rank, where no width would fail
             ("encoder.layer.1.attention.self.query",),
         ),
+        (lambda: adapted(gpt2(tie_word_embeddings=False), "lm_head"), 2, ("lm_head", "LowRank")),
+        (
+            lambda: adapted(of_family("llama", {}), "model.embed_tokens", LowRankRows),
+            2,
+            ("model.embed_tokens", "LowRankRows"),
+        ),
+        (lambda: with_option("max_norm", 1.0), 2, ("transformer.wte", "Embedding")),
+        (lambda: with_option("scale_grad_by_freq", True), 2, ("transformer.wte", "Embedding")),
         (lambda: gpt2(add_cross_attention=True), 2, ("model",)),
         (lambda: bert(is_decoder=True), 2, ("model",)),
         (lambda: gpt2().transformer, 2, ("model", "GPT2Model")),

@@ -61,9 +61,16 @@ def gather_from_group(value: Tensor, group: Any) -> Tensor:
 def sum_gradients(parameter: Tensor, group: Any) -> Any:
     """Sum each gradient of a whole parameter that the ranks use on parts; return the hook's handle.
 
-    What is summed is the gradient of one backward pass, not what has accumulated.
+    What is summed is the gradient of one backward pass, not what has accumulated. Hooks that the
+    parameter has come after it.
     """
-    return parameter.register_hook(lambda gradient: _summed(gradient, group))
+    hooks = parameter._backward_hooks or {}
+    before = dict(hooks)
+    hooks.clear()
+    handle = parameter.register_hook(lambda gradient: _summed(gradient, group))
+    if before:
+        hooks.update(before)
+    return handle
 
 
 def part_for_rank(value: Tensor, group: Any) -> Tensor:
@@ -99,11 +106,16 @@ def _summed(value: Tensor, group: Any) -> Tensor:
     return total
 
 
-def _gathered(value: Tensor, group: Any) -> Tensor:
+def all_parts(value: Tensor, group: Any) -> list[Tensor]:
+    """Return the ranks' tensors, of one shape, on all of them."""
     value = value.contiguous()
     parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
     wait(dist.all_gather(parts, value, group=group_for(value, group), async_op=True))
-    return torch.cat(parts, dim=-1)
+    return parts
+
+
+def _gathered(value: Tensor, group: Any) -> Tensor:
+    return torch.cat(all_parts(value, group), dim=-1)
 
 
 def _own(value: Tensor, group: Any) -> Tensor:

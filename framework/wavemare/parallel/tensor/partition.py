@@ -16,8 +16,8 @@ from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather, group_for
 from wavemare.errors import ModelError
 from wavemare.models import quantized
-from wavemare.models.deferred import deferred, part_of
-from wavemare.parallel.tensor.layers import VocabParallelEmbedding, VocabularyShare
+from wavemare.models.deferred import deferred, hooks_of, part_of, when_read
+from wavemare.parallel.tensor.layers import VocabParallelEmbedding, VocabularyShare, all_parts
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,14 @@ def split_parameter(
 
     Raises:
         ValueError: The dimension cannot be divided by the number of ranks.
-        ModelError: Its 4-bit blocks cannot.
+        ModelError: Its 4-bit blocks cannot, or a hook wants the whole of it.
     """
+    part = _part(whole, partition, group, name)
+    _keep_hooks(whole, part, group, name)
+    return part
+
+
+def _part(whole: nn.Parameter, partition: Partition, group: Any, name: str) -> nn.Parameter:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if deferred(whole) is not None:
         return marked(partition.deferred_part(whole, rank, ranks), partition, whole.numel())
@@ -128,6 +134,32 @@ def split_parameter(
         return marked(own, partition, shape.numel())
     part = partition.part(whole.detach(), rank, ranks)
     return marked(nn.Parameter(part, whole.requires_grad), partition, whole.numel())
+
+
+def _keep_hooks(whole: nn.Parameter, part: nn.Parameter, group: Any, name: str) -> None:
+    """Let hooks of a parameter's gradient, such as a mask, go on with the whole of it.
+
+    Raises:
+        ModelError: A hook gets the parameter itself, after its gradient has accumulated.
+    """
+    hooks, after = hooks_of(whole)
+    if after:
+        reason = "it would get this rank's part of the weight"
+        remedy = "Register it after wavemare.initialize, or use ZeRO or pipeline stages"
+        raise ModelError(name or "vocabulary", "a post-accumulate-grad hook", reason, remedy)
+    if not hooks:
+        return
+    partition, rank, ranks = partition_of(part), dist.get_rank(group), dist.get_world_size(group)
+    assert partition is not None
+
+    def of_whole(gradient: Tensor) -> Tensor:
+        found = partition.whole(all_parts(gradient, group))
+        for hook in hooks:
+            changed = hook(found)
+            found = found if changed is None else changed
+        return partition.part(found, rank, ranks)
+
+    when_read(part, lambda parameter: parameter.register_hook(of_whole))
 
 
 def marked(parameter: nn.Parameter, partition: Partition, whole_numel: int) -> nn.Parameter:

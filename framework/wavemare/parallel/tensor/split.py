@@ -209,7 +209,8 @@ class _Split:
         share = VocabularyShare(embedding.num_embeddings, self._rank, self._ranks)
         rows = Partition(0, tokens=share.tokens)
         names = {module: name for name, module in model.named_modules()}
-        weight = self.parameter(embedding.weight, rows)
+        _check_vocabulary(names, embedding, head)
+        weight = self.parameter(embedding.weight, rows, names[embedding])
         new = VocabParallelEmbedding.standing_for(embedding, weight, share, group)
         self.replace(names[embedding], embedding, new, model)
         if head is None:
@@ -448,6 +449,23 @@ def _check_heads(model: Any, plan: TensorPlan, ranks: int) -> None:
                 heads,
                 f"it cannot be divided by the {ranks} ranks that share a model",
                 f"Use a number of ranks that divides it: {', '.join(map(str, counts))}",
+            )
+
+
+def _check_vocabulary(names: dict[Any, str], embedding: Any, head: Any) -> None:
+    """Refuse an embedding or a head that is more than its weight, as inside an adapter."""
+    for module in (embedding, head):
+        if module is None:
+            continue
+        own = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
+        options = [n for n in ("max_norm", "scale_grad_by_freq") if getattr(module, n, None)]
+        if own or options:
+            found = f"the weight {min(own)}" if own else options[0]
+            raise ModelError(
+                names[module],
+                type(module).__name__,
+                f"it has {found}, which wavemare.tensor_parallel does not keep",
+                "Leave that out, or use ZeRO",
             )
 
 
