@@ -9,7 +9,10 @@ so that a comparison reads the copy alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +63,9 @@ class Copied:
 
 
 def chunks(spans: Sequence[Span], copied: Copied | None = None) -> Iterator[memoryview]:
-    """Yield the bytes of spans, part by part; the next part takes the place of the last.
+    """Yield the bytes of spans, part by part; one is read while a caller works with the last.
+
+    The part after the next one takes the place of the last.
 
     Args:
         spans: The places.
@@ -69,8 +74,24 @@ def chunks(spans: Sequence[Span], copied: Copied | None = None) -> Iterator[memo
     Raises:
         CheckpointError: A file is missing, or shorter than it was.
     """
+    with closing(_parts(spans, copied, buffers=2)) as parts:
+        if sum(span.length for span in spans) <= _BUFFER:
+            yield from parts
+            return
+        with ThreadPoolExecutor(1, "bytes") as pool:
+            coming = pool.submit(next, parts, None)
+            while (part := coming.result()) is not None:
+                coming = pool.submit(next, parts, None)
+                yield part
+
+
+def _parts(
+    spans: Sequence[Span], copied: Copied | None = None, *, buffers: int = 1
+) -> Generator[memoryview, None, None]:
+    """Yield the bytes of spans, part by part; buffers take turns."""
     size = min(sum(span.length for span in spans), _BUFFER)
-    buffer, filled = memoryview(bytearray(size)), 0
+    turns = cycle([memoryview(bytearray(size)) for _ in range(buffers)])
+    buffer, filled = next(turns), 0
     path, file = None, -1
     try:
         for span in spans:
@@ -88,7 +109,7 @@ def chunks(spans: Sequence[Span], copied: Copied | None = None) -> Iterator[memo
                 at, filled = at + count, filled + count
                 if filled == len(buffer):
                     yield buffer
-                    filled = 0
+                    buffer, filled = next(turns), 0
             if copied is not None:
                 copied.note(span, checksum.intdigest())
         if filled:
@@ -114,7 +135,7 @@ def equal(one: Sequence[Span], other: Sequence[Span], copied: Copied | None = No
     known = copied.of(one) if copied is not None else None
     if known is not None:
         return _has(other, known)
-    for pair in zip(chunks(one), chunks(other), strict=True):
+    for pair in zip(_parts(one), _parts(other), strict=True):
         kind = np.uint64 if len(pair[0]) == _BUFFER else np.uint8
         left, right = (np.frombuffer(part, kind) for part in pair)
         if (left != right).any():
@@ -127,7 +148,7 @@ def _has(spans: Sequence[Span], known: Sequence[tuple[int, int]]) -> bool:
     first = 0
     for length, expected in known:
         checksum = xxhash.xxh3_64()
-        for part in chunks(within(spans, first, length)):
+        for part in _parts(within(spans, first, length)):
             checksum.update(part)
         if checksum.intdigest() != expected:
             return False
