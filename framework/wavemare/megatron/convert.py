@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -38,10 +38,10 @@ from wavemare.megatron.models import (
     open_checkpoint,
     tokenizer_arguments,
 )
-from wavemare.megatron.store import LATEST, kind_of
+from wavemare.megatron.store import kind_of
 from wavemare.models.folder import HfFolder, read_config, write_folder
 from wavemare.models.source import Ahead, Cast, WeightSource, size_of, spans_of
-from wavemare.models.spans import equal
+from wavemare.models.spans import Copied, equal
 
 FORMATS = ("hf", "megatron", "universal")
 _RECORD, _FINISHED = "conversion.json", "finished"
@@ -64,7 +64,7 @@ _BESIDE = (
 )
 # Masks and tables that old files have; every model makes them anew.
 _MADE_ANEW = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
-_READ_FIRST = ("config.json", LATEST)
+_READ_FIRST = re.compile(r"config\.json|latest.*")
 _WORD = 8  # bytes
 _THREADS = 2  # for comparing: each reads the weights of both sides
 
@@ -129,7 +129,7 @@ def convert(
         source: A Hugging Face folder, or what Megatron's ``--load`` names.
         target: A folder that does not exist, or is empty.
         to: Its format: hf, megatron or universal (DeepSpeed's, with the optimizer's state of a
-            Megatron source; it begins anew after it was stopped).
+            Megatron source).
         options: See `Options`.
 
     Returns:
@@ -154,16 +154,14 @@ def convert(
     found = _open_hf(path) if kind == "hf" else _open_megatron(path, options)
     arguments_of(found.config, dtype=torch.float32)  # of both ends: what no family is
     write = _write_hf if to == "hf" else _write_megatron
-    with _partial(target, found, to, options) as partial, _progress() as progress:
+    with _made(target, found, to, options) as (partial, progress):
         _check_space(partial, found, options.dtype)
-        with os_errors(ModelError, "TARGET", str(target), "it cannot be made", _PLACE):
-            with written_through(partial):
-                write(partial, found, options, target, progress)
-                written = HfFolder(partial) if to == "hf" else open_checkpoint(partial).weights
-                _compare(found, written, options.dtype, progress)
-                for name in (_RECORD, _FINISHED):
-                    (partial / name).unlink(missing_ok=True)
-            _name(partial, target)
+        copied = Copied()
+        write(partial, found, options, target, progress, copied)
+        written = HfFolder(partial) if to == "hf" else open_checkpoint(partial).weights
+        sizes = {name: size_of(stored) for name, stored in _each(found)}
+        ours, total = _typed(found, options.dtype), sum(sizes.values())
+        _compare(ours, written, sizes, total, progress, copied)
     count = sum(torch.Size(stored.shape).numel() for _, stored in _each(found))
     said = f"{kind} to {to}: {count:,} parameters, read back without a difference"
     return "\n".join([said, *found.notes])
@@ -200,7 +198,7 @@ def _check_used(source: str, target: str, options: Options) -> None:
 
 
 def _to_universal(source: Path, target: Path, kind: str, options: Options) -> str:
-    from wavemare.megatron.optimizer import write_universal
+    from wavemare.megatron.optimizer import OptimizerState, Written, write_state
 
     if kind == "hf":
         reason = "a Hugging Face folder has no state of an optimizer"
@@ -208,10 +206,17 @@ def _to_universal(source: Path, target: Path, kind: str, options: Options) -> st
     opened = open_checkpoint(
         source, options.config, vocab_size=options.vocab_size, dtype=torch.float32
     )
-    with _progress() as progress:
-        tag = write_universal(opened, target, progress)
+    state = OptimizerState(opened)
+    found = Source("megatron", opened.config, opened.weights, opened.store.step_folder, None)
+    with _made(target, found, "universal", options) as (partial, progress):
+        tag = write_state(state, partial, progress, resume=True)
+        for part, held in state.sources.items():
+            written = Written(state, part, partial / tag)
+            sizes = {name: size_of(stored) for name, stored in written.stored.items()}
+            _compare(Cast(held, torch.float32), written, sizes, state.size, progress, Copied())
     said = (
-        f"megatron to universal: {tag}, with the optimizer's state; go on from there with "
+        f"megatron to universal: {tag}, with the optimizer's state, read back without a "
+        "difference; go on from there with "
         '"checkpoint": {"load_universal": true}'
     )
     return "\n".join([said, *opened.notes])
@@ -258,6 +263,20 @@ def _each(source: Source) -> Iterator[tuple[str, Any]]:
 
 
 # --- the folder in which it is made ---------------------------------------------------------------
+
+
+@contextmanager
+def _made(
+    target: Path, source: Source, to: str, options: Options
+) -> Iterator[tuple[Path, Progress]]:
+    """Give a folder to write in; when all of it is on the disk, it becomes the target."""
+    with _partial(target, source, to, options) as partial, _progress() as progress:
+        with os_errors(ModelError, "TARGET", str(target), "it cannot be made", _PLACE):
+            with written_through(partial):
+                yield partial, progress
+                for name in (_RECORD, _FINISHED):
+                    (partial / name).unlink(missing_ok=True)
+            _name(partial, target)
 
 
 @contextmanager
@@ -313,7 +332,8 @@ def _name(partial: Path, target: Path) -> None:
         partial.rename(target)
         sync_folder(target.parent)
     else:
-        for path in sorted(partial.iterdir(), key=lambda each: each.name in _READ_FIRST):
+        last = {path for path in partial.iterdir() if _READ_FIRST.fullmatch(path.name)}
+        for path in sorted(partial.iterdir(), key=last.__contains__):
             path.rename(target / path.name)
         partial.rmdir()
         sync_folder(target)
@@ -381,7 +401,12 @@ def _progress() -> Iterator[Progress]:
 
 
 def _write_hf(
-    partial: Path, source: Source, options: Options, target: Path, progress: Progress
+    partial: Path,
+    source: Source,
+    options: Options,
+    target: Path,
+    progress: Progress,
+    copied: Copied,
 ) -> None:
     finished: set[str] = set()
     journal = partial / _FINISHED
@@ -410,12 +435,18 @@ def _write_hf(
                     dtype=options.dtype,
                     finished=finished,
                     wrote=wrote,
+                    copied=copied,
                 )
         carry(source.beside, partial, leave=("config.json",))
 
 
 def _write_megatron(
-    partial: Path, source: Source, options: Options, target: Path, progress: Progress
+    partial: Path,
+    source: Source,
+    options: Options,
+    target: Path,
+    progress: Progress,
+    copied: Copied,
 ) -> None:
     from wavemare.megatron.write import write_torch_dist
 
@@ -441,6 +472,7 @@ def _write_megatron(
             iteration=iteration,
             resume=True,
             progress=lambda size: progress("write", size, total),
+            copied=copied,
         )
 
 
@@ -465,24 +497,37 @@ def carry(source: Path | None, target: Path, leave: tuple[str, ...] = ()) -> lis
 
 
 def _compare(
-    source: Source, written: WeightSource, dtype: torch.dtype | None, progress: Progress
+    ours: WeightSource,
+    written: WeightSource,
+    sizes: Mapping[str, int],
+    total: int,
+    progress: Progress,
+    copied: Copied,
 ) -> None:
     """Refuse a target in which a weight is another.
+
+    What was copied in this call is compared by its checksum; of all else the source is read again.
+
+    Args:
+        ours: The source.
+        written: The target.
+        sizes: Bytes of each weight that is compared.
+        total: Bytes of all that will be compared.
+        progress: Called for each.
+        copied: The checksums.
 
     Raises:
         ModelError: The weight's name.
     """
-    ours = _typed(source, dtype)
-    sizes = {name: size_of(stored) for name, stored in _each(source)}
     with ThreadPoolExecutor(_THREADS, "compare") as pool:
-        found = {name: pool.submit(_is_same, name, ours, written) for name in sizes}
+        found = {name: pool.submit(_is_same, name, ours, written, copied) for name in sizes}
         try:
             for name, size in sizes.items():
                 if not found[name].result():
                     reason = "it was read back with a difference, so the conversion was dropped"
                     remedy = "Try it again, and report it if it happens twice"
                     raise ModelError("weights", name, reason, remedy)
-                progress("compare", size, sum(sizes.values()))
+                progress("compare", size, total)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -492,12 +537,12 @@ def _typed(source: Source, dtype: torch.dtype | None) -> WeightSource:
     return source.weights if dtype is None else Cast(source.weights, dtype)
 
 
-def _is_same(name: str, ours: WeightSource, theirs: WeightSource) -> bool:
+def _is_same(name: str, ours: WeightSource, theirs: WeightSource, copied: Copied) -> bool:
     if ours.stored[name] != theirs.stored.get(name):
         return False
     one, other = spans_of(ours, name), spans_of(theirs, name)
     if one is not None and other is not None:
-        return equal(one, other)
+        return equal(one, other, copied)
     return _same_bits(ours.read(name), theirs.read(name))
 
 

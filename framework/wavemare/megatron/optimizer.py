@@ -24,13 +24,16 @@ from deepspeed.checkpoint.constants import (
     PARAM,
     PARAM_GROUPS,
 )
+from torch import Tensor
 
 from wavemare.engine.checkpoint.compatibility import WHOLE
 from wavemare.errors import CheckpointError, WavemareError, os_errors
 from wavemare.files import atomic_write_text, replace_folder, temporary_sibling
+from wavemare.megatron.arrays import reading
 from wavemare.megatron.distributed import Distributed, read_folder
 from wavemare.megatron.keys import HEAD, HfWeights, table_of
 from wavemare.megatron.store import hybrid_pattern
+from wavemare.models.source import Stored
 
 if TYPE_CHECKING:
     from wavemare.megatron.models import Opened
@@ -52,11 +55,7 @@ _ANEW = (
 )
 
 
-def write_universal(
-    opened: Opened,
-    folder: str | os.PathLike[str],
-    progress: Callable[[str, int, int], None] = lambda what, size, total: None,
-) -> str:
+def write_universal(opened: Opened, folder: str | os.PathLike[str]) -> str:
     """Write weights, Adam's averages, step and data position as a universal checkpoint.
 
     An engine with ZeRO goes on from it: ``load_checkpoint(folder)`` with the configuration's
@@ -66,7 +65,6 @@ def write_universal(
     Args:
         opened: From `open_checkpoint`.
         folder: What ``load_checkpoint`` will get; a tag of the same name in it is replaced.
-        progress: Called with what is done, its bytes, and the bytes of all.
 
     Returns:
         The tag, ``global_step`` and the iteration.
@@ -75,31 +73,80 @@ def write_universal(
         CheckpointError: There is no state of Adam that has the shapes of the weights, or the disk
             does not take it.
     """
-    state = OptimizerState(opened)
+    return write_state(OptimizerState(opened), folder)
+
+
+def write_state(
+    state: OptimizerState,
+    folder: str | os.PathLike[str],
+    progress: Callable[[str, int, int], None] = lambda what, size, total: None,
+    *,
+    resume: bool = False,
+) -> str:
+    """Write a universal checkpoint; see `write_universal`.
+
+    Args:
+        state: The weights, Adam's averages, step and data position.
+        folder: What ``load_checkpoint`` will get.
+        progress: Called with what is done, its bytes, and the bytes of all.
+        resume: Whether to write in place, and to go on where a killed call has stopped: the caller
+            knows that it wrote the same state. Otherwise the tag's folder appears at the end.
+
+    Raises:
+        CheckpointError: The disk does not take it.
+    """
     folder, tag = Path(folder).expanduser(), f"global_step{state.iteration}"
     with os_errors(CheckpointError, "folder", str(folder), "it cannot be written", _PLACE):
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        partial = temporary_sibling(folder / tag)
+        into = folder / tag if resume else temporary_sibling(folder / tag)
         try:
-            _check_space(state, folder)
-            _write_weights(state, partial / "zero", _names_of_stages(opened.config), progress)
-            _write_rest(state, partial)
-            replace_folder(partial, folder / tag)
+            _check_space(state, into)
+            _write_weights(state, into / "zero", _names_of_stages(state.config), progress)
+            _write_rest(state, into)
+            if not resume:
+                replace_folder(into, folder / tag)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            if is_new:
-                shutil.rmtree(folder, ignore_errors=True)
+            if not resume:
+                shutil.rmtree(into, ignore_errors=True)
+                if is_new:
+                    shutil.rmtree(folder, ignore_errors=True)
             raise
         atomic_write_text(folder / LATEST, tag)
     return tag
 
 
-def _check_space(state: OptimizerState, folder: Path) -> None:
-    needed, free = state.size + _SPARE, shutil.disk_usage(folder).free
+def _check_space(state: OptimizerState, into: Path) -> None:
+    missing = [name for name in state.names if not (into / "zero" / name).is_dir()]
+    needed = sum(state.size_of(name) for name in missing) + _SPARE
+    free = shutil.disk_usage(into.parent).free
     if needed > free:
         reason = f"it needs {needed:,} bytes, and the disk has {free:,}"
-        raise CheckpointError("folder", str(folder), reason, _PLACE)
+        raise CheckpointError("folder", str(into.parent), reason, _PLACE)
+
+
+class Written:
+    """One kind of state in a universal checkpoint, as a source of weights.
+
+    Args:
+        state: What was written.
+        kind: ``fp32``, ``exp_avg`` or ``exp_avg_sq``.
+        folder: Of the tag.
+    """
+
+    def __init__(self, state: OptimizerState, kind: str, folder: Path) -> None:
+        self._kind, self._zero = kind, folder / "zero"
+        self.stored: Mapping[str, Stored] = {
+            name: Stored(state.sources[kind].stored[name].shape, torch.float32)
+            for name in state.names
+        }
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a weight or its part; see `WeightSource`."""
+        file = self._zero / name / f"{self._kind}.pt"
+        with reading(file):
+            found: Tensor = torch.load(file, weights_only=True, mmap=True)[PARAM]
+        return found[index]
 
 
 class OptimizerState:
@@ -113,6 +160,7 @@ class OptimizerState:
         consumed_samples: Training samples that were used.
         settings: What all parameter groups have in common of learning rate and weight decay.
         names: The weights, without those that are tied to others.
+        config: Of transformers.
 
     Raises:
         CheckpointError: See `write_universal`.
@@ -160,15 +208,20 @@ class OptimizerState:
             values = list(_values(state, (name,)))
             if values and all(value == values[0] for value in values):
                 self.settings[name] = values[0]
+        self.config = opened.config
         tied = opened.config.tie_word_embeddings
         head = next(row for row in table_of(opened.config).outside if row.megatron == HEAD)
         self.names = [n for n in opened.weights.stored if not (tied and n in head.names)]
 
+    def size_of(self, name: str) -> int:
+        """Return the bytes of a weight's state: three tensors in fp32."""
+        shape = self.sources["exp_avg"].stored[name].shape
+        return len(self.sources) * torch.Size(shape).numel() * torch.float32.itemsize
+
     @property
     def size(self) -> int:
-        """Bytes of all that is written: three tensors in fp32 per weight."""
-        shapes = (self.sources["exp_avg"].stored[name].shape for name in self.names)
-        return 12 * sum(torch.Size(shape).numel() for shape in shapes)
+        """Bytes of all that is written."""
+        return sum(self.size_of(name) for name in self.names)
 
 
 def _tensors(whole: Distributed) -> dict[str, Distributed]:
@@ -232,8 +285,11 @@ def _write_weights(
 ) -> None:
     step = torch.tensor(float(state.step))
     for name in state.names:
-        own = folder / name
-        own.mkdir(parents=True)
+        if (folder / name).is_dir():  # whole: it gets its name last
+            progress("write", state.size_of(name), state.size)
+            continue
+        own = folder / f".{name}.partial"
+        _made_anew(own)
         for kind, source in state.sources.items():
             value = source.read(name).to(torch.float32).clone(memory_format=torch.contiguous_format)
             torch.save({CAT_DIM: 0, PARAM: value}, own / f"{kind}.pt")
@@ -241,11 +297,18 @@ def _write_weights(
         torch.save(step, own / "step.pt")
         for other in stages.get(name, ()):
             _link(own, folder / other)
+        own.rename(folder / name)
+
+
+def _made_anew(folder: Path) -> None:
+    if folder.exists():  # of a killed call
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
 
 
 def _link(folder: Path, other: Path) -> None:
     """Give a folder's files a second name, or copies where the disk has no such names."""
-    other.mkdir(parents=True)
+    _made_anew(other)
     for file in folder.iterdir():
         try:
             os.link(file, other / file.name)

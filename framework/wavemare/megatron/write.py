@@ -45,7 +45,7 @@ from wavemare.files import (
 from wavemare.megatron.pickles import Inert
 from wavemare.megatron.store import LATEST
 from wavemare.models.source import Span, Stored, WeightSource, spans_of
-from wavemare.models.spans import chunks
+from wavemare.models.spans import Copied, chunks
 
 FILE_BYTES = 2 * 1024**3
 _ALIGNED = 64  # bytes: what begins at a multiple of it can be mapped
@@ -72,6 +72,7 @@ def write_torch_dist(
     resume: bool = False,
     durable: bool = False,
     progress: Callable[[int], None] = lambda _: None,
+    copied: Copied | None = None,
 ) -> Path:
     """Write a checkpoint; the note of the newest is written last.
 
@@ -85,6 +86,7 @@ def write_torch_dist(
             knows that it wrote the same weights. Otherwise the folder appears at the end.
         durable: Whether to wait until all is on the disk.
         progress: Called with the number of bytes of each weight that stands.
+        copied: Gets the checksums of bytes that are copied from files.
 
     Returns:
         The folder of the iteration.
@@ -118,7 +120,7 @@ def write_torch_dist(
             content = io.BytesIO()
             torch.save(state, content)
             (into / "common.pt").write_bytes(content.getbuffer())
-            _write(into, plan, weights, durable, progress)
+            _write(into, plan, weights, durable, progress, copied)
             atomic_write_text(into / "metadata.json", json.dumps(_DESCRIPTION))
             if not resume:
                 replace_folder(into, step)
@@ -192,6 +194,7 @@ def _write(
     weights: WeightSource,
     durable: bool,
     progress: Callable[[int], None],
+    copied: Copied | None,
 ) -> None:
     (into / "metadata.json").unlink(missing_ok=True)  # until all is there again
     standing = _standing(into)
@@ -206,7 +209,7 @@ def _write(
     for name in plan:
         if name in standing:
             progress(sizes[name])
-    with _Files(into, standing, durable) as files:
+    with _Files(into, standing, durable, copied) as files:
         for name, target in plan.items():
             if name not in standing:
                 standing[name] = _add(files, name, target, weights)
@@ -266,10 +269,13 @@ class _Files:
         into: The folder.
         standing: What is in it already.
         durable: Whether to wait until each file is on the disk.
+        copied: Gets the checksums of bytes that are copied from files.
     """
 
-    def __init__(self, into: Path, standing: Mapping[str, _Place], durable: bool) -> None:
-        self._into, self._durable = into, durable
+    def __init__(
+        self, into: Path, standing: Mapping[str, _Place], durable: bool, copied: Copied | None
+    ) -> None:
+        self._into, self._durable, self._copied = into, durable, copied
         # A file that a killed call has not finished is left as it is: the next one is begun.
         used = [path.name for path in into.glob("__0_*.distcp")]
         self._number = 1 + max((int(n[4:].split(".")[0]) for n in used), default=-1)
@@ -302,7 +308,9 @@ class _Files:
         """
         file = self._next()
         start = file.tell()
-        sink = _Sink(file) if spans is None else _Sink(file, value.data_ptr(), spans)
+        sink = _Sink(file)
+        if spans is not None:
+            sink = _Sink(file, value.data_ptr(), spans, self._copied)
         if isinstance(value, torch.Tensor):
             value = value.contiguous()
             if value.untyped_storage().nbytes() != value.nbytes:  # all of it would be saved
@@ -356,10 +364,17 @@ class _Sink:
         file: The file.
         address: Where a tensor is in memory.
         spans: What is written in place of the tensor's bytes.
+        copied: Gets their checksums.
     """
 
-    def __init__(self, file: IO[bytes], address: int = 0, spans: Sequence[Span] = ()) -> None:
-        self._file, self._address, self._spans = file, address, spans
+    def __init__(
+        self,
+        file: IO[bytes],
+        address: int = 0,
+        spans: Sequence[Span] = (),
+        copied: Copied | None = None,
+    ) -> None:
+        self._file, self._address, self._spans, self._copied = file, address, spans, copied
         self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:
@@ -368,7 +383,7 @@ class _Sink:
             if self.error is not None:
                 pass
             elif self._spans and np.frombuffer(data, np.uint8).ctypes.data == self._address:
-                for part in chunks(self._spans):
+                for part in chunks(self._spans, self._copied):
                     self._file.write(part)
             else:
                 self._file.write(data)

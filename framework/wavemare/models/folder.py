@@ -18,7 +18,7 @@ from wavemare.errors import CheckpointError, ModelError
 from wavemare.files import read_json
 from wavemare.models.disk_names import Piece, empty_model, kept_names, pieces_of, shards_of
 from wavemare.models.source import Span, Stored, WeightSource, bounds, cast, size_of, spans_of
-from wavemare.models.spans import within
+from wavemare.models.spans import Copied, within
 from wavemare.models.tensor_file import TensorFile, TensorFileWriter
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -213,6 +213,7 @@ def write_folder(
     max_shard_size: int | str = "50GB",
     finished: Collection[str] = (),
     wrote: Callable[[str, int], None] = lambda name, size: None,
+    copied: Copied | None = None,
 ) -> None:
     """Write a Hugging Face folder whose bytes are those that ``save_pretrained`` writes.
 
@@ -226,6 +227,7 @@ def write_folder(
         max_shard_size: As of ``save_pretrained``.
         finished: Weights that an earlier call with the same arguments has written there.
         wrote: Called with each further one's name and bytes.
+        copied: Gets the checksums of bytes that are copied from files.
 
     Raises:
         ModelError: The source lacks a weight, or one has another shape or numbers that are out of
@@ -252,7 +254,7 @@ def write_folder(
             stack.callback(files[file].close)
         for name in [name for name in source.stored if name in kept and name not in finished]:
             writers = [(piece, files[file_of[piece.name]]) for piece in pieces[name]]
-            _write_weight(source, name, kept[name], writers)
+            _write_weight(source, name, kept[name], writers, copied)
             wrote(name, size_of(kept[name]))
     if len(shards) > 1:
         metadata = {"total_parameters": model.num_parameters(), "total_size": total}
@@ -267,12 +269,16 @@ def write_folder(
 
 
 def _write_weight(
-    source: WeightSource, name: str, kept: Stored, writers: Sequence[tuple[Piece, TensorFileWriter]]
+    source: WeightSource,
+    name: str,
+    kept: Stored,
+    writers: Sequence[tuple[Piece, TensorFileWriter]],
+    copied: Copied | None,
 ) -> None:
     spans = spans_of(source, name) if kept.dtype is source.stored[name].dtype else None
     if spans is not None:
         for piece, writer in writers:
-            writer.copy(piece.name, within(spans, *piece.place(kept)))
+            writer.copy(piece.name, within(spans, *piece.place(kept)), copied)
         return
     weight = cast(name, source.read(name), kept.dtype)
     for piece, writer in writers:

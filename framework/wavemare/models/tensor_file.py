@@ -22,7 +22,7 @@ from torch import Tensor
 from wavemare.errors import CheckpointError
 from wavemare.files import parse_json
 from wavemare.models.source import Span, Stored, size_of
-from wavemare.models.spans import chunks
+from wavemare.models.spans import Copied, chunks
 
 # In the order of a file: the library writes wide types first.
 _TYPES = {
@@ -197,18 +197,19 @@ class TensorFileWriter:
         numbers: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
         self._put(memoryview(numbers), self._start + self._places[name] + first)
 
-    def copy(self, name: str, spans: Sequence[Span]) -> None:
+    def copy(self, name: str, spans: Sequence[Span], copied: Copied | None = None) -> None:
         """Put the bytes of other files in a tensor's place.
 
         Args:
             name: Of the tensor.
             spans: All of its bytes.
+            copied: Gets their checksums.
 
         Raises:
             CheckpointError: They cannot be read.
         """
         place = self._start + self._places[name]
-        for data in chunks(spans):
+        for data in chunks(spans, copied):
             self._put(data, place)
             place += len(data)
 

@@ -71,6 +71,26 @@ def test_large_weights_are_copied_from_file_to_file(tmp_path, monkeypatch, name)
         assert files(tmp_path / "copied" / folder) == files(tmp_path / "read" / folder)
 
 
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_each_side_is_read_once(hf, megatron, tmp_path, monkeypatch, to):
+    """The source while it is copied, and the target when it is compared."""
+    monkeypatch.setattr("wavemare.models.source.COPIED_BYTES", 0)
+    source, target = (megatron if to == "hf" else hf), tmp_path / "target"
+    size = sum(weight.nbytes for weight in build("llama").state_dict().values())
+    padding = (128 - TOKENS) * 16 * 4 * 2 if to == "megatron" else 0  # of embedding and head
+    really, counts = os.preadv, {"source": 0, "target": 0}
+
+    def counting(file, buffers, place):
+        count = really(file, buffers, place)
+        is_source = Path(os.readlink(f"/proc/self/fd/{file}")).is_relative_to(source)
+        counts["source" if is_source else "target"] += count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    convert(source, target, to)
+    assert counts == {"source": size + padding, "target": size}
+
+
 @pytest.mark.parametrize(
     "folder", sorted(path.parent.name for path in OF_CORE.glob("*/reference.pt"))
 )
@@ -354,6 +374,25 @@ def test_a_wrong_conversion_leaves_nothing(hf, tmp_path, monkeypatch):
     monkeypatch.setattr(MegatronWeights, "read", lambda *args: read(*args).roll(1, 0))
     with refuses(ModelError, "weights", "model.embed_tokens.weight"):
         convert(hf, tmp_path / "target", "megatron")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_copied_wrongly_leaves_nothing(hf, megatron, tmp_path, monkeypatch):
+    monkeypatch.setattr("wavemare.models.source.COPIED_BYTES", 0)
+    spans, pwrite = MegatronWeights.spans, os.pwrite
+    with monkeypatch.context() as wrong:  # in another order
+        wrong.setattr(MegatronWeights, "spans", lambda *args: spans(*args)[::-1])
+        with refuses(ModelError, "weights", "model.layers.0.self_attn.q_proj.weight"):
+            convert(hf, tmp_path / "target", "megatron")
+
+    def damaging(file, data, place):
+        damaged = bytearray(data)
+        damaged[-1] ^= place > 8  # not in the header
+        return pwrite(file, damaged, place)
+
+    monkeypatch.setattr(os, "pwrite", damaging)
+    with refuses(ModelError, "weights", "model.embed_tokens.weight"):
+        convert(megatron, tmp_path / "target", "hf")
     assert not list(tmp_path.iterdir())
 
 

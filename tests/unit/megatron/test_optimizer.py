@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of megatron-core's optimizer as a universal checkpoint of DeepSpeed."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,13 +11,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from wavemare.errors import CheckpointError
+from support.refusals import refuses
+from wavemare.errors import CheckpointError, ModelError
 from wavemare.megatron import open_checkpoint
+from wavemare.megatron.convert import Options, convert
 from wavemare.megatron.optimizer import write_universal
 
 DATA = Path(__file__).parents[2] / "data" / "megatron"
 TRAINED = DATA / "llama-optimizer"
 TOKENS, PADDED, HEADS, GROUPS, SIZE = 62, 64, 4, 2, 4
+WEIGHTS = 2 * 9 + 3  # of two layers, and beside them
 
 
 def read(folder, *names):
@@ -110,3 +115,66 @@ def test_an_optimizers_state_that_cannot_be_taken_is_refused(case, tmp_path):
     assert caught.value.key == "optimizer"
     assert "--dist-ckpt-optim-fully-reshardable" in caught.value.remedy
     assert not (tmp_path / "out").exists()
+
+
+def contents(folder):
+    """The bytes of all files below a folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def killed(target, last):
+    """Convert in a process that is killed when it has written a half of so many files."""
+    child = os.fork()
+    if not child:
+        save, saved = torch.save, []
+
+        def dying(value, file):
+            save(value, file)
+            saved.append(file)
+            if len(saved) == last:
+                os.truncate(file, file.stat().st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        torch.save = dying
+        convert(TRAINED, target, "universal")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not target.exists()
+    return target.parent / f".{target.name}.partial" / "global_step8"
+
+
+@pytest.mark.parametrize("last", [1, 4, 5, 42, 85])
+def test_a_killed_conversion_goes_on(tmp_path, last):
+    """What stands is kept: its files stay the same ones."""
+    zero = killed(tmp_path / "target", last) / "zero"
+    standing = {path.name: path.stat().st_ino for path in zero.glob("*.weight")}
+    own = {name for name in standing if name.startswith(("model.", "lm_head."))}
+    assert len(own) == min((last - 1) // 4, WEIGHTS)
+    convert(TRAINED, tmp_path / "target", "universal")
+    convert(TRAINED, tmp_path / "whole", "universal")
+    assert contents(tmp_path / "target") == contents(tmp_path / "whole")
+    zero = tmp_path / "target" / "global_step8" / "zero"
+    assert {name: (zero / name).stat().st_ino for name in own} == {n: standing[n] for n in own}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["target", "whole"]
+
+
+def test_a_damaged_part_of_a_killed_conversion_is_found(tmp_path):
+    zero = killed(tmp_path / "target", 42) / "zero"
+    file = zero / "model.embed_tokens.weight" / "exp_avg_sq.pt"
+    state = torch.load(file)
+    state["param"].view(-1)[3] += 1
+    torch.save(state, file)
+    with refuses(ModelError, "weights", "model.embed_tokens.weight"):
+        convert(TRAINED, tmp_path / "target", "universal")
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_vocabulary_begins_anew(tmp_path):
+    killed(tmp_path / "target", 42)
+    convert(TRAINED, tmp_path / "target", "universal", Options(vocab_size=PADDED))
+    convert(TRAINED, tmp_path / "whole", "universal", Options(vocab_size=PADDED))
+    assert contents(tmp_path / "target") == contents(tmp_path / "whole")
