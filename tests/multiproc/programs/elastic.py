@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ from common import QUIET, build_gpt2, configuration, weights_digest
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
+
+if find_spec("torchft"):
+    from wavemare.engine.local_steps.quorum import ElasticLink
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 
@@ -39,7 +43,19 @@ def start(given):
     local |= given.get("unlike", {}).get(os.environ.get("WAVEMARE_REPLICA"), {})
     config["wavemare"] = {"local_steps": local, "guard": {"nonfinite": "off"}}
     config["wavemare"]["watchdog"] = given.get("watchdog", {})
-    return wavemare.initialize(model=build_gpt2(**QUIET), config=config)[0]
+    shape = given.get("shapes", {}).get(os.environ.get("WAVEMARE_REPLICA"), {})
+    return wavemare.initialize(model=build_gpt2(**QUIET, **shape), config=config)[0]
+
+
+def die_in_exchange():
+    """Let this process die in its next exchange, when its messages have begun."""
+    send = ElasticLink.send
+
+    def die(*given):
+        send(*given)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ElasticLink.send = die
 
 
 def main(folder, given):
@@ -59,6 +75,8 @@ def main(folder, given):
             event = events.get(str(engine.global_steps + 1))
             if event == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if event == "kill in the exchange":
+                die_in_exchange()
             if event == "nan":
                 next(engine.module.parameters()).data.fill_(float("nan"))
             loss = engine.train_batch(loader).item()
