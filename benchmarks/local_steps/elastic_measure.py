@@ -63,7 +63,8 @@ def measure(request: ElasticRequest) -> dict[str, Any]:
     for name in (n for n in request.systems if n not in CALM):
         lines, kills = _run(request, name)
         seconds[name].append(_seconds(lines))
-        own = seconds["elastic" if name.startswith("elastic") else BASELINE]
+        calm = name.removesuffix("-killed")
+        own = seconds.get(calm if calm in CALM else BASELINE, ())
         calm_s = median(own) if own else request.step_ms / 1000
         figures[name] = figures_of(request, lines, kills, calm_s)
     rows = [
@@ -86,7 +87,7 @@ def _run(request: ElasticRequest, name: str) -> tuple[list[list[Line]], list[Kil
         words = [folder, request.model_dump_json(), name]
         start = [sys.executable, "-m", "wavemare", "launch"]
         count = str(request.replicas)
-        if name.startswith("elastic"):
+        if name.startswith(("elastic", "torchft")):
             start += ["--replicas", count, "--nproc", "1", _PROGRAM]
         elif name == BASELINE:
             start += ["--nproc", count, _PROGRAM]
@@ -161,26 +162,24 @@ def figures_of(
 
     Returns:
         ``progress``: the optimizer steps of the run in the time of undisturbed ones; ``goodput``:
-        the steps of all replicas that count, in the same way; ``kills``, ``back_s`` and ``start_s``
-        (means, in seconds): from a kill to the end of the replica's next step; ``missed``:
-        exchanges that the one that has missed most has missed; and all kills.
+        the steps of all replicas that count, in the same way; ``kills``, and ``back_s``: from a
+        kill to the end of the replica's next step that counts, in seconds; 0 if there was none;
+        ``missed``: exchanges that the replica has missed that has missed most.
     """
     first, last = _span(lines)
     nominal = (last.time - first.time) / calm_s
-    killed = {kill.pid for kill in kills}
-    counted = 0
+    killed = {kill.pid: kill for kill in kills}
+    counted, back = 0, []
     for own in lines:
         steps: set[int] = set()
         for pid, group in groupby(own, key=lambda line: line.pid):
             made = [line.step for line in group]
             kept = made[-1] // request.every * request.every if pid in killed else made[-1]
             steps |= {step for step in made if first.step < step <= kept}
+            if (kill := killed.get(pid)) is not None:
+                later = (line.time for line in own if line.time > kill.time and line.step > kept)
+                back.append(next(later, kill.time) - kill.time)
         counted += len(steps)
-    back = [
-        next((line.time - kill.time for line in lines[kill.replica] if line.time > kill.time), None)
-        for kill in kills
-    ]
-    came = [seconds for seconds in back if seconds is not None]
     missed = [
         sum(line.missed > 0 for line in own if line.step % request.every == 0) for own in lines
     ]
@@ -188,7 +187,7 @@ def figures_of(
         "progress": (last.step - first.step) / nominal,
         "goodput": counted / nominal / request.replicas,
         "kills": len(kills),
-        "back_s": mean(came) if came else None,
+        "back_s": mean(back) if back else None,
         "back_each_s": back,
         "missed": max(missed),
         "run_s": last.time - first.time,

@@ -16,9 +16,11 @@ from wavemare.observe.tables import Column, Row
 
 BASELINE = "fixed"
 """Replicas that are ranks of one job."""
-CALM = (BASELINE, "elastic")
-KILLED = ("elastic-killed", "restarts-killed")
-"""Systems of which a replica is killed from time to time; ranks of one job start again together."""
+CALM = (BASELINE, "elastic", "torchft")
+"""Systems that nobody kills."""
+KILLED = ("elastic-killed", "torchft-killed", "restarts-killed")
+"""Systems of which a replica is killed from time to time: replicas that come and go, torchft's own
+DiLoCo, and ranks of one job that start again together from the checkpoint of the last exchange."""
 
 
 class ElasticRequest(Request):
@@ -27,7 +29,7 @@ class ElasticRequest(Request):
     Training steps sleep, so that the processes that start again take no core from the others.
     Ratios are to replicas of one job that nobody kills.
 
-    For example: python -m benchmarks elastic --steps 1200 --kill-every 60 --json result.json
+    For example: python -m benchmarks elastic --steps 1216 --kill-every 60 --json result.json
     """
 
     measured_by: ClassVar[str] = "benchmarks.local_steps.elastic_replica:main"
@@ -45,7 +47,7 @@ class ElasticRequest(Request):
     replicas: Annotated[int, Field(ge=2)] = 4
     """Replicas, each of one process on this machine."""
 
-    steps: PositiveInt = 1200
+    steps: PositiveInt = 1216
     """Optimizer steps of a system that is killed."""
 
     calm_steps: PositiveInt = 320
@@ -82,7 +84,7 @@ class ElasticRequest(Request):
                 reason = "the last step makes no exchange"
                 remedy = f"Give a multiple of --every {self.every}"
                 raise ConfigError(f"--{name.replace('_', '-')}", value, reason, remedy)
-        if any(name.startswith("elastic") for name in self.systems):
+        if any(name.startswith(("elastic", "torchft")) for name in self.systems):
             require("torchft", "--systems")
 
     def run(self) -> dict[str, Any]:

@@ -237,7 +237,8 @@ class ElasticSteps(LocalSteps):
             trains=trains,
             gives=trains and self._is_finite(),
             hurries=hurries,
-            wait_s=None if trains else self._patience_s,
+            # One that comes waits for the others' next exchange; not as long as the watchdog.
+            wait_s=None if trains else max(0.9 * self._patience_s, self._patience_s - 5.0),
         )
 
     def _is_finite(self) -> bool:

@@ -379,3 +379,18 @@ def test_a_lighthouse_that_dies_is_started_again(start):
     assert "the server ended with 137" in run.said
     assert run.steps(0)[-1]["replicas"] == 2.0
     assert len(run.digests(2)) == 1
+
+
+@pytest.mark.world_size(2)
+def test_the_benchmark_kills_replicas_and_counts(tmp_path):
+    file, systems = tmp_path / "result.json", "fixed,elastic,elastic-killed,restarts-killed"
+    sizes = ["--replicas", "2", "--steps", "480", "--calm-steps", "32", "--every", "8"]
+    words = [*sizes, "--step-ms", "50", "--weights", "1000", "--kill-every", "15"]
+    command = [sys.executable, "-m", "benchmarks", "elastic", *words, "--systems", systems]
+    subprocess.run([*command, "--json", str(file)], check=True, timeout=LIMIT_S)
+    rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
+    assert [*rows] == systems.split(",")
+    for name in ("elastic-killed", "restarts-killed"):
+        assert rows[name]["kills"] >= 1
+        assert 0 < rows[name]["goodput"] <= rows[name]["progress"] + 1e-9
+        assert all(seconds > 0 for seconds in rows[name]["back_each_s"][:1])
