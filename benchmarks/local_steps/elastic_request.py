@@ -65,7 +65,7 @@ class ElasticRequest(Request):
     kill_every: Positive = 60.0
     """Seconds between kills. The replicas take turns."""
 
-    systems: tuple[str, ...] = (*CALM, *KILLED)
+    systems: tuple[str, ...] = (BASELINE, "elastic", "elastic-killed", "restarts-killed")
     """Systems to measure."""
 
     rounds: PositiveInt = 1

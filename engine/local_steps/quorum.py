@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import socket
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -44,6 +45,8 @@ _WORDS = 256
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 logging.getLogger("torchft").setLevel(logging.CRITICAL)  # a traceback for each lost replica
+# Of a state that has come: it is only read.
+warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
 
 
 class _Group(ProcessGroup):

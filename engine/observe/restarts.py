@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 
-from wavemare.engine.launch.environment import DIED_AT, REPLICA
+from wavemare.engine.launch.environment import REPLICA, RESTARTED
 from wavemare.engine.observe.choices import tell
 
 
@@ -19,11 +19,9 @@ def tell_first_step(step: int, made_at: float) -> None:
         step: The optimizer step, from 1.
         made_at: When the engine was made (Unix time).
     """
-    if (died := os.environ.pop(DIED_AT, None)) is None:
+    if (told := os.environ.pop(RESTARTED, None)) is None:
         return
-    import psutil
-
-    died_at, begun, now = float(died), psutil.Process().create_time(), time.time()
+    (died_at, begun), now = map(float, told.split()), time.time()
     replica = os.environ.get(REPLICA)
     what = "restart" if replica is None else f"restart of replica {replica}"
     tell(

@@ -337,7 +337,7 @@ def test_a_link_that_is_cut_for_a_minute(single, lighthouse):
     """The one beside the lighthouse goes on alone; the other one waits, and takes its weights."""
     with EmulatedCluster(2) as cluster:
         _, address = lighthouse("node0", cluster.enter(0))
-        given = {"elastic": {"timeout_s": 10}, "steps": 400, "sleep": 0.2, "patience": 0.5}
+        given = {"elastic": {"timeout_s": 10}, "steps": 600, "sleep": 0.2, "patience": 0.5}
         runs = [single(address, {**given}, n, cluster.enter(n)) for n in (0, 1)]
         runs[0].until(8, rank=0)
         cluster.unplug(1)

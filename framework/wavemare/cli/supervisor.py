@@ -22,7 +22,7 @@ from types import FrameType
 
 import psutil
 
-from wavemare.engine.launch.environment import DIED_AT
+from wavemare.engine.launch.environment import RESTARTED
 from wavemare.errors import WavemareError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -228,7 +228,7 @@ class _Attempt:
     ) -> None:
         self.killed: list[int] = []
         self.ended_at = math.nan
-        told = {} if died_at is None else {DIED_AT: str(died_at)}
+        told = {} if died_at is None else {RESTARTED: f"{died_at} {time.time()}"}
         self._received = received
         self._by_launcher = any(command.is_launcher for command in commands)
         self._started: list[subprocess.Popen[bytes]] = []
