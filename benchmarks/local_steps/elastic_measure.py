@@ -8,6 +8,7 @@ then, and each once.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
@@ -117,24 +119,27 @@ def _kill_until_the_end(
     files: Sequence[Path],
     kills: list[Kill],
 ) -> None:
-    due = float("inf")
+    due, last = math.inf, request.steps - request.every
     while process.poll() is None:
         time.sleep(_PAUSE_S)
-        if name in CALM or not all(file.exists() and read(file) for file in files):
+        lines = [read(file)[-1:] for file in files]
+        if name in CALM or not all(lines):
             continue
-        if due == float("inf"):
-            due = time.monotonic() + request.kill_every
-        if time.monotonic() >= due:
+        now = time.monotonic()
+        due = now + request.kill_every if due == math.inf else due
+        if now >= due and max(line.step for (line,) in lines) < last:
             due += request.kill_every
             replica = len(kills) % request.replicas
-            pid = read(files[replica])[-1].pid
-            kills.append(Kill(replica, time.time(), pid))
-            os.kill(pid, signal.SIGKILL)
+            pid = lines[replica][0].pid
+            with suppress(ProcessLookupError):  # it is on its way back
+                os.kill(pid, signal.SIGKILL)
+                kills.append(Kill(replica, time.time(), pid))
 
 
 def read(file: Path) -> list[Line]:
     """Return the whole lines of a replica."""
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    lines = text.splitlines(keepends=True)
     return [Line(*json.loads(line)) for line in lines if line.endswith("\n")]
 
 

@@ -74,6 +74,7 @@ def _train(request: ElasticRequest, name: str, folder: Path, last: int) -> None:
     if saves and (folder / "latest").exists():
         engine.load_checkpoint(str(folder))
     log, data, present = _Log(folder, engine.data_rank), _numbers(), 0.0
+    engine.join_replicas()
     while engine.global_steps < last:
         engine.train_batch(data)
         metrics = engine.step_metrics()

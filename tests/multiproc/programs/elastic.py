@@ -64,6 +64,7 @@ def main(folder, given):
     if given.get("load"):
         engine.load_checkpoint(str(folder))
         loader.consumed_samples = engine.global_samples
+    loader.consumed_samples += engine.join_replicas()
     name = str(engine.data_rank)
     tried = folder / f"{name}.tried"
     attempt = len(tried.read_text()) if tried.exists() else 0
