@@ -223,6 +223,15 @@ def test_a_killed_replica_costs_an_exchange_and_comes_back(start):
 
 
 @pytest.mark.world_size(3)
+def test_one_that_comes_back_at_the_last_step_makes_no_other_one(start):
+    run = start(3, {"events": {"1": {"14": "kill"}}, "steps": 14, "late": "1"}).wait()
+    for rank in (0, 2):
+        assert [row["step"] for row in run.steps(rank)] == list(range(1, 15))
+    assert {row["attempt"] for row in run.steps(1)} == {0}
+    assert len(run.digests(3)) == 1
+
+
+@pytest.mark.world_size(3)
 def test_one_that_dies_within_an_exchange_costs_the_others_that_exchange(start):
     run = start(3, {"events": {"1": {"12": "kill in the exchange"}}, **WAITS}).wait()
     for rank in (0, 2):
@@ -272,14 +281,14 @@ def test_a_replica_that_diverges_leaves_and_the_others_go_on(start):
     "unlike", [{"unlike": {"1": {"every": 8}}}, {"shapes": {"1": {"n_layer": 1}}}]
 )
 def test_a_replica_that_does_not_fit_is_refused_and_the_others_go_on(start, unlike):
-    run = start(3, {**unlike, "local": elastic(3, start_s=20), "steps": 60, "patience": 0.5}).wait(
+    run = start(3, {**unlike, "local": elastic(3, start_s=10), "steps": 40, "patience": 0.5}).wait(
         2
     )
     assert "replica = 1: replica 0 has" in run.said
     assert "Traceback" not in run.said
     assert run.steps(1) == []
     for rank in (0, 2):
-        assert run.steps(rank)[-1]["step"] == 60
+        assert run.steps(rank)[-1]["step"] == 40
     assert len(run.digests(1) | {row["digest"] for row in run.rows(2)[-1:]}) == 1
 
 
@@ -337,7 +346,7 @@ def test_a_link_that_is_cut_for_a_minute(single, lighthouse):
     """The one beside the lighthouse goes on alone; the other one waits, and takes its weights."""
     with EmulatedCluster(2) as cluster:
         _, address = lighthouse("node0", cluster.enter(0))
-        given = {"elastic": {"timeout_s": 10}, "steps": 600, "sleep": 0.2, "patience": 0.5}
+        given = {"elastic": {"timeout_s": 10}, "steps": 480, "sleep": 0.2, "patience": 0.5}
         runs = [single(address, {**given}, n, cluster.enter(n)) for n in (0, 1)]
         runs[0].until(8, rank=0)
         cluster.unplug(1)

@@ -64,11 +64,11 @@ def main(folder, given):
     if given.get("load"):
         engine.load_checkpoint(str(folder))
         loader.consumed_samples = engine.global_samples
-    loader.consumed_samples += engine.join_replicas()
     name = str(engine.data_rank)
     tried = folder / f"{name}.tried"
     attempt = len(tried.read_text()) if tried.exists() else 0
     tried.write_text("x" * (attempt + 1))
+    loader.consumed_samples += engine.join_replicas()
     events = given.get("events", {}).get(str(engine.replica), {}) if not attempt else {}
     present = 0.0
     with open(folder / f"{name}.jsonl", "a", buffering=1) as file:
@@ -89,6 +89,10 @@ def main(folder, given):
             file.write(f"{json.dumps(row)}\n")
             if engine.global_steps == given.get("save"):
                 engine.save_checkpoint(str(folder))
+        if (late := given.get("late")) is not None:
+            while len((folder / f"{late}.tried").read_text()) < 2:
+                time.sleep(0.05)
+            time.sleep(1)  # it is about to meet the others
         engine.synchronize()
         file.write(f"{json.dumps({'digest': weights_digest(engine)})}\n")
     engine.destroy()
