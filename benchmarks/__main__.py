@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from benchmarks.gpu.request import GpuRequest
+from benchmarks.local_steps.elastic_request import ElasticRequest
 from benchmarks.local_steps.loss_request import LossRequest
 from benchmarks.local_steps.request import LocalStepsRequest
 from benchmarks.losses.request import LossesRequest
@@ -139,6 +140,7 @@ for _name, _kind in (
     ("planner", PlannerRequest),
     ("local-steps", LocalStepsRequest),
     ("local-steps-loss", LossRequest),
+    ("elastic", ElasticRequest),
     ("gpu", GpuRequest),
 ):
     app.command(_name)(_command(_kind))

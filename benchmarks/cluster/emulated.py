@@ -121,7 +121,14 @@ class EmulatedCluster:
 
     def unplug(self, host: int) -> None:
         """Cut a host's link at the switch: messages are lost, and no connection breaks."""
-        run_tool([*self._head.enter("--net"), "ip", "link", "set", f"port{host}", "down"])
+        self._set_port(host, "down")
+
+    def plug(self, host: int) -> None:
+        """Join a host's link to the switch again."""
+        self._set_port(host, "up")
+
+    def _set_port(self, host: int, state: str) -> None:
+        run_tool([*self._head.enter("--net"), "ip", "link", "set", f"port{host}", state])
 
     def run_ranks(self, command: Sequence[str], *, timeout_s: float, **options: Any) -> int:
         """Run a program on all hosts to its end; see `start_ranks` and `RankGroup.wait`."""

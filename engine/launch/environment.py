@@ -46,6 +46,8 @@ MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 JOB_STARTED = "WAVEMARE_JOB_STARTED"
 """When ``wavemare train --max-restarts`` has started (Unix time)."""
+RESTARTED = "WAVEMARE_RESTARTED"
+"""Of a process that was started again: when a rank died, and when this one started (Unix times)."""
 LIGHTHOUSE, REPLICA = "TORCHFT_LIGHTHOUSE", "WAVEMARE_REPLICA"
 """Of replicas that come and go: the address of the lighthouse, and the number of this one."""
 

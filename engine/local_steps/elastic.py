@@ -23,7 +23,7 @@ from torch import Tensor
 from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.launch.environment import LIGHTHOUSE
 from wavemare.engine.launch.group import gather
-from wavemare.engine.local_steps.meeting import Meeting, reason_of
+from wavemare.engine.local_steps.meeting import Meeting, Verdict, reason_of
 from wavemare.engine.local_steps.steps import EXACT, LocalSteps, finite, norms
 from wavemare.engine.local_steps.wire import START, WHOLE, Header
 from wavemare.engine.observe.progress import PROGRESS
@@ -145,12 +145,14 @@ class ElasticSteps(LocalSteps):
         while True:
             hurries = time.monotonic() - begun > self._config.elastic.start_s
             meeting = self._meet(self._of_all(START), trains=False, hurries=hurries)
+            if meeting.verdict is Verdict.WAIT:
+                self._met_at = time.monotonic()  # ``start_s`` is the limit of this wait
             if meeting.state is not None and meeting.header.fragment == START:
                 self._take(meeting.state)
             if meeting.goes and meeting.header.fragment == START:
                 if members.commit():
                     break
-                self._miss("a replica has gone")
+                self._miss("a replica has gone, or too few are there")
             elif self._take_part(meeting):
                 break
             time.sleep(_PAUSE_S)
@@ -235,7 +237,8 @@ class ElasticSteps(LocalSteps):
             trains=trains,
             gives=trains and self._is_finite(),
             hurries=hurries,
-            wait_s=None if trains else self._patience_s,
+            # One that comes waits for the others' next exchange; not as long as the watchdog.
+            wait_s=None if trains else max(0.9 * self._patience_s, self._patience_s - 5.0),
         )
 
     def _is_finite(self) -> bool:

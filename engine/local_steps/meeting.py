@@ -53,9 +53,14 @@ class Verdict(Enum):
     WAIT = auto()
     """They agree, and wait for more replicas."""
     FOLLOW = auto()
-    """They are at different places: in the next meeting the first one's state counts."""
+    """They are at different places: in the next meeting the state of `judge_of` counts."""
     DROP = auto()
     """They make no exchange this time."""
+
+
+def judge_of(rows: Sequence[Row]) -> int:
+    """Return which replica is right where they differ: the first one that has trained."""
+    return next((number for number, row in enumerate(rows) if row.trains), 0)
 
 
 def decide(rows: Sequence[Row], replicas: int) -> tuple[Verdict, str, list[int]]:
@@ -65,7 +70,7 @@ def decide(rows: Sequence[Row], replicas: int) -> tuple[Verdict, str, list[int]]
         rows: Of those present.
         replicas: How many there are when all are present.
     """
-    judge = next((row for row in rows if row.trains), rows[0])
+    judge = rows[judge_of(rows)]
     refused = [n for n, row in enumerate(rows) if row[:2] != judge[:2]]
     if refused:
         return Verdict.DROP, "a replica has another model or other settings", refused
@@ -76,6 +81,9 @@ def decide(rows: Sequence[Row], replicas: int) -> tuple[Verdict, str, list[int]]
     if starts:
         ready = len(rows) >= replicas or any(row.hurries for row in rows)
         return (Verdict.GO, "", []) if ready else (Verdict.WAIT, "replicas are missing", [])
+    diverged = any(row.trains and not row.gives for row in rows)
+    if diverged and not all(row.trains for row in rows):
+        return Verdict.DROP, "a replica would take weights that may not be finite", []
     if not any(row.gives for row in rows):
         return Verdict.DROP, "no replica has a finite change", []
     return Verdict.GO, "", []

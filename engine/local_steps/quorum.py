@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import socket
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -34,7 +35,7 @@ from wavemare.comm.transport.torch_transport import MovingTransport
 from wavemare.comm.waits import waiting
 from wavemare.engine.launch.environment import address_of_route
 from wavemare.engine.launch.group import gather
-from wavemare.engine.local_steps.meeting import Meeting, Row, Verdict, decide, reason_of
+from wavemare.engine.local_steps.meeting import Meeting, Row, Verdict, decide, judge_of, reason_of
 from wavemare.engine.local_steps.wire import Header, Message, ReplicaLink
 from wavemare.errors import CommError, ConfigError, LaunchError
 
@@ -44,6 +45,8 @@ _WORDS = 256
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 logging.getLogger("torchft").setLevel(logging.CRITICAL)  # a traceback for each lost replica
+# Of a state that has come: it is only read.
+warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
 
 
 class _Group(ProcessGroup):
@@ -125,9 +128,9 @@ class ElasticLink(ReplicaLink):
             values.zero_()
         return super().send(header, values, note)
 
-    def _mean(self, values: Tensor) -> Tensor:
-        mean, size = super()._mean(values), self._transport.size
-        return mean if self.givers == size else mean.mul_(size / self.givers)
+    @property
+    def _changes(self) -> int:
+        return self.givers
 
     def reset(self) -> None:
         """Leave an exchange that has failed: the others notice at once.
@@ -255,12 +258,13 @@ class Members:
             manager.load_state_dict(before)
         if self._transport.rank in refused:
             self._refuse(rows)
-        if verdict is Verdict.FOLLOW and self._transport.rank == 0:
+        own_row, judge = rows[self._transport.rank], rows[judge_of(rows)]
+        alike = own_row.trains == judge.trains and own_row.header == judge.header
+        if verdict is Verdict.FOLLOW and alike:  # the others take this state in the next meeting
             manager.load_state_dict({**before, "step": before["step"] + 1})
         self.link.use(self._transport)
         self.link.givers = sum(row.gives for row in rows)
         kept = state if verdict in (Verdict.GO, Verdict.WAIT) else None
-        own_row = rows[self._transport.rank]
         self.link.gives = bool(own_row.gives)
         diverged = trains and state is None and not gives
         return Meeting(verdict, reason, own_row.header, kept, self.link.givers, diverged)
@@ -295,7 +299,7 @@ class Members:
 
     def _refuse(self, rows: Sequence[Row]) -> None:
         own, names = rows[self._transport.rank], self._transport.world_ranks
-        judge = next((n for n, row in enumerate(rows) if row.trains), 0)
+        judge = judge_of(rows)
         self.commit("this replica is refused")
         same = own.model == rows[judge].model
         model = "another model, by its names, shapes or frozen weights"

@@ -164,9 +164,14 @@ class ReplicaLink:
                 raise CommError("wavemare.local_steps", str(own), reason, remedy)
             message.notes += struct.unpack("<d", struct.pack("<q", last))
 
+    @property
+    def _changes(self) -> int:
+        """How many ranks' numbers the mean is of."""
+        return self._transport.size
+
     def _mean(self, values: Tensor) -> Tensor:
         if values.numel():
-            scale = 1.0 / self._transport.size
+            scale = 1.0 / self._changes
             reduce_and_gather(CollectiveCall(values, _BLOCK, scale, self._transport, self._scratch))
         return values
 

@@ -7,6 +7,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.cluster import EmulatedCluster
+from wavemare.engine.launch.environment import free_port
+
+OBSTACLE = EmulatedCluster.obstacle()
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft"),
@@ -34,14 +39,28 @@ def elastic(replicas, **keys):
 
 
 class Run:
-    """A job under ``wavemare launch``, and what its ranks have written."""
+    """A job under ``wavemare launch``, and what its ranks have written.
 
-    def __init__(self, folder, options, settings):
+    Args:
+        folder: For what they write.
+        options: Of the command.
+        settings: Of the program.
+        replica: Which one the job is; None if the command starts replicas.
+        enter: Words that run a command on another host, when put before it.
+    """
+
+    def __init__(self, folder, options, settings, *, replica=None, enter=()):
         folder.mkdir(exist_ok=True)
-        self.folder, self.log = folder, folder / "log"
+        self.folder, self.log = folder, folder / f"log{replica}"
         words = [sys.executable, "-m", "wavemare", "launch", *options, str(PROGRAM), str(folder)]
+        own = {} if replica is None else {"WAVEMARE_REPLICA": str(replica)}
         with open(self.log, "w") as log:
-            self.process = subprocess.Popen([*words, json.dumps(settings)], stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [*enter, *words, json.dumps(settings)],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **own},
+            )
 
     def wait(self, code=0):
         found = self.process.wait(LIMIT_S)
@@ -83,23 +102,59 @@ class Run:
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Start replicas of a rank each, unless a number says otherwise; none is left at the end."""
-    runs = []
+def started():
+    """Take processes, of which none is left at the end."""
+    processes = []
+    yield processes
+    for one in processes:
+        if one.poll() is None:
+            family = psutil.Process(one.pid).children(recursive=True)
+            for process in [one, *family]:
+                process.kill()
+        one.wait()
+
+
+@pytest.fixture
+def start(tmp_path, started):
+    """Start replicas of a rank each, unless a number says otherwise."""
 
     def run(replicas, settings, *options, ranks=1, name="run"):
         local = {**elastic(replicas), **settings.pop("local", {})}
         words = ["--replicas", str(replicas), "--nproc", str(ranks), *options]
-        runs.append(Run(tmp_path / name, words, {"steps": 14, "local": local, **settings}))
-        return runs[-1]
+        one = Run(tmp_path / name, words, {"steps": 14, "local": local, **settings})
+        started.append(one.process)
+        return one
 
-    yield run
-    for one in runs:
-        if one.process.poll() is None:
-            family = psutil.Process(one.process.pid).children(recursive=True)
-            for process in [one.process, *family]:
-                process.kill()
-        one.process.wait()
+    return run
+
+
+@pytest.fixture
+def single(tmp_path, started):
+    """Start one of two replicas, by the address of a lighthouse."""
+
+    def run(address, settings, replica=0, enter=()):
+        local = elastic(2, lighthouse=address, **settings.pop("elastic", {}))
+        given = {"local": local, **settings}
+        one = Run(tmp_path / "run", ["--nproc", "1"], given, replica=replica, enter=enter)
+        started.append(one.process)
+        return one
+
+    return run
+
+
+@pytest.fixture
+def lighthouse(started):
+    """Start a lighthouse on a host; return the process and its address."""
+
+    def serve(host="localhost", enter=()):
+        port = free_port()
+        limits = ["--min_replicas", "1", "--heartbeat_timeout_ms", "3000"]
+        program = str(Path(sys.executable).with_name("torchft_lighthouse"))
+        words = [*enter, program, *limits, "--bind", f"[::]:{port}"]
+        started.append(subprocess.Popen(words, env={**os.environ, "RUST_LOG": "error"}))
+        return started[-1], f"http://{host}:{port}"
+
+    return serve
 
 
 def fixed(tmp_path, ranks, settings, name="fixed"):
@@ -168,6 +223,48 @@ def test_a_killed_replica_costs_an_exchange_and_comes_back(start):
 
 
 @pytest.mark.world_size(3)
+def test_one_that_comes_back_at_the_last_step_makes_no_other_one(start):
+    run = start(3, {"events": {"1": {"14": "kill"}}, "steps": 14, "late": "1"}).wait()
+    for rank in (0, 2):
+        assert [row["step"] for row in run.steps(rank)] == list(range(1, 15))
+    assert {row["attempt"] for row in run.steps(1)} == {0}
+    assert len(run.digests(3)) == 1
+
+
+@pytest.mark.world_size(3)
+def test_one_that_dies_within_an_exchange_costs_the_others_that_exchange(start):
+    run = start(3, {"events": {"1": {"12": "kill in the exchange"}}, **WAITS}).wait()
+    for rank in (0, 2):
+        rows = run.steps(rank)
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        assert {row["attempt"] for row in rows} == {0}
+        missed = [row["step"] for row in rows if row.get("missed_exchanges")]
+        assert missed == [12]
+        assert rows[-1]["replicas"] == 3.0
+    assert len(run.digests(3)) == 1
+
+
+@pytest.mark.world_size(3)
+def test_all_but_one_are_gone_and_it_goes_on_alone(start):
+    events = {"0": {"10": "kill"}, "2": {"15": "kill"}}
+    run = start(3, {"events": events, "steps": 30}, "--max-restarts", "0").wait()
+    rows = run.steps(1)
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert rows[-3]["replicas"] == 1.0
+    assert {len(run.steps(rank)) for rank in (0, 2)} == {9, 14}
+
+
+@pytest.mark.world_size(2)
+def test_too_few_replicas_end_after_a_time(start):
+    local = elastic(2, min_replicas=2, timeout_s=5)
+    given = {"events": {"0": {"10": "kill"}}, "local": local, "watchdog": {"timeout_s": 15}}
+    run = start(2, {**given, "steps": 10**6, "sleep": 0.1}, "--max-restarts", "0").wait(137)
+    assert "replica = 1: there was no exchange for" in run.said
+    assert "Traceback" not in run.said
+    assert {row["replicas"] for row in run.steps(1) if "replicas" in row} == {2.0}
+
+
+@pytest.mark.world_size(3)
 def test_a_replica_that_diverges_leaves_and_the_others_go_on(start):
     run = start(3, {"events": {"2": {"6": "nan"}}, "steps": 30}).wait(2)
     assert "Traceback" not in run.said
@@ -180,32 +277,50 @@ def test_a_replica_that_diverges_leaves_and_the_others_go_on(start):
 
 
 @pytest.mark.world_size(3)
-def test_a_replica_with_other_settings_is_refused_and_the_others_go_on(start):
-    unlike = {"unlike": {"1": {"every": 8}}, "local": elastic(3, start_s=20)}
-    run = start(3, {**unlike, "steps": 60, "patience": 0.5}).wait(2)
-    assert "replica = 1: replica 0 has other settings" in run.said
+@pytest.mark.parametrize(
+    "unlike", [{"unlike": {"1": {"every": 8}}}, {"shapes": {"1": {"n_layer": 1}}}]
+)
+def test_a_replica_that_does_not_fit_is_refused_and_the_others_go_on(start, unlike):
+    run = start(3, {**unlike, "local": elastic(3, start_s=10), "steps": 40, "patience": 0.5}).wait(
+        2
+    )
+    assert "replica = 1: replica 0 has" in run.said
+    assert "Traceback" not in run.said
+    assert run.steps(1) == []
     for rank in (0, 2):
-        assert run.steps(rank)[-1]["step"] == 60
+        assert run.steps(rank)[-1]["step"] == 40
+    assert len(run.digests(1) | {row["digest"] for row in run.rows(2)[-1:]}) == 1
 
 
 @pytest.mark.world_size(2)
-def test_no_lighthouse_is_told_at_once(tmp_path):
-    folder = tmp_path / "none"
-    folder.mkdir()
-    settings = {"steps": 4, "local": elastic(2, lighthouse="http://localhost:1")}
-    words = [sys.executable, "-m", "wavemare", "launch", "--nproc", "1", str(PROGRAM), str(folder)]
-    environment = {**os.environ, "WAVEMARE_REPLICA": "0"}
-    done = subprocess.run(
-        [*words, json.dumps(settings)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "wavemare.local_steps.elastic.lighthouse = 'http://localhost:1'" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_no_lighthouse_is_told_at_once(single):
+    run = single("http://localhost:1", {"steps": 4}).wait(2)
+    assert "wavemare.local_steps.elastic.lighthouse = 'http://localhost:1'" in run.said
+    assert "Traceback" not in run.said
+
+
+SOON = {"elastic": {"timeout_s": 5, "start_s": 1}, "watchdog": {"timeout_s": 15}}
+"""Limits for a replica that is to end by itself."""
+
+
+@pytest.mark.world_size(2)
+def test_a_server_that_is_no_lighthouse_is_told(single):
+    with socket.create_server(("localhost", 0)) as silent:
+        address = f"http://localhost:{silent.getsockname()[1]}"
+        run = single(address, {"steps": 4, **SOON}).wait(2)
+    assert f"wavemare.local_steps.elastic.lighthouse = {address!r}" in run.said
+    assert "Traceback" not in run.said
+
+
+@pytest.mark.world_size(2)
+def test_a_lighthouse_that_stays_away_ends_the_replica(single, lighthouse):
+    server, address = lighthouse()
+    run = single(address, {"steps": 10**6, "sleep": 0.1, **SOON})
+    run.until(6, rank=0)
+    server.kill()
+    run.wait(1)
+    assert "replica = 0: there was no exchange for" in run.said
+    assert "Traceback" not in run.said
 
 
 @pytest.mark.world_size(2)
@@ -223,6 +338,27 @@ def test_one_that_stands_still_for_long_is_left_out_and_catches_up(start):
     assert 1.0 in {row.get("replicas") for row in run.steps(0)[stopped:]}
     assert run.steps(0)[-1]["replicas"] == 2.0
     assert len(run.digests(2)) == 1
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+def test_a_link_that_is_cut_for_a_minute(single, lighthouse):
+    """The one beside the lighthouse goes on alone; the other one waits, and takes its weights."""
+    with EmulatedCluster(2) as cluster:
+        _, address = lighthouse("node0", cluster.enter(0))
+        given = {"elastic": {"timeout_s": 10}, "steps": 480, "sleep": 0.2, "patience": 0.5}
+        runs = [single(address, {**given}, n, cluster.enter(n)) for n in (0, 1)]
+        runs[0].until(8, rank=0)
+        cluster.unplug(1)
+        cut = len(runs[0].steps(0))
+        time.sleep(60)
+        cluster.plug(1)
+        for run in runs:
+            run.wait()
+    rows = runs[0].steps(0)
+    assert 1.0 in {row.get("replicas") for row in rows[cut:]}
+    assert rows[-1]["replicas"] == 2.0
+    assert len(runs[0].digests(2)) == 1
 
 
 @pytest.mark.world_size(2)
@@ -252,3 +388,18 @@ def test_a_lighthouse_that_dies_is_started_again(start):
     assert "the server ended with 137" in run.said
     assert run.steps(0)[-1]["replicas"] == 2.0
     assert len(run.digests(2)) == 1
+
+
+@pytest.mark.world_size(2)
+def test_the_benchmark_kills_replicas_and_counts(tmp_path):
+    file, systems = tmp_path / "result.json", "fixed,elastic,elastic-killed,restarts-killed"
+    sizes = ["--replicas", "2", "--steps", "960", "--calm-steps", "32", "--every", "8"]
+    words = [*sizes, "--step-ms", "50", "--weights", "1000", "--kill-every", "15"]
+    command = [sys.executable, "-m", "benchmarks", "elastic", *words, "--systems", systems]
+    subprocess.run([*command, "--json", str(file)], check=True, timeout=LIMIT_S)
+    rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
+    assert [*rows] == systems.split(",")
+    for name in ("elastic-killed", "restarts-killed"):
+        assert rows[name]["kills"] >= 1
+        assert 0 < rows[name]["goodput"] <= rows[name]["progress"] + 1e-9
+        assert all(seconds > 0 for seconds in rows[name]["back_each_s"][:1])

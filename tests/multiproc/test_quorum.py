@@ -203,3 +203,48 @@ def test_replicas_that_are_apart_follow_the_first_one(come):
     )
     assert [meeting.state and meeting.state["weights"] for meeting, *_ in found] == [None, "first"]
     assert [mean.tolist() for _, mean, _ in found] == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_one_that_begins_follows_one_that_has_trained(come):
+    """Also if it is the first one, and has loaded a checkpoint of as many exchanges."""
+    new, old = come(0, state="new"), come(1, state="old")
+    begin(new, old)
+
+    def begins():
+        meeting = new.meet(BEGIN, trains=False, gives=False)
+        new.commit(meeting.reason)
+        return meeting.verdict
+
+    def trains():
+        meeting = old.meet(TURN, trains=True, gives=True)
+        old.commit(meeting.reason)
+        return meeting.verdict
+
+    assert together(begins, trains) == [Verdict.FOLLOW] * 2
+
+    def comes():
+        meeting = new.meet(BEGIN, trains=False, gives=False)
+        mean = new.link.send(meeting.header, torch.ones(3)).wait()
+        return meeting, mean, new.commit()
+
+    found = together(comes, lambda: exchange(old, [2.0, 4.0, 6.0]))
+    assert [meeting.state and meeting.state["weights"] for meeting, *_ in found] == ["old", None]
+    assert [mean.tolist() for _, mean, _ in found] == [[2.0, 4.0, 6.0]] * 2
+
+
+def test_one_with_other_settings_that_comes_later_costs_the_other_one_exchange(come):
+    first, second = come(0), come(1)
+    begin(first, second)
+    second.close()
+    unlike = come(1, settings=3)
+
+    def comes():
+        with pytest.raises(ConfigError) as caught:
+            unlike.meet(BEGIN, trains=False, gives=False)
+        return caught.value.key
+
+    (meeting, _, counts), key = together(lambda: exchange(first, [1.0, 2.0, 3.0]), comes)
+    assert (meeting.goes, counts, key) == (False, False, "replica")
+    unlike.close()
+    meeting, mean, counts = exchange(first, [1.0, 2.0, 3.0])
+    assert (meeting.goes, counts, mean.tolist()) == (True, True, [1.0, 2.0, 3.0])

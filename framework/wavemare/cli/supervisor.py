@@ -22,6 +22,7 @@ from types import FrameType
 
 import psutil
 
+from wavemare.engine.launch.environment import RESTARTED
 from wavemare.errors import WavemareError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -70,9 +71,11 @@ def supervise(
         The exit code: 0 if all processes have ended with 0; 128 + n if signal n ended the job.
     """
     with _noted_signals() as received:
+        died_at = None
         for attempt in range(max_restarts + 1):
-            job = _Attempt(commands(attempt), received)
+            job = _Attempt(commands(attempt), received, died_at)
             code = job.run(seconds_to_stop)
+            died_at = job.ended_at
             if received or code in (0, WavemareError.exit_code) or attempt == max_restarts:
                 break
             sys.stderr.write(
@@ -165,8 +168,11 @@ class _Restarted(threading.Thread):
 
     def run(self) -> None:
         """Start them, and start them again."""
+        died_at = None
         for restart in range(1, self._max_restarts + 2):
-            code = _Attempt(self._commands(), self._received).run(_SECONDS_TO_STOP)
+            attempt = _Attempt(self._commands(), self._received, died_at)
+            code = attempt.run(_SECONDS_TO_STOP)
+            died_at = attempt.ended_at
             over = self._received or code in (0, WavemareError.exit_code) or not self.starts_again
             if over or restart > self._max_restarts:
                 break
@@ -209,19 +215,26 @@ class _Attempt:
     Args:
         commands: Of the processes.
         received: The signals that this process gets, as they come.
+        died_at: When the attempt before has ended (Unix time), for ranks that tell how long a
+            restart takes; None if there was none.
 
     Attributes:
         killed: The ranks that signal 9 has ended first, as far as they are known.
+        ended_at: When the first process has ended (Unix time).
     """
 
-    def __init__(self, commands: Sequence[Command], received: Sequence[int]) -> None:
+    def __init__(
+        self, commands: Sequence[Command], received: Sequence[int], died_at: float | None = None
+    ) -> None:
         self.killed: list[int] = []
+        self.ended_at = math.nan
+        told = {} if died_at is None else {RESTARTED: f"{died_at} {time.time()}"}
         self._received = received
         self._by_launcher = any(command.is_launcher for command in commands)
         self._started: list[subprocess.Popen[bytes]] = []
         try:
             for command in commands:
-                environment = {**os.environ, **command.variables}
+                environment = {**os.environ, **told, **command.variables}
                 self._started.append(
                     subprocess.Popen(command.words, env=environment, start_new_session=True)
                 )
@@ -233,6 +246,7 @@ class _Attempt:
         """Wait for the end of the processes, or bring it about; return the exit code."""
         while None in (codes := self._codes()) and not any(codes) and not self._received:
             time.sleep(_POLL_S)
+        self.ended_at = time.time()
         if self._received:
             return self._stop(seconds_to_stop)
         if any(codes):

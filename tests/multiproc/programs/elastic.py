@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ from common import QUIET, build_gpt2, configuration, weights_digest
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
+
+if find_spec("torchft"):
+    from wavemare.engine.local_steps.quorum import ElasticLink
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 
@@ -39,7 +43,19 @@ def start(given):
     local |= given.get("unlike", {}).get(os.environ.get("WAVEMARE_REPLICA"), {})
     config["wavemare"] = {"local_steps": local, "guard": {"nonfinite": "off"}}
     config["wavemare"]["watchdog"] = given.get("watchdog", {})
-    return wavemare.initialize(model=build_gpt2(**QUIET), config=config)[0]
+    shape = given.get("shapes", {}).get(os.environ.get("WAVEMARE_REPLICA"), {})
+    return wavemare.initialize(model=build_gpt2(**QUIET, **shape), config=config)[0]
+
+
+def die_in_exchange():
+    """Let this process die in its next exchange, when its messages have begun."""
+    send = ElasticLink.send
+
+    def die(*given):
+        send(*given)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ElasticLink.send = die
 
 
 def main(folder, given):
@@ -52,6 +68,7 @@ def main(folder, given):
     tried = folder / f"{name}.tried"
     attempt = len(tried.read_text()) if tried.exists() else 0
     tried.write_text("x" * (attempt + 1))
+    loader.consumed_samples += engine.join_replicas()
     events = given.get("events", {}).get(str(engine.replica), {}) if not attempt else {}
     present = 0.0
     with open(folder / f"{name}.jsonl", "a", buffering=1) as file:
@@ -59,6 +76,8 @@ def main(folder, given):
             event = events.get(str(engine.global_steps + 1))
             if event == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if event == "kill in the exchange":
+                die_in_exchange()
             if event == "nan":
                 next(engine.module.parameters()).data.fill_(float("nan"))
             loss = engine.train_batch(loader).item()
@@ -70,6 +89,10 @@ def main(folder, given):
             file.write(f"{json.dumps(row)}\n")
             if engine.global_steps == given.get("save"):
                 engine.save_checkpoint(str(folder))
+        if (late := given.get("late")) is not None:
+            while len((folder / f"{late}.tried").read_text()) < 2:
+                time.sleep(0.05)
+            time.sleep(1)  # it is about to meet the others
         engine.synchronize()
         file.write(f"{json.dumps({'digest': weights_digest(engine)})}\n")
     engine.destroy()

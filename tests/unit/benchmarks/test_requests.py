@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.gpu.request import GpuJob, GpuRequest
+from benchmarks.local_steps.elastic_request import ElasticRequest
 from benchmarks.local_steps.request import LocalStepsRequest
 from benchmarks.losses.request import LossesRequest
 from benchmarks.pipeline.request import SYSTEMS, PipelineRequest
@@ -59,6 +60,12 @@ REFUSED = {
         ({"every": 6}, "--every", "4"),
         ({"systems": ("ddp",), "quality": 8}, "--quality", "deepspeed-zero1"),
     ],
+    ElasticRequest: [
+        ({"replicas": 1}, "--replicas", "2 or more"),
+        ({"steps": 100}, "--steps", "--every 32"),
+        ({"calm_steps": 8}, "--calm-steps", "--every 32"),
+        ({"systems": ("elastc",)}, "--systems", "'elastic'"),
+    ],
     GpuRequest: [
         ({"parts": ("kernel",)}, "--parts", "'kernels'"),
         ({"parts": ()}, "--parts", "kernels"),
@@ -96,6 +103,7 @@ def test_a_bad_value_is_refused_by_its_option(kind, values, option, named):
         SparseRequest.of(ranks=2, mbit=200.0, densities=(0.5,), systems=("wavemare-auto-gloo",)),
         WaveRequest.of(exposed=(0,)),
         LocalStepsRequest.of(ranks=4, ranks_per_host=2, dense_steps=2),
+        ElasticRequest.of(systems=("fixed", "restarts-killed"), kill_every=30.0),
         PlannerRequest.of(parts=("cuts",), ranks=(3,)),
         next(PlannerRequest.of().jobs(cores=2)),
         GpuRequest.of(parts=("step", "waves"), tiny=True),

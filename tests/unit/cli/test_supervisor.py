@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
 import psutil
@@ -263,7 +264,7 @@ def attempts_of(folder):
     [("kill", 0, 2), ("3", 3, 3), ("2", 2, 1)],  # 2: a mistake of the user is not repeated
 )
 def test_ranks_restart_as_often_as_allowed(restarted, tmp_path, end, code, attempts):
-    job = restarted(end)
+    begun, job = time.time(), restarted(end)
     _, errors = job.communicate(timeout=600)
     assert job.returncode == code, errors
     found = attempts_of(tmp_path)
@@ -276,6 +277,11 @@ def test_ranks_restart_as_often_as_allowed(restarted, tmp_path, end, code, attem
         }
         assert len(sizes) == 1
         assert all(rank["words"] == WORDS for rank in ranks)
+    # Each attempt but the first hears when the one before has ended, and when it has started.
+    told = [rank.get("WAVEMARE_RESTARTED") for ranks in found for rank in ranks]
+    assert told[:2] == [None, None]
+    times = [begun, *(float(one) for pair in told[2::2] for one in pair.split()), time.time()]
+    assert times == sorted(times)
     # Ranks of one attempt meet at a port that no other attempt has used.
     assert len({ranks[0]["MASTER_PORT"] for ranks in found}) == attempts
     # All attempts are of one job, whose checkpoints they resume.
@@ -297,7 +303,7 @@ REPLICA = """
 import os, signal, sys, time
 folder, who, end = sys.argv[1:]
 file = f"{folder}/{who}_{time.time_ns()}"
-open(file, "w").close()
+open(file, "w").write(os.environ.get("WAVEMARE_RESTARTED", ""))
 mine = [name for name in os.listdir(folder) if name.startswith(f"{who}_")]
 if who in ("1", "server") and len(mine) == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -322,11 +328,15 @@ sys.exit(supervise_replicas(of("server"), lambda n: [of(n)], 3, 5, seconds_to_fi
 
 @pytest.mark.parametrize(("end", "code"), [("well", 0), ("typed", 2)])
 def test_each_replica_starts_again_by_itself(tmp_path, end, code):
-    words = [sys.executable, "-c", REPLICAS, REPLICA, str(tmp_path), end]
+    begun, words = time.time(), [sys.executable, "-c", REPLICAS, REPLICA, str(tmp_path), end]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == code, done.stderr
     started = [file.name.split("_")[0] for file in tmp_path.iterdir()]
     assert sorted(started) == ["0", "1", "1", "2", "server", "server"]
+    first, second = (file.read_text() for file in sorted(tmp_path.glob("1_*")))
+    assert first == ""
+    times = [begun, *map(float, second.split()), time.time()]
+    assert times == sorted(times)
     lines = sorted(line.split(";")[0] for line in done.stderr.splitlines())
     assert lines == [f"wavemare: {who} ended with 137" for who in ("replica 1", "the server")]
     told = [process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"])]

@@ -22,6 +22,7 @@ BEGINS = NEW._replace(step=0, fragment=START)
         ([NEW, HERE, HERE], Verdict.GO, []),
         ([HERE, HERE._replace(gives=0)], Verdict.GO, []),
         ([HERE._replace(gives=0), NEW], Verdict.DROP, []),
+        ([HERE._replace(gives=0), NEW, HERE], Verdict.DROP, []),  # whose state NEW has is unknown
         ([HERE, HERE._replace(step=12)], Verdict.FOLLOW, []),
         ([HERE, HERE._replace(digest=8)], Verdict.FOLLOW, []),
         ([BEGINS, HERE], Verdict.FOLLOW, []),
