@@ -380,8 +380,13 @@ def test_a_wrong_conversion_leaves_nothing(hf, tmp_path, monkeypatch):
 def test_what_is_copied_wrongly_leaves_nothing(hf, megatron, tmp_path, monkeypatch):
     monkeypatch.setattr("wavemare.models.source.COPIED_BYTES", 0)
     spans, pwrite = MegatronWeights.spans, os.pwrite
-    with monkeypatch.context() as wrong:  # in another order
-        wrong.setattr(MegatronWeights, "spans", lambda *args: spans(*args)[::-1])
+
+    def mixed(weights, name):
+        found = spans(weights, name)
+        return found[::-1] if name.endswith("linear_qkv.weight") else found
+
+    with monkeypatch.context() as wrong:
+        wrong.setattr(MegatronWeights, "spans", mixed)
         with refuses(ModelError, "weights", "model.layers.0.self_attn.q_proj.weight"):
             convert(hf, tmp_path / "target", "megatron")
 
