@@ -271,7 +271,6 @@ class ElasticSteps(LocalSteps):
         if meeting.diverged:
             self._deliver(math.inf)
             self._stop_if_diverged(meeting)
-        self._figures["replicas"] = float(meeting.givers)
         self._deliver(self._step)
         return True
 
@@ -287,6 +286,7 @@ class ElasticSteps(LocalSteps):
             reason = reason_of(error)
         if self._members.commit(reason):
             self._met_at, self._missed = time.monotonic(), 0
+            self._figures["replicas"] = float(self._members.link.givers)
             return super()._receive(flight)
         self._miss(reason or "too few replicas, or a rank of this one, took part")
         return None
