@@ -232,13 +232,14 @@ class ElasticSteps(LocalSteps):
     def _meet(self, header: Header, *, trains: bool = True, hurries: bool = False) -> Meeting:
         assert self._members is not None
         self._doing = header
+        # One that comes waits for the others' next exchange; not as long as the watchdog.
+        left = max(0.9 * self._patience_s - (time.monotonic() - self._met_at), 1.0)
         return self._members.meet(
             header,
             trains=trains,
             gives=trains and self._is_finite(),
             hurries=hurries,
-            # One that comes waits for the others' next exchange; not as long as the watchdog.
-            wait_s=None if trains else max(0.9 * self._patience_s, self._patience_s - 5.0),
+            wait_s=None if trains else left,
         )
 
     def _is_finite(self) -> bool:
@@ -338,7 +339,10 @@ class ElasticSteps(LocalSteps):
         if waited > self._patience_s:
             assert self._members is not None
             self._members.commit(reason)
-            remedy = "Look at the lighthouse and at the other replicas, and start this one again"
+            where = self._members.address
+            remedy = (
+                f"Look at the lighthouse {where} and the other replicas, and start this one again"
+            )
             told = f"there was no exchange for {waited:.0f} s: {reason}"
             raise CommError("replica", self._engine.replica, told, remedy)
         if self._missed == 1:
