@@ -128,7 +128,7 @@ def _kill_until_the_end(
         now = time.monotonic()
         due = now + request.kill_every if due == math.inf else due
         if now >= due and max(line.step for (line,) in lines) < last:
-            due += request.kill_every
+            due = now + request.kill_every
             replica = len(kills) % request.replicas
             pid = lines[replica][0].pid
             with suppress(ProcessLookupError):  # it is on its way back

@@ -232,13 +232,14 @@ class ElasticSteps(LocalSteps):
     def _meet(self, header: Header, *, trains: bool = True, hurries: bool = False) -> Meeting:
         assert self._members is not None
         self._doing = header
+        # One that comes waits for the others' next exchange; not as long as the watchdog.
+        left = max(0.9 * self._patience_s - (time.monotonic() - self._met_at), 1.0)
         return self._members.meet(
             header,
             trains=trains,
             gives=trains and self._is_finite(),
             hurries=hurries,
-            # One that comes waits for the others' next exchange; not as long as the watchdog.
-            wait_s=None if trains else max(0.9 * self._patience_s, self._patience_s - 5.0),
+            wait_s=None if trains else left,
         )
 
     def _is_finite(self) -> bool:
@@ -271,7 +272,6 @@ class ElasticSteps(LocalSteps):
         if meeting.diverged:
             self._deliver(math.inf)
             self._stop_if_diverged(meeting)
-        self._figures["replicas"] = float(meeting.givers)
         self._deliver(self._step)
         return True
 
@@ -287,6 +287,7 @@ class ElasticSteps(LocalSteps):
             reason = reason_of(error)
         if self._members.commit(reason):
             self._met_at, self._missed = time.monotonic(), 0
+            self._figures["replicas"] = float(self._members.link.givers)
             return super()._receive(flight)
         self._miss(reason or "too few replicas, or a rank of this one, took part")
         return None
@@ -338,7 +339,10 @@ class ElasticSteps(LocalSteps):
         if waited > self._patience_s:
             assert self._members is not None
             self._members.commit(reason)
-            remedy = "Look at the lighthouse and at the other replicas, and start this one again"
+            where = self._members.address
+            remedy = (
+                f"Look at the lighthouse {where} and the other replicas, and start this one again"
+            )
             told = f"there was no exchange for {waited:.0f} s: {reason}"
             raise CommError("replica", self._engine.replica, told, remedy)
         if self._missed == 1:

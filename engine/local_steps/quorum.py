@@ -160,9 +160,8 @@ class Members:
         state: Returns what a replica that is behind gets.
         digests: Of the model and the settings, as in `Row`.
 
-    Raises:
-        ConfigError: The address is none.
-        LaunchError: There is no lighthouse.
+    Attributes:
+        address: Of the lighthouse.
     """
 
     def __init__(
@@ -178,7 +177,7 @@ class Members:
         digests: tuple[int, int],
     ) -> None:
         self._replicas, self._digests, self._inner = replicas, digests, group
-        self._replica, self._address = replica, address
+        self._replica, self.address = replica, address
         self._received: dict[str, Any] | None = None
         host = _own_host(address)
         self._store, store_port = _shared_store(host, group)
