@@ -33,7 +33,7 @@ from wavemare.comm.executors import Scratch
 from wavemare.comm.kernels import kernels_for
 from wavemare.comm.transport.torch_transport import MovingTransport
 from wavemare.comm.waits import waiting
-from wavemare.engine.launch.environment import address_of_route
+from wavemare.engine.launch.environment import host_address
 from wavemare.engine.launch.group import gather
 from wavemare.engine.local_steps.meeting import Meeting, Row, Verdict, decide, judge_of, reason_of
 from wavemare.engine.local_steps.wire import Header, Message, ReplicaLink
@@ -374,8 +374,14 @@ def check_lighthouse(address: str, group: Any) -> None:
 
 
 def _own_host(address: str) -> str:
-    """Return how other replicas reach this host."""
-    return "localhost" if urlsplit(address).hostname in _HERE else address_of_route()
+    """Return how other replicas reach this host: by the interface that reaches the lighthouse."""
+    parts = urlsplit(address)
+    if parts.hostname in _HERE:
+        return "localhost"
+    with socket.create_connection((parts.hostname, parts.port), timeout=_CONNECT_S) as probe:
+        own = str(probe.getsockname()[0])
+    # The name of this host itself may stand for an address that no other host has.
+    return host_address(os.environ) if own.startswith("127.") else own
 
 
 def _shared_store(host: str, group: Any) -> tuple[Any, int]:
