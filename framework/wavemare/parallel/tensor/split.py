@@ -474,7 +474,7 @@ def _refusal(model: Any, reason: str) -> ModelError:
         "model",
         type(model).__name__,
         f"wavemare.tensor_parallel cannot split it: {reason}",
-        "Use ZeRO, or pipeline stages",
+        "Use ZeRO; or pipeline stages, if wavemare.models.SUPPORTED names the class",
     )
 
 
