@@ -92,7 +92,7 @@ def plan_of(model: Any) -> TensorPlan:
     Raises:
         ModelError: It is no model of transformers, or has no plan, or one that splits nothing.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
         raise ModelError(
             "model",
