@@ -126,6 +126,18 @@ class EngineMixin(CheckpointMixin):
         features = (self.same_batches, balance, self.sparse, replicas, self.guard)
         self.features = tuple(filter(None, features))
 
+    def _broadcast_model(self) -> None:
+        """Give all ranks the weights of the first, also those without dimensions."""
+        # DeepSpeed's method views weights as bytes, which torch refuses without dimensions.
+        scalars = [own for own in self.module.parameters() if own.dim() == 0]
+        for own in scalars:
+            own.data = own.data.view(1)
+        try:
+            super()._broadcast_model()
+        finally:
+            for own in scalars:
+                own.data = own.data.view(())
+
     def _attach_replicas(self, timeout_s: float) -> LocalSteps:
         local = self.settings.local_steps
         if not local.elastic.replicas:

@@ -17,6 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime import config as stock
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.utils import groups
+from torch import nn
 
 from wavemare.engine.config.refusals import check_shares, refuse_split
 from wavemare.engine.config.resolve import (
@@ -146,6 +147,7 @@ def resolve(
     """
     ours = check_config(config, world_size=dist.get_world_size())
     _refuse_removed(config)
+    _refuse_scalars(config, model)
     refuse_misspelt_section(config)
     if dist.get_rank() == 0:
         for warning in misplaced_keys(config):
@@ -166,6 +168,20 @@ def _refuse_removed(config: Mapping[str, Any]) -> None:
     ):
         for key in sorted(given.keys() & removed.keys()):
             raise ConfigError(f"{part}{key}", given[key], removed[key].rstrip(". "), "Leave it out")
+
+
+def _refuse_scalars(config: Mapping[str, Any], model: Any) -> None:
+    """Refuse weights of no dimension under ZeRO 3, which views them as bytes to cut them."""
+    if zero_section(config).get("stage") != ZERO_WEIGHTS or not isinstance(model, nn.Module):
+        return
+    name = next((name for name, own in model.named_parameters() if own.dim() == 0), None)
+    if name is not None:
+        raise ModelError(
+            name,
+            "a weight of no dimension",
+            "ZeRO 3 cannot cut it",
+            "Give it one dimension, as torch.zeros(1) has, or use ZeRO 1 or 2",
+        )
 
 
 def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig, stages: int) -> None:

@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import torch
 
 KINDS = ["zero", "stages", "split"]
 
@@ -38,3 +39,15 @@ def test_losses_of_a_split_model_in_bf16_are_the_whole_ones(launch_once):
         split, whole = results["half 50"]
         assert split == pytest.approx(whole, rel=2e-2)
         assert split[-1] < 0.8 * split[0]
+
+
+@pytest.mark.world_size(2)
+def test_weights_of_no_dimension_train_as_in_one_process(launch_once):
+    stages = [0, 1, 2]
+    parts = json.dumps([["scalars", stage] for stage in [*stages, 3]])
+    for results in launch_once("engine_options.py", parts):
+        for stage in stages:
+            found, expected = results[f"scalars {stage}"]
+            for one, other in zip(found, expected, strict=True):
+                assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-6), stage
+        assert results["scalars 3"].startswith("ModelError: scale = ")

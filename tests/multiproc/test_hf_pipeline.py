@@ -93,9 +93,12 @@ def test_gradients_are_not_clipped_to_0_and_the_start_is_evaluated(results):
 
 @pytest.mark.world_size(2)
 def test_a_loss_of_the_scripts_own_is_that_of_one_process(results):
-    for result in (found["own_interleaved"] for found in results):
+    found = list(results)
+    for result in (each["own_interleaved"] for each in found):
         assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
         assert result["eval"] == pytest.approx(result["eval_expected"], rel=1e-4)
+    called, batches = found[-1]["own_interleaved"]["trained"]
+    assert called == batches  # and not for what fills up the last step
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)

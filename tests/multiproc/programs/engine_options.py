@@ -4,6 +4,7 @@
 Arguments: result folder, then a JSON list of [part, argument].
 """
 
+import copy
 import json
 import sys
 
@@ -17,6 +18,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
 from deepspeed.utils import groups
 from tensor_models import batch, build
 from torch import distributed as dist
+from torch import nn
 from torch._dynamo.utils import counters
 
 import wavemare
@@ -98,6 +100,45 @@ def ulysses(_):
         "unshared": refusal(lambda: engine.train_batch(iter([text(0)] * 2))),
         "refused": refusal(lambda: start(zero=1, mpu=mpu)),
     }
+
+
+class Scaled(nn.Module):
+    """A layer with a weight of no dimension."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def forward(self, inputs):
+        return self.scale * self.linear(inputs)
+
+
+def scalars(stage):
+    """Weights of no dimension, from unlike starts on the ranks, beside one process."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    model = Scaled(2.0 + rank)
+    whole = copy.deepcopy(model)
+    whole.scale.data.fill_(2.0)
+    config = configuration(stage, gradient_accumulation_steps=1, gradient_clipping=0.0)
+    config |= {"optimizer": {"type": "SGD", "params": {"lr": RATE}}}
+    config |= {"zero_allow_untested_optimizer": True, "wavemare": {}}
+    del config["scheduler"]
+    if stage == 3:
+        return refusal(lambda: wavemare.initialize(model=model, config=config))
+    engine = wavemare.initialize(model=model, config=config)[0]
+    for _ in range(2):
+        rows = torch.randn(ranks, ROWS, 3)
+        (whole(rows).square().mean()).backward()
+        torch.optim.SGD(whole.parameters(), lr=RATE).step()
+        whole.zero_grad()
+        engine.backward(engine(rows[rank]).square().mean())
+        engine.step()
+    return [
+        [weight.tolist() for weight in weights(engine)],
+        [weight.tolist() for weight in whole.parameters()],
+    ]
 
 
 if __name__ == "__main__":

@@ -216,10 +216,12 @@ def weighed(model, inputs):
 
 class Weighing(wavemare.hf.Trainer):
     loss_is_scaled_for_ga = False
+    trained = 0  # batches
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         seen = model.training, model.config.vocab_size, hasattr(model, "lm_head")
         assert seen == (not return_outputs, VOCABULARY, False), seen
+        self.trained += model.training
         loss = weighed(model, inputs)
         return (loss, {"loss": loss}) if return_outputs else loss
 
@@ -235,13 +237,21 @@ def own_loss(schedule):
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     torch.distributed.barrier()
+    alone = []  # losses of the batches in one process
+
+    def loss_alone(model, inputs):
+        alone.append(weighed(model, inputs))
+        return alone[-1]
+
+    expected = reference("gpt2", trainer, loss_of=loss_alone)["losses"]
     loaded = type(trainer.model).from_pretrained(trainer.args.output_dir).eval()
     batches = [trainer.data_collator([row]) for row in Weighed("gpt2", 7, seed=1)]
     with torch.no_grad():
         means = [float(weighed(loaded, batch)) for batch in batches]
     return {
         "losses": losses(trainer),
-        "expected": reference("gpt2", trainer, loss_of=weighed)["losses"],
+        "expected": expected,
+        "trained": [trainer.trained, len(alone)],
         "eval": evaluated,
         "eval_expected": sum(means) / len(means),
     }

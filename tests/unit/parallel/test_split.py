@@ -259,6 +259,7 @@ def adapted(model, name, layer=LowRank):
         (lambda: gpt2(add_cross_attention=True), 2, ("model",)),
         (lambda: bert(is_decoder=True), 2, ("model",)),
         (lambda: gpt2().transformer, 2, ("model", "GPT2Model")),
+        (lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)), 2, ("model", "Sequential")),
         (
             lambda: of_family("llama", {"num_key_value_heads": 1}),
             2,

@@ -90,9 +90,16 @@ def plan_of(model: Any) -> TensorPlan:
     """Return the plan of a transformers model.
 
     Raises:
-        ModelError: It has none, or one that splits nothing.
+        ModelError: It is no model of transformers, or has no plan, or one that splits nothing.
     """
-    config = model.config
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "model_type"):
+        raise ModelError(
+            "model",
+            type(model).__name__,
+            "wavemare.tensor_parallel splits models of transformers alone",
+            "Use ZeRO; or write a PipelineModule for it (docs/own-model.md)",
+        )
     if config.model_type in _OWN:
         return _OWN[config.model_type]
     styles = getattr(config, "base_model_tp_plan", None) or {}

@@ -409,8 +409,8 @@ def _check_adapters(model: Any) -> None:
 
 
 def _check(model: Any, group: Any) -> TensorPlan:
-    name, config = type(model).__name__, model.config
     plan = plan_of(model)
+    name, config = type(model).__name__, model.config
     if is_split(model):
         raise ModelError("model", name, "it has been split already", "Split it once")
     if model.base_model is model:
@@ -474,7 +474,7 @@ def _refusal(model: Any, reason: str) -> ModelError:
         "model",
         type(model).__name__,
         f"wavemare.tensor_parallel cannot split it: {reason}",
-        "Use ZeRO, or pipeline stages",
+        "Use ZeRO; or pipeline stages, if wavemare.models.SUPPORTED names the class",
     )
 
 
