@@ -196,7 +196,7 @@ OURS = [
     for line in COMMANDS
     if re.match(r"wavemare .|python -m benchmarks |.* -m(odule)? wavemare\.recipes", line)
     and not re.search(r" > | file:", line)
-    and not (" --replicas " in line and find_spec("torchft") is None)
+    and not (re.search(" --replicas |benchmarks elastic", line) and find_spec("torchft") is None)
 ]
 
 
