@@ -59,8 +59,8 @@ def main() -> None:
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
-    check_model(args)
     source = find_data(args)
+    check_model(args)
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Text. One process of each host reads and tokenizes it; the others take it from the cache.

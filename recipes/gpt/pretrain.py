@@ -10,9 +10,14 @@ Run it with ``wavemare train gpt``, or as any DeepSpeed script::
 stages (PipeMare). ``--set`` changes it: docs/recipes.md has the words for 1F1B, ZeRO, waves, sparse
 gradients and slow links.
 
-The JSON names AdamW, but ``optimizer_policy: auto`` takes Muon for the matrices. This skips one
-remedy of docs/schedules.md, the synchronous first steps, so that all 250 steps are asynchronous. A
-step has 2,048 tokens. Muon's own work is worth the passes of 4 x width of them, here 768.
+To read it, follow five names: ``causal_samples`` (data), ``make_or_load_model`` (a transformers
+model), ``initialize`` (engine), ``train_batch`` (one step) and ``export``. The rest records,
+resumes and stops.
+
+The AdamW of the JSON steps only embedding, head, biases and norms: ``optimizer_policy: auto`` takes
+Muon for the hidden matrices, because gradients are one step old. With Muon, the first steps need
+not be synchronous. Its own work is worth the passes of 4 x width tokens, here 768; a step has
+2,048. For plain synchronous AdamW: ``--set wavemare.pipeline.schedule=1f1b``.
 
 The other recipes are this file with differences, which each of them lists first.
 """

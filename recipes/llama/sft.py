@@ -76,8 +76,8 @@ def main() -> None:
     args = parse_arguments(SftArguments)
     check_options(args)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
-    check_model(args)
     source = find_data(args)
+    check_model(args)
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Model and chats. Each process reads its own part of the weights, and one process of each host
