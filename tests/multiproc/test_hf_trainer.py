@@ -13,6 +13,7 @@ CASES = [
     "resumed",
     "own_loader",
     "refusals",
+    "again",
     "tensor_parallel",
     "own_optimizer",
     "named_optimizer",
@@ -124,6 +125,14 @@ def test_optimizers_that_the_file_would_overrule_are_shown(results):
         assert "optimizer.type=AdamW, the argument optim=sgd" in shown
         assert "scheduler.type=WarmupLR, the argument lr_scheduler_type=cosine" in shown
         assert "optimizers = 'SGD'" in result["refusals"]["objects"]
+
+
+def test_zero_3_trains_once_and_the_remedy_trains_again(results):
+    for result in results:
+        found = result["again"]
+        assert found["message"].startswith("ConfigError: zero_optimization.stage = 3: ")
+        expected = result["gpt2_zero2"]["stock"]["losses"]
+        assert found["losses"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_what_cannot_work_is_refused_by_name(results):

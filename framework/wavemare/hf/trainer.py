@@ -207,10 +207,18 @@ class Trainer(StockTrainer):
         return LoopModel(engine), loader
 
     def _release_engine(self) -> None:
-        """Destroy the engine of an earlier call, but not with ZeRO 3, which owns the weights."""
+        """Destroy the engine of an earlier call.
+
+        Raises:
+            ConfigError: It is one of ZeRO 3, which has the weights.
+        """
         engine = self.deepspeed
-        if engine is None or engine.zero_optimization_stage() == _ZERO_WEIGHTS:
+        if engine is None:
             return
+        if engine.zero_optimization_stage() == _ZERO_WEIGHTS:
+            reason = "the engine of an earlier train, evaluate or predict has the weights"
+            remedy = "Save the model, and train it with a new Trainer"
+            raise ConfigError("zero_optimization.stage", _ZERO_WEIGHTS, reason, remedy)
         engine.module_forward_pre_hook.remove()
         engine.module_forward_post_hook.remove()
         engine.destroy()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from common import VOCABULARY, leave, refusal
+from common import QUIET, VOCABULARY, leave, refusal
 from hf_common import MODELS, Rows, arguments, file_digest, json_file, losses, pad, plain_model
 from tensor_models import Widths
 
@@ -225,6 +225,25 @@ def refusals():
     }
 
 
+def again_with_zero_3():
+    """Training after an evaluation is refused, and what the error advises trains."""
+
+    def trainer(model, name):
+        return wavemare.hf.Trainer(
+            model=model, args=arguments(name, json_file(3)), train_dataset=Rows("gpt2", 22)
+        )
+
+    first = trainer(plain_model("gpt2"), "again")
+    first.evaluate(Rows("gpt2", 4))
+    message = refusal(first.train)
+    first.save_model()
+    torch.distributed.barrier()
+    folder = first.args.output_dir
+    second = trainer(transformers.GPT2LMHeadModel.from_pretrained(folder, **QUIET), "new")
+    second.train()
+    return {"message": message, "losses": losses(second)}
+
+
 CASES = {
     **{f"{k}_zero{s}": partial(same_as_stock, k, s) for k in MODELS for s in range(4)},
     "without_a_file": without_a_file,
@@ -235,6 +254,7 @@ CASES = {
     "named_optimizer": named_optimizer,
     "resumed": resumed,
     "own_loader": own_loader,
+    "again": again_with_zero_3,
     "refusals": refusals,
 }
 
