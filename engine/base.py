@@ -30,8 +30,8 @@ from wavemare.engine.local_steps.steps import LocalSteps
 from wavemare.engine.observe.choices import tell_warning
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.restarts import tell_first_step
-from wavemare.engine.optim.adapter import LoadedWeights
 from wavemare.engine.optim.groups import AllGroups, dropped_groups, sum_all_norms
+from wavemare.engine.optim.loaded import LoadedWeights
 from wavemare.engine.optim.norm import GradientNorm
 from wavemare.engine.optim.optimizers import (
     check_matrix_optimizer,

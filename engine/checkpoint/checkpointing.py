@@ -76,7 +76,8 @@ from wavemare.engine.checkpoint.universal import (
 from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
-from wavemare.engine.optim.adapter import LoadedWeights, adapt
+from wavemare.engine.optim.adapter import adapt
+from wavemare.engine.optim.loaded import LoadedWeights
 from wavemare.engine.optim.policy import Written
 from wavemare.engine.parts import own_part, part_of
 from wavemare.engine.seams import destroy_groups, replaced
