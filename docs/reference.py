@@ -292,7 +292,7 @@ def in_time(shape: str) -> str:
     """
     table = tomllib.loads((RESULTS / "tables.toml").read_text())["in-time"]
     stages, micro_batches = map(int, shape.split("x"))
-    measured = [row for file in _results(f"async-time-{stages}.json") for row in file["rows"]]
+    measured = [row for file in _results(f"async-time-{shape}.json") for row in file["rows"]]
     if not measured:
         return "There is no result yet.\n"
     seconds = {row["system"]: row["median_s"] for row in measured}

@@ -17,8 +17,8 @@ resumes and stops.
 The AdamW of the JSON steps only embedding, head, biases and norms: ``optimizer_policy: auto`` takes
 Muon for the hidden matrices, because gradients are one step old. With Muon, the first steps need
 not be synchronous. Its own work costs as much as the passes of 4 x width tokens: here 768, beside
-the 2,048 tokens of a step. The shortest program of this kind is recipes/examples/pipemare.py. For
-plain synchronous AdamW: ``--set wavemare.pipeline.schedule=1f1b``.
+the 2,048 tokens of a step. For plain synchronous AdamW:
+``--set wavemare.pipeline.schedule=1f1b``. A program of this kind on one page is minimal.py.
 
 The other recipes are this file with differences, which each of them lists first.
 """

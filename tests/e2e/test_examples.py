@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each example runs as two ranks, as it would in a user's hands, and learns where it trains."""
+"""Each example runs as two ranks, as it would in a user's hands, and learns where it trains.
+
+So does the recipe on one page.
+"""
 
 import re
 from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "examples"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+FOLDER = RECIPES / "examples"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 ONE_PROCESS = {"planner": "predicted"}
 
@@ -23,3 +27,18 @@ def test_an_example_runs(recipe, monkeypatch, tmp_path, name):
     losses = [float(text) for text in re.findall(r"loss'?:? '?([0-9.]+)", ended.output)]
     assert len(losses) >= 2
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_recipe_on_one_page(command, tmp_path):
+    """It reads the text that it is given, and its whole model writes."""
+    source = (RECIPES / "gpt/minimal.py").read_text()
+    shorter = source.replace("STEPS, LENGTH, OUTPUT = 200, 128,", "STEPS, LENGTH, OUTPUT = 50, 32,")
+    assert shorter != source
+    (tmp_path / "text.txt").write_text("One line of text is enough to learn.\n" * 200)
+    (tmp_path / "minimal.py").write_text(shorter)
+    ended = command("wavemare", "launch", "--nproc", 2, "minimal.py", "text.txt").check()
+    found = re.findall("loss ([0-9.]+)  held out ([0-9.]+)", ended.output)
+    assert found
+    assert max(map(float, found[-1])) < 1.0  # random bytes: 5.5
+    assert (tmp_path / "build/gpt-minimal/model.safetensors").exists()
+    assert "def read(" in ended.output

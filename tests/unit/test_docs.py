@@ -160,7 +160,7 @@ def test_time_to_a_loss_is_of_steps_between_evaluations(tmp_path, monkeypatch):
     runs += [{**run("flush", 0, 4.0, 3.0, 3.0), "learning_rate": 0.25}]  # a worse rate
     (tmp_path / "async-time.json").write_text(json.dumps({"command": "--lr RATE", "runs": runs}))
     measured = [{"system": "stock", "median_s": 2.0}, {"system": "ours", "median_s": 0.5}]
-    (tmp_path / "async-time-2.json").write_text(json.dumps({"rows": measured}))
+    (tmp_path / "async-time-2x2.json").write_text(json.dumps({"rows": measured}))
     (tmp_path / "tables.toml").write_text("""
 [in-time]
 runs = ["async-time.json"]

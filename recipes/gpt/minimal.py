@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pretrain a GPT-2 in two pipeline stages: text, model, optimizer and loop on one page.
+
+wavemare launch --nproc 2 recipes/gpt/minimal.py [FILE]
+
+FILE is your text; by default, the model learns Python from the standard library. A token is a byte.
+Each process runs this program: it reads the same batches as the others, and trains one stage.
+pretrain.py adds what longer runs need: a tokenizer, options, metrics, checkpoints.
+"""
+
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import wavemare
+
+STEPS, LENGTH, OUTPUT = 200, 128, "build/gpt-minimal"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 4,  # micro-batches in a step; they keep both stages busy
+    "steps_per_print": None,
+    # "auto" is a fast synchronous schedule. "pipemare" never empties the pipeline, but its
+    # gradients are up to one step old: docs/asynchronous.md says how to train with them.
+    "wavemare": {"pipeline": {"stages": 2, "schedule": "auto"}},
+}
+
+
+def read_text() -> torch.Tensor:
+    """Return the text as bytes, int64 [number of bytes]."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = [Path(name) for name in sys.argv[1:]] or sorted(library.glob("*.py"))
+    text = b"\n".join(file.read_bytes() for file in files)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def batches(text: torch.Tensor, seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield micro-batches of random pieces of the text; a seed always gives the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    size = CONFIG["train_micro_batch_size_per_gpu"]
+    while True:
+        starts = torch.randint(len(text) - LENGTH, (size, 1), generator=generator)
+        rows = text[starts + torch.arange(LENGTH)]  # [size, LENGTH]
+        yield {"input_ids": rows, "labels": rows}  # the model shifts the labels
+
+
+def main() -> None:
+    """Train, evaluate, save the whole model and let it write."""
+    torch.manual_seed(1)  # the stages are parts of one model
+    text = read_text()
+    train, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+    sizes = {"n_positions": LENGTH, "n_embd": 128, "n_layer": 4, "n_head": 4}
+    config = GPT2Config(vocab_size=256, bos_token_id=None, eos_token_id=None, **sizes)
+    engine, _, _, schedule = wavemare.initialize(
+        model=GPT2LMHeadModel(config),
+        config=CONFIG,
+        optimizer=lambda weights: torch.optim.AdamW(weights, lr=3e-3),  # a stage's own weights
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, STEPS),
+    )
+
+    data = batches(train, seed=1)
+    for step in range(1, STEPS + 1):
+        loss = engine.train_batch(data)  # forward, backward, update; the step's mean loss
+        if step % 50 == 0:
+            held = engine.eval_batch(batches(held_out, seed=2))  # on all ranks, without dropout
+            if engine.global_rank == 0:
+                rate = schedule.get_last_lr()[0]
+                print(f"step {step}  loss {loss:.3f}  held out {held:.3f}  lr {rate:.1e}")
+
+    wavemare.save_pretrained(engine, OUTPUT)
+    if engine.global_rank == 0:
+        model = GPT2LMHeadModel.from_pretrained(OUTPUT)
+        start = torch.tensor([list(b"def read(")])
+        written = model.generate(start, do_sample=True, top_k=10, max_length=LENGTH)
+        print(bytes(written[0].tolist()).decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()
