@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import accelerate
@@ -97,9 +97,9 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         watch_failures()
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        if any(given.get(name) for name in _PLUGINS) or parse_flag_from_env(_USE_DEEPSPEED):
-            _join_on_cpus(given)
-        super().__init__(**given)
+        by_deepspeed = any(given.get(n) for n in _PLUGINS) or parse_flag_from_env(_USE_DEEPSPEED)
+        with joined_on_cpus(given) if by_deepspeed else nullcontext():
+            super().__init__(**given)
         if getattr(self.state, "deepspeed_plugin", None) is not None:
             check_joined(self.num_processes)
             self.take_section(self._given_section())
@@ -467,25 +467,37 @@ def _scheduler_of(data_ranks: int) -> type[AcceleratedScheduler]:
     return Scheduler
 
 
-def _join_on_cpus(given: dict[str, Any]) -> None:
-    """Initialize accelerate's state for several processes on CPUs.
+@contextmanager
+def joined_on_cpus(given: dict[str, Any]) -> Iterator[None]:
+    """Initialize accelerate's state for several processes on CPUs; inside, an accelerator is made.
 
-    accelerate leaves DeepSpeed out with ``cpu=True``, and counts one process without it.
+    accelerate leaves DeepSpeed out with ``cpu=True`` or its variable ``ACCELERATE_USE_CPU``, and
+    counts one process without them.
 
     Args:
         given: Arguments of the accelerator; ``cpu`` is removed.
+
+    Raises:
+        ConfigError: CPUs are asked for, and DeepSpeed has another device.
     """
     device = get_accelerator().device_name()
     told = given.pop("cpu", False) or parse_flag_from_env(_USE_CPU)
-    if told and device != "cpu":
-        remedy = "Leave it out, or set the environment variable DS_ACCELERATOR to cpu"
-        raise ConfigError("cpu", True, f"DeepSpeed's engines would train on {device}", remedy)
-    if device == "cpu":
-        os.environ.pop(_USE_CPU, None)
+    if device != "cpu":
+        if told:
+            remedy = "Leave it out, or set the environment variable DS_ACCELERATOR to cpu"
+            raise ConfigError("cpu", True, f"DeepSpeed's engines would train on {device}", remedy)
+        yield
+        return
+    hidden = os.environ.pop(_USE_CPU, None)
+    try:
         handlers = given.get("kwargs_handlers") or ()
         ours = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
         if PartialState._shared_state == {}:
             PartialState(cpu=True, **(ours[0] if ours else {}))
+        yield
+    finally:
+        if hidden is not None:
+            os.environ[_USE_CPU] = hidden
 
 
 def check_joined(processes: int) -> None:

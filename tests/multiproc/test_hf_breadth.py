@@ -6,6 +6,7 @@ import pytest
 SHARED = ["again_1f1b", "again_pipemare", "noisy"]
 # Data-parallel first: in one process DeepSpeed keeps a pipeline's grid for all engines after it.
 READ = ["bf16_zero", "bf16_1f1b", "streamed", "workers"]
+PARTS = ["parts", "noisy_parts"]
 
 
 @pytest.fixture
@@ -64,8 +65,16 @@ def test_neftune_is_noise_in_training_alone(results):
 
 
 @pytest.mark.world_size(2)
+def test_neftune_is_the_same_noise_on_ranks_that_share_a_model(launch_once):
+    one, other = (found["noisy_parts"] for found in launch_once("hf_breadth.py", *PARTS))
+    assert one == other
+    plain, noised = one["losses"]
+    assert abs(noised - plain) > 1e-3
+
+
+@pytest.mark.world_size(2)
 def test_tensor_parallelism_predicts_beside_the_loss(launch_once):
-    for found in launch_once("hf_breadth.py", "parts"):
+    for found in launch_once("hf_breadth.py", *PARTS):
         result = found["parts"]
         assert result["shapes"] == [[7, 16, 50]]
         assert result["mean"] == pytest.approx(result["expected"], abs=1e-6)

@@ -8,6 +8,7 @@ EQUALITY = ["gpt2_zero0", "bert_zero1", "gpt2_zero2", "bert_zero3"]
 CASES = [
     "without_a_file",
     *EQUALITY,
+    "by_variable",
     "sparse",
     "tokens",
     "resumed",
@@ -45,6 +46,16 @@ def test_without_a_deepspeed_file_it_is_transformers(results):
         found = result["without_a_file"]
         assert found["ours"] == found["stock"]
         assert len(found["ours"][0]) == 3
+
+
+def test_accelerates_variable_for_cpus_keeps_the_engine(results):
+    for result in results:
+        found, expected = result["by_variable"], result["gpt2_zero0"]["ours"]
+        if isinstance(found, str):  # with a GPU
+            assert found.startswith("ConfigError: cpu = True")
+            continue
+        for key in ("class", "losses", "eval", "weights"):
+            assert found[key] == expected[key], key
 
 
 def test_the_sparse_collective_sums_as_stock_does(results):

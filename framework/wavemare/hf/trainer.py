@@ -22,7 +22,13 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer import Trainer as StockTrainer
 from transformers.trainer_pt_utils import find_batch_size
 
-from wavemare.accelerate import Accelerator, check_joined, model_ranks_of, rows_that_count
+from wavemare.accelerate import (
+    Accelerator,
+    check_joined,
+    joined_on_cpus,
+    model_ranks_of,
+    rows_that_count,
+)
 from wavemare.api import initialize
 from wavemare.engine.checkpoint.random_state import begin_late, share_draws
 from wavemare.engine.config.resolve import SECTION
@@ -65,6 +71,7 @@ class Trainer(StockTrainer):
     accelerator: Any
     deepspeed: Any
     _feed: StepFeed | None = None
+    _preprocess: Callable[..., Any] | None = None
     _epoch = 0
     _max_steps = 1
     _loss: TrainerLoss
@@ -95,7 +102,8 @@ class Trainer(StockTrainer):
             watch_failures()
             check_joined(self.args.world_size)
         config = self._read_config() if self.args.deepspeed else None
-        super().create_accelerator_and_postprocess()
+        with joined_on_cpus({}) if self.args.deepspeed else nullcontext():
+            super().create_accelerator_and_postprocess()
         if not self.is_deepspeed_enabled:
             return
         # transformers has already shared this object, so its class changes in place.
@@ -447,8 +455,6 @@ class Trainer(StockTrainer):
         self._prepare_for_training(1, None, None)
         config.config.clear()  # a later training run has its own number of steps
         config.config.update(before)
-
-    _preprocess: Callable[..., Any] | None = None
 
     def prediction_step(
         self,

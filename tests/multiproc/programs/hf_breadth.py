@@ -119,6 +119,17 @@ def noisy():
     }
 
 
+def noisy_parts():
+    """Tensor parallelism puts another module in the place of the embedding, which gives noise."""
+    section = {"tensor_parallel": {"size": 2}}
+    plain = trainer_of("gpt2", "plain-parts", section)
+    noised = trainer_of("gpt2", "noised-parts", section, neftune_noise_alpha=50.0)
+    for trainer in (plain, noised):
+        trainer.train()
+    norms = [entry["grad_norm"] for entry in noised.state.log_history if "grad_norm" in entry]
+    return {"losses": [losses(plain)[0], losses(noised)[0]], "drawn": [losses(noised), norms]}
+
+
 def halves(kind, section):
     """bf16 beside fp32."""
     found, config = {}, {"bf16": {"enabled": "auto"}}
@@ -140,6 +151,7 @@ CASES = {
     "again_1f1b": lambda: again("gpt2", PIPELINE),
     "again_pipemare": lambda: again("bert", PIPEMARE),
     "noisy": noisy,
+    "noisy_parts": noisy_parts,
     "bf16_zero": lambda: halves("gpt2", {}),
     "bf16_1f1b": lambda: halves("gpt2", PIPELINE),
 }

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``wavemare.hf.Trainer`` with data-parallel engines, beside transformers' own."""
 
+import os
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from common import QUIET, VOCABULARY, leave, refusal
+from common import DEVICE, QUIET, VOCABULARY, leave, refusal
 from hf_common import MODELS, Rows, arguments, file_digest, json_file, losses, pad, plain_model
 from tensor_models import Widths
 
@@ -74,6 +75,18 @@ def without_a_file():
         digest, flos = file_digest(trainer.args.output_dir), trainer.state.total_flos
         found[name] = [losses(trainer), evaluated, predicted, flos, digest]
     return found
+
+
+def by_variable():
+    """CPUs asked for by accelerate's own variable, with which accelerate leaves DeepSpeed out."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    try:
+        if DEVICE == "cpu":
+            return run("gpt2", "variable", wavemare.hf.Trainer, json_file(0))
+        config = json_file(0)
+        return refusal(lambda: run("gpt2", "variable", wavemare.hf.Trainer, config, use_cpu=False))
+    finally:
+        del os.environ["ACCELERATE_USE_CPU"]
 
 
 def sparse():
@@ -247,6 +260,7 @@ def again_with_zero_3():
 CASES = {
     **{f"{k}_zero{s}": partial(same_as_stock, k, s) for k in MODELS for s in range(4)},
     "without_a_file": without_a_file,
+    "by_variable": by_variable,
     "sparse": sparse,
     "tokens": tokens,
     "tensor_parallel": tensor_parallel,

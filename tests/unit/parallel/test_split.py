@@ -336,6 +336,19 @@ def test_hooks_of_layers_stay_and_can_be_removed(as_rank):
     assert shapes == [32, 64, 32, 32, 64]  # of the feed-forward layer and the head a rank's half
 
 
+def test_hooks_find_the_attributes_of_their_layers(alone):
+    model, ids = gpt2(), torch.tensor([[1, 2, 3]])
+    parts = [model.transformer.wte, model.transformer.h[0].mlp.c_fc, model.lm_head]
+    parts.append(model.transformer.h[0].mlp.c_proj)
+    for factor, part in enumerate(parts, start=2):
+        part.factor = factor
+        part.register_forward_hook(lambda module, _, output: output * module.factor)
+    expected = model(ids).logits
+    split = split_model(model, alone)
+    torch.testing.assert_close(split(ids).logits, expected)
+    del split.get_input_embeddings().factor  # as NEFTune does after training
+
+
 def test_a_copy_is_refused(alone):
     with refuses(ModelError, "model", "a split model"):
         copy.deepcopy(split_model(gpt2(), alone))

@@ -194,8 +194,9 @@ class _Split:
         setattr(owner, name, value)
 
     def replace(self, name: str, old: nn.Module, new: nn.Module, base: nn.Module) -> None:
-        """Put a module in another's place, with its hooks."""
-        vars(new).update({key: value for key, value in vars(old).items() if "_hook" in key})
+        """Put a module in another's place, with its hooks and the attributes that they may read."""
+        kept = {key: v for key, v in vars(old).items() if "_hook" in key or key not in vars(new)}
+        vars(new).update(kept)
         parent = base.get_submodule(name.rpartition(".")[0])
         self.set(parent, name.rpartition(".")[2], new.train(old.training))
 
