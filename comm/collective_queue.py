@@ -100,10 +100,16 @@ class Handle:
         self._callbacks.clear()
 
 
+Finish = Callable[[], Any]
+"""Moves and sums what a collective has looked at; its result is the handle's."""
+
+
 class CollectiveQueue:
     """One thread that runs collectives in the order in which they were submitted.
 
-    Waiting for messages and running kernels release the interpreter's lock.
+    Waiting for messages and running kernels release the interpreter's lock. Each collective first
+    looks at its inputs and agrees with the other ranks; on a GPU on a stream of its own, which does
+    not wait for the sums of the collectives before.
 
     Args:
         name: Name of the thread.
@@ -122,18 +128,19 @@ class CollectiveQueue:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._closed = False
-        self._streams: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}
 
     def submit(
         self,
-        work: Callable[[Statistics], Any],
+        look: Callable[[Statistics], Finish],
         device: torch.device,
         inputs: Iterable[Tensor | None] = (),
     ) -> Handle:
         """Run a collective after all earlier ones.
 
         Args:
-            work: Fills in statistics; its result is the handle's.
+            look: Fills in statistics, and returns what is to be done with what it has seen. What
+                it makes on a GPU, beside its inputs, must not be used there.
             device: Where its tensors are.
             inputs: What it reads and writes; the caller may free it before a GPU has done so.
 
@@ -157,7 +164,7 @@ class CollectiveQueue:
             before = None
             if self._in_turn:
                 before, CollectiveQueue._last = self._last, handle.end
-            self._queue.put((handle, work, device, ready, list(inputs), before))
+            self._queue.put((handle, look, device, ready, list(inputs), before))
         return handle
 
     def close(self) -> None:
@@ -177,7 +184,7 @@ class CollectiveQueue:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            handle, work, device, ready, inputs, before = item
+            handle, look, device, ready, inputs, before = item
             result = error = end = None
             try:
                 if before is not None:
@@ -186,15 +193,19 @@ class CollectiveQueue:
                 if self._failure is not None:
                     raise _broken(self._failure)
                 if ready is None:
-                    result = work(handle.stats)
+                    result = look(handle.stats)()
                 else:
-                    stream = self._stream(device, inputs)
-                    with torch.cuda.stream(stream):
-                        for event in (ready, before and before.on_gpu):
-                            if event is not None:
-                                stream.wait_event(event)
-                        result = work(handle.stats)
-                        end = stream.record_event()
+                    looking, moving = self._streams_of(device, inputs)
+                    with torch.cuda.stream(looking):
+                        looking.wait_event(ready)
+                        finish = look(handle.stats)
+                    with torch.cuda.stream(moving):
+                        moving.wait_stream(looking)
+                        if before is not None and before.on_gpu is not None:
+                            moving.wait_event(before.on_gpu)
+                        result = finish()
+                        end = moving.record_event()
+                    del finish
             except BaseException as caught:  # the thread goes on, to fail later collectives
                 error = caught
                 self._failure = self._failure or caught
@@ -203,17 +214,17 @@ class CollectiveQueue:
             except BaseException as caught:
                 self._failure = self._failure or caught
             # Free the handle's tensors before waiting for the next item.
-            del item, handle, work, result, error, inputs, before
+            del item, handle, look, result, error, inputs, before
 
-    def _stream(self, device: torch.device, inputs: Iterable[Tensor | None]) -> Any:
+    def _streams_of(self, device: torch.device, inputs: Iterable[Tensor | None]) -> tuple[Any, Any]:
         torch.cuda.set_device(device)  # each thread begins on the first GPU
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        for tensor in inputs:
-            if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(stream)  # the caller's stream allocated it
-        return stream
+            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        for stream in self._streams[device]:
+            for tensor in inputs:
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(stream)  # the caller's stream allocated it
+        return self._streams[device]
 
 
 def _broken(failure: BaseException) -> CommError:

@@ -78,9 +78,20 @@ class BlockLists:
         return Listed(bits, stray)
 
 
+def sample_of(num_blocks: int, shift: int) -> NDArray[np.int64]:
+    """Return the numbers of at most `SAMPLE` blocks, spread evenly over a bucket.
+
+    Args:
+        num_blocks: Of the bucket, at least 1.
+        shift: By how many blocks the sample is moved: shifts that follow one another reach all.
+    """
+    count = min(num_blocks, SAMPLE)
+    return (np.arange(count, dtype=np.int64) * num_blocks // count + shift) % num_blocks
+
+
 def mask_of_sample(call: CollectiveCall, places: NDArray[np.int64]) -> Tensor:
     """Return the bit-packed mask of some blocks of a bucket."""
-    packed = call.packed("sample", len(places))
+    packed = call.flat.new_empty(len(places) * call.block)
     call.kernels.gather(call.flat, call.block, call.index(places), packed)
     bits = packed.new_empty(mask_bytes(len(places)), dtype=torch.uint8)
     call.kernels.mask(packed, call.block, bits)
@@ -89,8 +100,7 @@ def mask_of_sample(call: CollectiveCall, places: NDArray[np.int64]) -> Tensor:
 
 def _strays(call: CollectiveCall, listed: Tensor, number: int) -> tuple[int, int]:
     """Return of a sample of blocks how many are listed wrongly, and how many are not listed."""
-    step = max(call.num_blocks // SAMPLE, 1)
-    places = np.arange(number % step, call.num_blocks, step, dtype=np.int64)[:SAMPLE]
+    places = sample_of(call.num_blocks, number)
     index = call.index(places)
     bits = (listed[index // 8] >> (index % 8).to(torch.uint8)) & 1
     # One copy to the host, which waits for the device.

@@ -14,11 +14,12 @@ from torch import Tensor
 from wavemare.comm.agreement import Agreement, Reported, Reports, exchange_masks
 from wavemare.comm.blocks.layout import OwnedRange
 from wavemare.comm.blocks.masks import BlockCounts, Masks
+from wavemare.comm.collective_queue import Finish
 from wavemare.comm.compressor import Compressor
 from wavemare.comm.executors import EXECUTORS_BY_MODE, CollectiveCall, Executor, Scratch
 from wavemare.comm.executors.hierarchy import Hierarchy
 from wavemare.comm.executors.ranges import gather_ranges
-from wavemare.comm.lists import SAMPLE, BlockLists, mask_of_sample
+from wavemare.comm.lists import SAMPLE, BlockLists, mask_of_sample, sample_of
 from wavemare.comm.selection.cost import Constants
 from wavemare.comm.selection.selector import DENSE, ExecutorChoice, Selector
 from wavemare.comm.statistics import Statistics, Timer
@@ -73,6 +74,10 @@ class Seen(NamedTuple):
             stats.union = self.masks.union_size / self.masks.num_blocks
 
 
+def _nothing() -> None:
+    """Sum a bucket without elements."""
+
+
 class Reduction:
     """Sums buckets by the executor of the mode, or the one that the selector chooses.
 
@@ -124,8 +129,10 @@ class Reduction:
             all_reduce = partial(hierarchy.all_reduce, between.sum_shard)
             self._executors["hierarchical"] = Executor(all_reduce, needs_masks=False)
 
-    def reduce(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> None:
+    def reduce(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> Finish:
         """Replace each rank's bucket by the scaled sum of all buckets, or its own ranges alone.
+
+        The call looks at the bucket, together with the other ranks; what it returns sums.
 
         Args:
             bucket: It.
@@ -137,7 +144,7 @@ class Reduction:
         """
         if not bucket.flat.numel():
             agreement.agree()
-            return
+            return _nothing
         call, timer = self._call(bucket, stats), Timer(bucket.flat.device)
         mode = self._mode_of_sums if bucket.ranges is None else self._mode
         if self._compressor is None:
@@ -149,13 +156,13 @@ class Reduction:
             self._compressor.step(bucket.key, bucket.flat, bucket.weights)
             timer = Timer(bucket.flat.device)
             seen = self._look_on(call, mode)
-        self._sum(call, mode, seen, timer)
+        return partial(self._sum, call, mode, seen, timer)
 
-    def all_gather(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> None:
-        """Copy each range from its owner to all ranks."""
+    def all_gather(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> Finish:
+        """Copy each range from its owner to all ranks; as `reduce`."""
         agreement.agree()
         stats.executor = "dense"
-        gather_ranges(self._call(bucket, stats))
+        return partial(gather_ranges, self._call(bucket, stats))
 
     def sum_shard(self, call: CollectiveCall) -> None:
         """Sum a bucket over the ranks of the call, which have agreed on it in another group."""
@@ -181,6 +188,8 @@ class Reduction:
         if mode == "auto":
             choice = self._choose(call, seen)
             name, predicted = choice.executor, choice.predicted_s[choice.executor]
+        elif mode == "dense" and not call.transport.reduces(call.flat.dtype):
+            name = "ordered"  # the library has no sum of this type
         call.stats.executor, call.stats.predicted_s = name, predicted
         if name in DENSE:
             timer = Timer(call.flat.device)  # without the mask, which dense calls rarely take
@@ -202,6 +211,7 @@ class Reduction:
             call.block * call.flat.element_size(),
             halves=call.ranges is not None,
             searched=seen.searched,
+            reduces=call.transport.reduces(call.flat.dtype),
             tentative=tentative,
         )
 
@@ -274,11 +284,9 @@ class Reduction:
         blocks = number = call.num_blocks
         searched = bits is None
         if bits is None:
-            number = min(blocks, SAMPLE)
-            step = blocks // number
             with call.phase("sample"):
-                places = np.arange(number, dtype=np.int64) * step + step // 2
-                bits = mask_of_sample(call, places)
+                places = sample_of(blocks, blocks // SAMPLE // 2)
+                bits, number = mask_of_sample(call, places), len(places)
         count = int(np.bitwise_count(bits.cpu().numpy()).sum()) * blocks // number
         # The best case of sparse sums: all ranks have the same blocks.
         alike = Seen(BlockCounts(blocks, np.full(call.size, count), count), searched)

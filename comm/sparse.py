@@ -16,7 +16,7 @@ from wavemare.comm.agreement import Agreement, digest_of
 from wavemare.comm.blocks.layout import OwnedRange, ranges_of
 from wavemare.comm.blocks.masks import Masks
 from wavemare.comm.blocks.rows import RowReducer, check_indices, check_rows
-from wavemare.comm.collective_queue import CollectiveQueue, Handle
+from wavemare.comm.collective_queue import CollectiveQueue, Finish, Handle
 from wavemare.comm.compressor import Compressor, make_compressor
 from wavemare.comm.config import HALVES, MODES, CompressorConfig, Mode
 from wavemare.comm.executors import EXECUTORS_BY_MODE, Scratch
@@ -246,6 +246,7 @@ class SparseComm:
             async_op: Whether to return at once.
         """
         check_bucket(flat)
+        self._check_device(flat)
         ranges = ranges_of(partition, flat.numel(), self.size)
         bucket = Bucket(flat.detach(), "", 1.0, ranges=ranges)
         work = partial(self._reduction.all_gather, bucket)
@@ -311,7 +312,15 @@ class SparseComm:
     def _scale(self, flat: Tensor) -> float:
         """Check a bucket, and return the factor of its sum."""
         check_bucket(flat, averages=bool(self.average))
+        self._check_device(flat)
         return 1.0 / (self.size if self.average is True else self.average or 1)
+
+    def _check_device(self, tensor: Tensor) -> None:
+        if self.transport.on_stream and not tensor.is_cuda:
+            name = self.transport.name
+            reason = f"{name} sends the memory of GPUs alone"
+            remedy = "Move it to the GPU, or make another SparseComm with device='cpu'"
+            raise ConfigError("device", str(tensor.device), reason, remedy)
 
     def _bucket(
         self,
@@ -344,14 +353,14 @@ class SparseComm:
         self,
         operation: str,
         tensor: Tensor,
-        work: Callable[[Agreement, Statistics], Any],
+        look: Callable[[Agreement, Statistics], Finish],
         async_op: bool,
         *terms: object,
         key: str = "",
         num_items: int = 0,
         inputs: Iterable[Tensor | None] = (),
     ) -> Handle:
-        """Run a collective and measure it; its result is the tensor, unless ``work`` returns one.
+        """Run a collective and measure it; its result is the tensor, unless it has one itself.
 
         ``terms`` are what else must be the same on all ranks, ``inputs`` what else it reads.
         """
@@ -359,9 +368,8 @@ class SparseComm:
         numel = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
         digest = digest_of(self._terms, key, self.transport.stages(tensor), self.average, *terms)
 
-        def run(stats: Statistics) -> Any:
-            timer = Timer(tensor.device)
-            up, down = self._traffic()
+        def begin(stats: Statistics) -> Finish:
+            timer, before = Timer(tensor.device), self._traffic()
             stats.payload_bytes = tensor.nbytes
             agreement = Agreement(
                 self.transport,
@@ -373,14 +381,19 @@ class SparseComm:
                 num_items=num_items,
                 terms=digest,
             )
-            result = work(agreement, stats)
-            stats.note(None, timer)
-            after = self._traffic()
-            stats.bytes_up, stats.bytes_down = after[0] - up, after[1] - down
-            self.totals.calls.append(stats)
-            return tensor if result is None else result
+            finish = look(agreement, stats)
 
-        handle = self._queue.submit(run, tensor.device, (tensor, *inputs))
+            def end() -> Any:
+                result = finish()
+                stats.note(None, timer)
+                up, down = self._traffic()
+                stats.bytes_up, stats.bytes_down = up - before[0], down - before[1]
+                self.totals.add(stats)
+                return tensor if result is None else result
+
+            return end
+
+        handle = self._queue.submit(begin, tensor.device, (tensor, *inputs))
         if not async_op:
             handle.wait()
         return handle

@@ -104,10 +104,11 @@ class CollectiveCall:
         self.stats.note(name, timer)
 
     def mask(self) -> Tensor:
-        """Return the bucket's bit-packed mask, in scratch; see `BlockKernels.mask`."""
+        """Return the bucket's bit-packed mask; see `BlockKernels.mask`."""
         with self.phase("mask"):
-            like = torch.empty(0, dtype=torch.uint8, device=self.flat.device)
-            bits = self.scratch("bits", mask_bytes(self.num_blocks), like)
+            # Not in scratch: sums of buckets before may still use that.
+            size = mask_bytes(self.num_blocks)
+            bits = torch.empty(size, dtype=torch.uint8, device=self.flat.device)
             self.kernels.mask(self.flat, self.block, bits)
         return bits
 

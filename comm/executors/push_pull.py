@@ -93,19 +93,22 @@ def begin_push(
     exchange = call.transport.begin()
     for peer, part in zip(peers, parts[len(leaving) :], strict=True):
         exchange.receive(peer, part)
-    if call.on_device:
+    if call.on_device:  # one launch, and no two events for each peer
         with call.phase("pack"):
             kernels.gather(call.flat, block, index, memory[: index.numel() * block])
-    for owner, part, own in zip((*peers, rank), parts, index.split(leaving), strict=False):
-        if not own.numel():
-            continue
-        if not call.on_device:
+        with call.phase("push"):
+            for owner, part in zip(peers, parts, strict=False):
+                exchange.send(owner, part)
+    else:
+        for owner, part, own in zip((*peers, rank), parts, index.split(leaving), strict=False):
+            if not own.numel():
+                continue
             # Pack for one peer while sending to the previous one.
             with call.phase("pack"):
                 kernels.gather(call.flat, block, own, part)
-        if owner != rank:
-            with call.phase("push"):
-                exchange.send(owner, part)
+            if owner != rank:
+                with call.phase("push"):
+                    exchange.send(owner, part)
     exchange.start()
     with call.phase("plan"):
         sources = call.index(layout.sources(rank))

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from wavemare.comm.blocks.layout import Index, OwnedRange, assign_ranges
@@ -110,10 +111,10 @@ def _begin_reduce(call: CollectiveCall, parts: Parts, number: int) -> Callable[[
 def _sum(
     call: CollectiveCall, own: Sequence[Tensor], received: Tensor, blocks: int, number: int
 ) -> None:
-    sources = np.arange(call.size * blocks, dtype=np.int64).reshape(call.size, blocks)
+    sources = torch.arange(call.size * blocks, device=call.flat.device).view(call.size, blocks)
     in_place = len(own) == 1 and own[0].numel() == blocks * call.block
     summed = own[0] if in_place else call.packed(f"summed {number}", blocks)
-    call.kernels.reduce(received.view(-1), call.index(sources), call.block, call.scale, summed)
+    call.kernels.reduce(received.view(-1), sources, call.block, call.scale, summed)
     if not in_place:
         for part, view in zip(_cut_alike(summed, own), own, strict=True):
             view.copy_(part)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wavemare.comm.blocks.layout import assign_owners
 from wavemare.comm.blocks.masks import BlockCounts, Masks
-from wavemare.comm.config import HALVES
+from wavemare.comm.config import HALVES, LOOSE_MODES
 from wavemare.comm.executors.base import CollectiveCall, Scratch
 from wavemare.comm.selection.cost import Constants, predict, traffic
 from wavemare.comm.transport.base import Transport
@@ -124,6 +124,7 @@ class Selector:
         *,
         halves: bool = False,
         searched: bool = True,
+        reduces: bool = True,
         tentative: bool = False,
     ) -> ExecutorChoice:
         """Choose an executor for a call.
@@ -134,9 +135,11 @@ class Selector:
             block_bytes: Bytes of a block.
             halves: Whether only sums at their owners are wanted.
             searched: Whether the bucket is read to find its non-zero blocks.
+            reduces: Whether the library reduces this type; else `LOOSE_MODES` sum in rank order,
+                and do not cost what the library's reduction does.
             tentative: Whether nothing is remembered.
         """
-        allowed = self.allowed
+        allowed = tuple(name for name in self.allowed if reduces or name not in LOOSE_MODES)
         if isinstance(masks, BlockCounts) and not tentative:
             allowed = tuple(name for name in allowed if name in DENSE)
         history = self._histories[key]
@@ -244,13 +247,18 @@ def _timed(
 ) -> float:
     """Return the slowest rank's seconds, the same on all ranks."""
     transport.all_gather(*_flags(transport, 0.0, device))
+    _finish(device)  # over NCCL the stream alone has waited for the other ranks
     started = time.perf_counter()
     function(transport, *arguments)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _finish(device)
     mine, table = _flags(transport, time.perf_counter() - started, device)
     transport.all_gather(mine, table)
     return float(table.max())
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _flags(transport: Transport, value: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -259,9 +267,14 @@ def _flags(transport: Transport, value: float, device: torch.device) -> tuple[Te
 
 
 def _fit(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return latency and seconds per byte: from the smallest and the largest measured."""
-    (small, first), (large, last) = samples[0], samples[-1]
-    per_byte = max((last - first) / max(large - small, 1.0), 1e-12)
+    """Return latency and seconds per byte: from the quickest and the largest measured.
+
+    The smallest is not always the quickest: what is new to a network is slow at first. A largest
+    one that is the quickest tells bytes from latency no more: then all its time is by bytes.
+    """
+    large, last = samples[-1]
+    small, first = min(samples, key=lambda sample: sample[1])
+    per_byte = max((last - first) / (large - small) if large > small else last / large, 1e-12)
     return max(first - small * per_byte, 1e-6), per_byte
 
 

@@ -68,10 +68,15 @@ class StagedTransport(Transport):
         if not flat.is_cuda and not self._stages_host:
             self._inner._all_reduce(flat)
             return
-        staged = pinned(flat.nbytes).view(flat.dtype)
-        staged.copy_(flat.view(-1))
-        self._inner._all_reduce(staged)
-        flat.view(-1).copy_(staged, non_blocking=True)
+        parts = [
+            (target, staged, self.copy_out(target, staged)) for target, staged in _chunks(flat)
+        ]
+        for target, staged, copied in parts:
+            if copied is not None:
+                copied.synchronize()
+            # The next chunks are copied meanwhile.
+            self._inner._all_reduce(staged.view(flat.dtype))
+            target.copy_(staged, non_blocking=True)
 
     def split(self, colour: int) -> StagedTransport:
         """Return a transport among the ranks of one colour; collective."""

@@ -137,11 +137,11 @@ class ReplicaLink:
     ) -> Message:
         message = Message(header)
 
-        def work(_: Statistics) -> Tensor:
+        def agree(_: Statistics) -> Callable[[], Tensor]:
             self._agree(message, note)
-            return mean()
+            return mean
 
-        message.handle = self._queue.submit(work, tensors[0].device, tensors)
+        message.handle = self._queue.submit(agree, tensors[0].device, tensors)
         return message
 
     def close(self) -> None:
