@@ -38,14 +38,9 @@ class Listed(NamedTuple):
 
 
 class BlockLists:
-    """Makes masks of lists, and checks some of the lists.
+    """Makes masks of lists, and checks some of the lists."""
 
-    Args:
-        always_checks: Whether each list is compared with its bucket.
-    """
-
-    def __init__(self, always_checks: bool) -> None:
-        self._always_checks = always_checks
+    def __init__(self) -> None:
         self._num_lists: Counter[str] = Counter()
         self._searched: set[str] = set()
 
@@ -64,12 +59,12 @@ class BlockLists:
             strays, unlisted = _strays(call, listed, number)
         begins = strays and 2 * strays >= unlisted  # a term of all rows; earlier sums were right
         checks = not number & (number - 1) or not number % _CHECK_INTERVAL or strays
-        if not (checks or self._always_checks):
+        if not checks:
             return Listed(listed)
         bits = call.mask()
         stray = first_bit(bits & ~listed)
         trial = number < _TRIALS or begins
-        if stray >= 0 and trial and not self._always_checks:
+        if stray >= 0 and trial:
             logging.getLogger("wavemare").warning(
                 "%s: block %d is not in the list; lists are not used", call.key, stray
             )

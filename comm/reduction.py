@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wavemare.comm.agreement import Agreement, Reported, Reports, exchange_masks
 from wavemare.comm.blocks.layout import OwnedRange
-from wavemare.comm.blocks.masks import BlockCounts, Masks
+from wavemare.comm.blocks.masks import BlockCounts, Masks, packed_bits
 from wavemare.comm.collective_queue import Finish
 from wavemare.comm.compressor import Compressor
 from wavemare.comm.executors import EXECUTORS_BY_MODE, CollectiveCall, Executor, Scratch
@@ -35,7 +35,6 @@ class Bucket:
         flat: (E,), its elements.
         key: Its name.
         scale: Factor of the sum.
-        weights: (E,), the weights of this gradient, for a compressor.
         blocks: (k,), int64, the blocks that may be non-zero on this rank; None if unknown.
         ranges: Each is summed at its owner, or sent by it; None to sum all at all ranks.
     """
@@ -43,7 +42,6 @@ class Bucket:
     flat: Tensor
     key: str
     scale: float
-    weights: Tensor | None = None
     blocks: Tensor | None = None
     ranges: Sequence[OwnedRange] | None = None
 
@@ -89,7 +87,6 @@ class Reduction:
         allowed: Executors for the selector.
         scratch: Memory to use.
         compressor: Selects the blocks that each rank sends.
-        always_checks: Whether each list of blocks is compared with the bucket.
         hierarchy: If ranks of a node sum among themselves first; the mode is then that of the sums
             between nodes.
     """
@@ -104,7 +101,6 @@ class Reduction:
         allowed: Sequence[str],
         scratch: Scratch,
         compressor: Compressor | None = None,
-        always_checks: bool = False,
         hierarchy: Hierarchy | None = None,
     ) -> None:
         self.selector = Selector(constants, allowed)
@@ -114,7 +110,7 @@ class Reduction:
         self._executors = dict(EXECUTORS_BY_MODE)
         self._compressor = compressor
         self._scratch = scratch
-        self._lists = BlockLists(always_checks)
+        self._lists = BlockLists()
         self._took: dict[str, tuple[str, Timer, float]] = {}
         if hierarchy is not None:
             between = Reduction(
@@ -153,9 +149,10 @@ class Reduction:
             # Before the residuals change.
             agreement.begin(Reported(self._took_ns(bucket.key)))
             self._check(agreement.wait(), bucket.key)
-            self._compressor.step(bucket.key, bucket.flat, bucket.weights)
+            chosen = self._compressor.step(bucket.key, bucket.flat)
             timer = Timer(bucket.flat.device)
-            seen = self._look_on(call, mode)
+            # All others are +0.0 now: nobody has to search.
+            seen = self._look_on(call, mode, None if chosen is None else packed_bits(chosen))
         return partial(self._sum, call, mode, seen, timer)
 
     def all_gather(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> Finish:
@@ -243,9 +240,11 @@ class Reduction:
     def _needs_masks(self, mode: str) -> bool:
         return mode == "auto" or self._executors[mode].needs_masks
 
-    def _look_on(self, call: CollectiveCall, mode: str) -> Seen:
+    def _look_on(self, call: CollectiveCall, mode: str, bits: Tensor | None = None) -> Seen:
         """Find the non-zero blocks of all ranks, which have agreed on the call."""
-        return Seen(self._masks(call)) if self._needs_masks(mode) else Seen()
+        if not self._needs_masks(mode):
+            return Seen()
+        return Seen(self._masks(call, bits), searched=bits is None)
 
     def _masks(self, call: CollectiveCall, bits: Tensor | None = None) -> Masks:
         """Exchange masks; this rank's is taken if it is not given."""

@@ -54,8 +54,6 @@ class SparseComm:
         staging: How an accelerator's tensors travel: ``direct``, ``pinned`` or ``auto``.
         timeout_s: Seconds after which a silent peer counts as lost.
         constants: Of the cost model; measured at start if omitted and needed.
-        check_blocks: Whether each list of blocks is compared with its bucket, rather than the
-            first ones of each bucket and then one of 251.
         device: Where buckets will be; the current accelerator if omitted.
 
     Attributes:
@@ -83,7 +81,6 @@ class SparseComm:
         staging: Staging = "auto",
         timeout_s: float = 300.0,
         constants: Constants | None = None,
-        check_blocks: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         require("numba", "The sparse collective")
@@ -129,7 +126,6 @@ class SparseComm:
             allowed=IN_ORDER if deterministic else EXECUTORS,
             scratch=self._scratch,
             compressor=compressor,
-            always_checks=check_blocks,
             hierarchy=self._hierarchy,
         )
         self._rows = RowReducer(self.transport, self._scratch, self.constants, mode)
@@ -168,7 +164,6 @@ class SparseComm:
         flat: Tensor,
         *,
         key: str | None = None,
-        weights: Tensor | None = None,
         blocks: Tensor | None = None,
         async_op: bool = False,
     ) -> Handle:
@@ -178,7 +173,6 @@ class SparseComm:
             flat: (E,), contiguous; float32, bfloat16, float16, float64 or int32.
             key: Name of the bucket; its history and residual are kept under it. By default its size
                 and type. Required with a compressor.
-            weights: (E,), the weights of this gradient, for compressors that need them.
             blocks: (k,), int64: the blocks that may be non-zero on this rank, in any order; all
                 others must hold +0.0. They are not searched for then.
             async_op: Whether to return at once.
@@ -190,10 +184,9 @@ class SparseComm:
             ConfigError: The tensor's layout or type is not supported; nothing was sent.
             CommError: A peer was lost, or calls another collective.
         """
-        bucket = self._bucket(flat, key, weights, blocks)
+        bucket = self._bucket(flat, key, blocks)
         work = partial(self._reduction.reduce, bucket)
-        inputs = weights, blocks
-        return self._submit("allreduce_", flat, work, async_op, key=bucket.key, inputs=inputs)
+        return self._submit("allreduce_", flat, work, async_op, key=bucket.key, inputs=(blocks,))
 
     def reduce_scatter_(
         self,
@@ -201,7 +194,6 @@ class SparseComm:
         partition: Sequence[OwnedRange] | Sequence[int],
         *,
         key: str | None = None,
-        weights: Tensor | None = None,
         blocks: Tensor | None = None,
         async_op: bool = False,
     ) -> Handle:
@@ -213,7 +205,6 @@ class SparseComm:
             partition: Ranges with their owners, or the N + 1 borders of one range per rank. The
                 same on all ranks.
             key: As for `allreduce_`.
-            weights: As for `allreduce_`.
             blocks: As for `allreduce_`.
             async_op: Whether to return at once.
 
@@ -223,12 +214,11 @@ class SparseComm:
         if self.mode not in ("auto", *HALVES):
             reason = "it has no reduce_scatter_"
             raise ConfigError("mode", self.mode, reason, f"Choose auto, {' or '.join(HALVES)}")
-        bucket = self._bucket(flat, key, weights, blocks, prefix="scatter ")
+        bucket = self._bucket(flat, key, blocks, prefix="scatter ")
         ranges = ranges_of(partition, flat.numel(), self.size)
         work = partial(self._reduction.reduce, replace(bucket, ranges=ranges))
-        inputs = weights, blocks
         return self._submit(
-            "reduce_scatter_", flat, work, async_op, ranges, key=bucket.key, inputs=inputs
+            "reduce_scatter_", flat, work, async_op, ranges, key=bucket.key, inputs=(blocks,)
         )
 
     def allgather_(
@@ -323,12 +313,7 @@ class SparseComm:
             raise ConfigError("device", str(tensor.device), reason, remedy)
 
     def _bucket(
-        self,
-        flat: Tensor,
-        key: str | None,
-        weights: Tensor | None,
-        blocks: Tensor | None,
-        prefix: str = "",
+        self, flat: Tensor, key: str | None, blocks: Tensor | None, prefix: str = ""
     ) -> Bucket:
         """Check a bucket, and name it; by default by its size and type."""
         scale = self._scale(flat)
@@ -336,7 +321,7 @@ class SparseComm:
             if not key:
                 reason = "the compressor keeps the residual of each bucket under its name"
                 raise ConfigError("key", key, reason, "Give key=, a different one for each bucket")
-            self.compressor.check(prefix + key, flat.detach(), weights)
+            self.compressor.check(prefix + key, flat.detach())
         if blocks is not None:
             if blocks.device != flat.device:
                 reason, remedy = f"the bucket is on {flat.device}", "Give a list on the same device"
@@ -347,7 +332,7 @@ class SparseComm:
                 blocks = None  # residuals are non-zero elsewhere
         # It may be a leaf that requires gradients.
         name = prefix + (key or f"{flat.numel()} {flat.dtype}")
-        return Bucket(flat.detach(), name, scale, weights, blocks)
+        return Bucket(flat.detach(), name, scale, blocks)
 
     def _submit(
         self,

@@ -21,14 +21,19 @@ def mask_bytes(num_blocks: int) -> int:
 
 def bits_of(blocks: Tensor, num_blocks: int) -> Tensor:
     """Return the bit-packed mask (ceil(nb / 8),), uint8, of a list of blocks in any order."""
-    if blocks.device.type == "cpu":
-        listed = np.zeros(num_blocks, dtype=bool)
-        listed[blocks.numpy()] = True
-        return torch.from_numpy(np.packbits(listed, bitorder="little"))
-    present = torch.zeros(8 * mask_bytes(num_blocks), dtype=torch.uint8, device=blocks.device)
-    present[blocks] = 1
-    places = torch.arange(8, dtype=torch.uint8, device=blocks.device)
-    return (present.view(-1, 8) << places).sum(1, dtype=torch.uint8)
+    present = torch.zeros(num_blocks, dtype=torch.bool, device=blocks.device)
+    present[blocks] = True
+    return packed_bits(present)
+
+
+def packed_bits(present: Tensor) -> Tensor:
+    """Return the bit-packed mask (ceil(nb / 8),), uint8, of truth values (nb,)."""
+    if present.device.type == "cpu":
+        return torch.from_numpy(np.packbits(present.numpy(), bitorder="little"))
+    values = present.new_zeros(8 * mask_bytes(len(present)), dtype=torch.uint8)
+    values[: len(present)] = present
+    places = torch.arange(8, dtype=torch.uint8, device=present.device)
+    return (values.view(-1, 8) << places).sum(1, dtype=torch.uint8)
 
 
 def first_bit(bits: Tensor) -> int:

@@ -124,7 +124,6 @@ class PartitionedGradients(SparseGradients):
             device=engine.device,
             write=self._write,
             ranges={b.key: self._ranges(b) for b in buckets} if splits else None,
-            parameters=registered if self._compares_weights else None,
             rows=self._gradient_rows(registered),
             keep=False,
             expert_comm=self.expert_comm,

@@ -61,7 +61,7 @@ def lists(world, checks, sizes):
 
 def rows(world, checks, sizes):
     """Blocks of a table's rows, whatever the width of a row beside that of a block."""
-    with sparse_comm(world, None, mode="auto", block=BLOCK, check_blocks=True) as comm:
+    with sparse_comm(world, None, mode="auto", block=BLOCK) as comm:
         for dim in (1, 10, 63, 64, 65, 200):
             for start in (0, 64, 7):
                 ids = torch.tensor([3, 0, 3, 7 + comm.rank])
@@ -99,19 +99,18 @@ def strays(world, checks, sizes):
                 break
         else:
             checks(False, "the last block is in no sample")
-    # Later, and where each list is checked, it is an error.
-    for right, always in ((16, False), (1, True)):
-        comm = sparse_comm(world, None, check_blocks=always, **settings)
-        for _ in range(right):
-            comm.allreduce_(buckets[world.rank].clone(), blocks=blocks)
-        try:
-            comm.allreduce_(buckets[world.rank].clone(), blocks=blocks[wrong:])
-            checks(False, "a wrong list went through", always)
-        except CommError as error:
-            first = mask_of(buckets[-1], BLOCK)[0]
-            checks((error.key, error.value) == ("blocks", first), str(error))
-            checks(f"rank {world.size - 1} " in error.reason, str(error))
-        comm.close()
+    # Later it is an error.
+    comm = sparse_comm(world, None, **settings)
+    for _ in range(16):
+        comm.allreduce_(buckets[world.rank].clone(), blocks=blocks)
+    try:
+        comm.allreduce_(buckets[world.rank].clone(), blocks=blocks[wrong:])
+        checks(False, "a wrong list went through")
+    except CommError as error:
+        first = mask_of(buckets[-1], BLOCK)[0]
+        checks((error.key, error.value) == ("blocks", first), str(error))
+        checks(f"rank {world.size - 1} " in error.reason, str(error))
+    comm.close()
 
 
 def samples(world, checks, sizes):
