@@ -12,19 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.agreement import Agreement, digest_of
-from wavemare.comm.blocks.layout import OwnedRange, ranges_of
-from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.blocks.masks import Masks, OwnedRange, ranges_of
 from wavemare.comm.blocks.rows import RowReducer, check_indices, check_rows
 from wavemare.comm.collective_queue import CollectiveQueue, Finish, Handle
 from wavemare.comm.compressor import Compressor, make_compressor
 from wavemare.comm.config import HALVES, MODES, CompressorConfig, Mode
 from wavemare.comm.executors import EXECUTORS_BY_MODE, Scratch
-from wavemare.comm.executors.hierarchy import Hierarchy
+from wavemare.comm.hierarchy import Hierarchy
 from wavemare.comm.kernels import DTYPES, num_blocks
-from wavemare.comm.reduction import Bucket, Reduction
-from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
-from wavemare.comm.selection.selector import ExecutorChoice, calibrate, choose_executor
+from wavemare.comm.reduction import Agreement, Bucket, Reduction, digest_of
+from wavemare.comm.selection.calibration import calibrate
+from wavemare.comm.selection.cost import (
+    EXECUTORS,
+    IN_ORDER,
+    Constants,
+    ExecutorChoice,
+    choose_executor,
+)
 from wavemare.comm.statistics import Statistics, Timer, Totals
 from wavemare.comm.transport import open_transport
 from wavemare.comm.transport.choice import Choice, Staging

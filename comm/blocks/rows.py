@@ -15,13 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.agreement import Agreement, exchange_masks
-from wavemare.comm.blocks.layout import BlockLayout, assign_owners, gathered
-from wavemare.comm.blocks.masks import Masks, bits_of
-from wavemare.comm.executors.base import CollectiveCall, Scratch
-from wavemare.comm.executors.block_allgather import gather_and_sum
-from wavemare.comm.executors.push_pull import push_and_pull
+from wavemare.comm.blocks.masks import BlockLayout, Masks, assign_owners, bits_of, gathered
+from wavemare.comm.executors import CollectiveCall, Scratch, gather_and_sum, push_and_pull
 from wavemare.comm.kernels.words import compiled, sum_dtype
+from wavemare.comm.reduction import Agreement, exchange_masks
 from wavemare.comm.selection.cost import Constants, predict
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.collective_queue import CollectiveQueue, Handle
-from wavemare.comm.executors import CollectiveCall, Scratch
-from wavemare.comm.executors.ranges import equal_ranges, reduce_and_gather
+from wavemare.comm.executors import CollectiveCall, Scratch, equal_ranges, reduce_and_gather
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import open_transport
 from wavemare.engine.local_steps.codec import GROUP, Code

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from wavemare.comm.blocks.layout import OwnedRange
+from wavemare.comm.blocks.masks import OwnedRange
 from wavemare.comm.collective_queue import Handle
 from wavemare.comm.gradient_rows import GradientRows, Slot
 from wavemare.comm.sparse import SparseComm

@@ -12,8 +12,8 @@ from networks import Alone
 
 from wavemare.comm import SparseComm
 from wavemare.comm.config import CompressorConfig
+from wavemare.comm.selection.calibration import calibrate
 from wavemare.comm.selection.cost import Constants
-from wavemare.comm.selection.selector import calibrate
 from wavemare.comm.statistics import Statistics, Totals
 from wavemare.errors import ConfigError
 

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from wavemare.comm.blocks.layout import OwnedRange
+from wavemare.comm.blocks.masks import OwnedRange
 from wavemare.comm.collective_queue import Handle
 from wavemare.engine.sparse.buckets import BucketReducer, Member, make_buckets
 
