@@ -19,7 +19,7 @@ from wavemare.errors import CommError
 _EXIT_S = 60.0  # for pending collectives when the process ends
 
 
-class _End:
+class End:
     """The end of a collective: for the host, when it is launched, and on a GPU."""
 
     def __init__(self) -> None:
@@ -31,12 +31,15 @@ class Handle:
     """A collective that was called and may still run.
 
     Args:
-        thread: Runs it.
+        thread: Runs it; None if the library's own does.
+        stats: Filled in.
     """
 
-    def __init__(self, thread: threading.Thread | None = None) -> None:
-        self.end = _End()
-        self._stats = Statistics()
+    def __init__(
+        self, thread: threading.Thread | None = None, stats: Statistics | None = None
+    ) -> None:
+        self.end = End()
+        self._stats = stats or Statistics()
         self._thread = thread
         self._error: BaseException | None = None
         self._result: Any = None
@@ -66,7 +69,8 @@ class Handle:
         Raises:
             CommError: A peer was lost, or another rank called another collective.
         """
-        with joining(self._thread):
+        # A thread of the library's has no marks of its own.
+        with joining(self._thread) if self._thread else waiting("messages of the library"):
             self.end.for_host.wait()
         if self._error is not None:
             raise self._error
@@ -119,7 +123,7 @@ class CollectiveQueue:
     """
 
     _turns = threading.Lock()
-    _last: _End | None = None
+    _last: End | None = None
 
     def __init__(self, name: str, *, in_turn: bool = False) -> None:
         self._name = name
@@ -128,7 +132,10 @@ class CollectiveQueue:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._closed = False
+        self._adopted: set[Handle] = set()
+        self._is_registered = False
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
+        self._in_flight: dict[int, Any] = {}  # the last use of each memory on a GPU
 
     def submit(
         self,
@@ -147,14 +154,11 @@ class CollectiveQueue:
         Raises:
             CommError: The queue has been closed.
         """
-        if self._closed:
-            reason, remedy = "its communicator has been closed", "Make another one"
-            raise CommError("collective", self._name, reason, remedy)
+        self._check_open()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-            # gloo's call that returns while the interpreter shuts down would abort the process.
-            atexit.register(self._finish_at_exit)
+            self._at_exit()
         handle = Handle(self._thread)
         ready = None
         if device.type == "cuda":
@@ -167,6 +171,42 @@ class CollectiveQueue:
             self._queue.put((handle, look, device, ready, list(inputs), before))
         return handle
 
+    def adopt(self, handle: Handle) -> None:
+        """Wait at the end for a collective that the library's own thread runs, too.
+
+        Its failure is that of all later ones.
+
+        Raises:
+            CommError: As `submit`.
+        """
+        self._check_open()
+        with self._turns:
+            self._adopted.add(handle)
+        self._at_exit()
+        handle.then(self.release)
+
+    def release(self, handle: Handle) -> None:
+        """Wait no more for a handle of `adopt`: it has ended, or never begun."""
+        with self._turns:
+            self._adopted.discard(handle)
+        self._failure = self._failure or handle._error
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective has failed, so that all later ones do."""
+        return self._failure is not None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            reason, remedy = "its communicator has been closed", "Make another one"
+            raise CommError("collective", self._name, reason, remedy)
+
+    def _at_exit(self) -> None:
+        if not self._is_registered:
+            self._is_registered = True
+            # gloo's call that returns while the interpreter shuts down would abort the process.
+            atexit.register(self._finish_at_exit)
+
     def close(self) -> None:
         """Finish the submitted collectives and end the thread; a second call does nothing."""
         self._closed = True
@@ -175,12 +215,18 @@ class CollectiveQueue:
             with joining(self._thread):
                 self._thread.join()
             self._thread = None
-            atexit.unregister(self._finish_at_exit)
+        for handle in tuple(self._adopted):
+            handle.end.for_host.wait()
+        atexit.unregister(self._finish_at_exit)
 
     def _finish_at_exit(self) -> None:
         self._queue.put(None)
-        if self._thread is not None and not failing.is_set():
+        if failing.is_set():
+            return
+        if self._thread is not None:
             self._thread.join(_EXIT_S)
+        for handle in tuple(self._adopted):
+            handle.end.for_host.wait(_EXIT_S)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -196,8 +242,11 @@ class CollectiveQueue:
                     result = look(handle.stats)()
                 else:
                     looking, moving = self._streams_of(device, inputs)
+                    memory = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
                     with torch.cuda.stream(looking):
                         looking.wait_event(ready)
+                        for used in memory & self._in_flight.keys():
+                            looking.wait_event(self._in_flight[used])
                         finish = look(handle.stats)
                     with torch.cuda.stream(moving):
                         moving.wait_stream(looking)
@@ -205,6 +254,8 @@ class CollectiveQueue:
                             moving.wait_event(before.on_gpu)
                         result = finish()
                         end = moving.record_event()
+                    left = {p: event for p, event in self._in_flight.items() if not event.query()}
+                    self._in_flight = left | dict.fromkeys(memory, end)
                     del finish
             except BaseException as caught:  # the thread goes on, to fail later collectives
                 error = caught

@@ -182,6 +182,8 @@ SAMPLE = 128
 _CHECK_INTERVAL = 251
 """Calls between two checks of all of a caller's list of blocks; a prime, as steps repeat in
 patterns. The calls 0, 1, 2, 4, 8, ... are checked too, and a sample in each call."""
+SETTLED_CALLS = 4
+"""Calls in a row that are summed by the library's reduction, after which ranks look less often."""
 _TRIALS = 8
 """Calls of a bucket in which a wrong list is not an error: lists are not used from then on. Nor is
 it in any call in which most of the sample is not zero: a term of all rows has just begun."""
@@ -354,6 +356,7 @@ class Reduction:
         self._compressor = compressor
         self._scratch = scratch
         self._lists = BlockLists()
+        self._dense_runs: Counter[str] = Counter()
         self._took: dict[str, tuple[str, Timer, float]] = {}
         if hierarchy is not None:
             between = Reduction(
@@ -381,6 +384,7 @@ class Reduction:
         Raises:
             CommError: A rank makes another call, or has not listed a non-zero block.
         """
+        run = self._dense_runs.pop(bucket.key, 0)  # until this call has ended well
         if not bucket.flat.numel():
             agreement.agree()
             return _nothing
@@ -396,7 +400,25 @@ class Reduction:
             timer = Timer(bucket.flat.device)
             # All others are +0.0 now: nobody has to search.
             seen = self._look_on(call, mode, None if chosen is None else packed_bits(chosen))
-        return partial(self._sum, call, mode, seen, timer)
+
+        def finish() -> None:
+            self._sum(call, mode, seen, timer)
+            if stats.executor == "dense" and self._compressor is None:
+                self._dense_runs[bucket.key] = run + 1
+
+        return finish
+
+    def is_settled(self, key: str) -> bool:
+        """Whether all ranks sum a bucket by the library's reduction, call after call.
+
+        Alike on all ranks, if the bucket's call before has ended.
+        """
+        return self._dense_runs[key] >= SETTLED_CALLS
+
+    def repeat(self, bucket: Bucket, _: Agreement, stats: Statistics) -> Finish:
+        """Sum a settled bucket; as `reduce`, but no rank looks, nor tells others of its call."""
+        stats.executor = "dense"
+        return partial(EXECUTORS_BY_MODE["dense"].all_reduce, self._call(bucket, stats), None)
 
     def all_gather(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> Finish:
         """Copy each range from its owner to all ranks; as `reduce`."""

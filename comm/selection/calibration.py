@@ -107,8 +107,11 @@ def _fit(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """
     large, last = samples[-1]
     small, first = min(samples, key=lambda sample: sample[1])
-    per_byte = max((last - first) / (large - small) if large > small else last / large, 1e-12)
-    return max(first - small * per_byte, 1e-6), per_byte
+    if large > small:
+        per_byte = (last - first) / (large - small)
+    else:
+        per_byte = last / large if large else 0.0
+    return max(first - small * per_byte, 1e-6), max(per_byte, 1e-12)
 
 
 def _kernels(transport: Transport, block: int, device: torch.device) -> list[float]:

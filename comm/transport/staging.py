@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wavemare.comm.transport.base import Exchange, Gathering, Transport
+from wavemare.errors import CommError
 
 _CHUNK_BYTES = 4 << 20
 """Copying a chunk overlaps with sending the previous one."""
@@ -77,6 +79,11 @@ class StagedTransport(Transport):
             # The next chunks are copied meanwhile.
             self._inner._all_reduce(staged.view(flat.dtype))
             target.copy_(staged, non_blocking=True)
+
+    def begin_all_reduce(self, flat: Tensor, end: Callable[[CommError | None], None]) -> bool:
+        """Begin `all_reduce` on a thread of the library's own, if it has one."""
+        staged = flat.is_cuda or self._stages_host
+        return not staged and self._inner.begin_all_reduce(flat, end)
 
     def split(self, colour: int) -> StagedTransport:
         """Return a transport among the ranks of one colour; collective."""

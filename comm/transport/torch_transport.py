@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Self
 from uuid import uuid4
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Store
+from torch.futures import Future
 
 from wavemare.comm.transport.base import Gathering, Transport, message_parts
 from wavemare.comm.waits import waiting
@@ -50,6 +51,8 @@ class TorchTransport(Transport):
 
     _group: Any
     _metadata: Any = None
+    _beside: Any = None
+    _label: str | None = None
     _has_failed = False
 
     def __init__(
@@ -116,6 +119,29 @@ class TorchTransport(Transport):
     def _all_reduce(self, flat: Tensor) -> None:
         self.finish(self._group.allreduce([flat]), None)
 
+    def begin_all_reduce(self, flat: Tensor, end: Callable[[CommError | None], None]) -> bool:
+        """Begin `all_reduce` on gloo's thread; NCCL's must be launched in turn."""
+        if self.on_stream or self._label is None:
+            return False
+        if self._beside is None:
+            # In one group all threads would have to call in the same order.
+            timeout = timedelta(seconds=self.timeout_s)
+            store = dist.distributed_c10d._get_default_store()
+            store = PrefixStore(f"{self._label}/beside", store)
+            self._beside = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        started = time.monotonic()
+
+        def ended(future: Future[list[Tensor]]) -> None:
+            error = None
+            try:
+                future.value()
+            except RuntimeError as caught:
+                error = self.failed(caught, None, time.monotonic() - started)
+            end(error)
+
+        self._beside.allreduce([flat]).get_future().add_done_callback(ended)
+        return True
+
     def split(self, colour: int) -> TorchTransport:
         """Return a transport among the ranks of one colour; collective."""
         # Not torch's generator, whose state training depends on.
@@ -133,7 +159,8 @@ class TorchTransport(Transport):
 
     def close(self) -> None:
         """Give back the process groups; NCCL's communicators are destroyed."""
-        groups, self._group, self._metadata = (self._group, self._metadata), None, None
+        groups = self._group, self._metadata
+        self._group = self._metadata = self._beside = None
         for group in groups if self._backend == "nccl" else ():
             if group is not None:
                 # Without an error all ranks finish what is under way; with one nobody waits.
