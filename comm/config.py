@@ -106,7 +106,9 @@ class SparseCollectiveConfig(Section):
     (``auto``)."""
 
     deterministic: bool = True
-    """Sums in the order of the ranks, so that the bits are the same whichever way is taken."""
+    """Sums in the order of the ranks, so that the bits are the same whichever way is taken. If
+    false, ``auto`` and ``dense`` hand buckets that stay dense to the library's own sum, and look at
+    them in one call of 16."""
 
     hierarchical: bool = False
     """Ranks of one node first sum densely among themselves. Not with the reduce-scatters of ZeRO 1

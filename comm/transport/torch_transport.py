@@ -293,14 +293,17 @@ class _BatchedExchange(_TorchExchange):
         # As dist.batch_isend_irecv, which takes only groups that torch has registered.
         group, device = self._transport._group, self._transport._device
         together = group._get_backend(device).supports_coalescing
-        if together:
-            group._start_coalescing(device)
-        works = [
-            (group.recv if receives else group.send)([part], peer, _TAG)
-            for peer, part, receives in messages
-        ]
-        if together:
-            works = [group._end_coalescing(device)]
+        try:
+            if together:
+                group._start_coalescing(device)
+            works = [
+                (group.recv if receives else group.send)([part], peer, _TAG)
+                for peer, part, receives in messages
+            ]
+            if together:
+                works = [group._end_coalescing(device)]
+        except RuntimeError as error:
+            raise self._transport.failed(error, None) from error
         self._works += [(work, None) for work in works]
 
 
