@@ -20,9 +20,14 @@ _EXIT_S = 60.0  # for pending collectives when the process ends
 
 
 class End:
-    """The end of a collective: for the host, when it is launched, and on a GPU."""
+    """The end of a collective: for the host, when it is launched, and on a GPU.
 
-    def __init__(self) -> None:
+    Args:
+        beside: Whether it is none of the queue's thread, and runs beside those.
+    """
+
+    def __init__(self, beside: bool) -> None:
+        self.beside = beside
         self.for_host = threading.Event()
         self.on_gpu: Any = None
 
@@ -38,7 +43,7 @@ class Handle:
     def __init__(
         self, thread: threading.Thread | None = None, stats: Statistics | None = None
     ) -> None:
-        self.end = End()
+        self.end = End(beside=thread is None)
         self._stats = stats or Statistics()
         self._thread = thread
         self._error: BaseException | None = None
@@ -154,7 +159,7 @@ class CollectiveQueue:
         Raises:
             CommError: The queue has been closed.
         """
-        self._check_open()
+        self.check_open()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -175,18 +180,13 @@ class CollectiveQueue:
         """Wait at the end for a collective that the library's own thread runs, too.
 
         Its failure is that of all later ones.
-
-        Raises:
-            CommError: As `submit`.
         """
-        self._check_open()
         with self._turns:
             self._adopted.add(handle)
         self._at_exit()
-        handle.then(self.release)
+        handle.then(self._release)
 
-    def release(self, handle: Handle) -> None:
-        """Wait no more for a handle of `adopt`: it has ended, or never begun."""
+    def _release(self, handle: Handle) -> None:
         with self._turns:
             self._adopted.discard(handle)
         self._failure = self._failure or handle._error
@@ -196,7 +196,17 @@ class CollectiveQueue:
         """Whether a collective has failed, so that all later ones do."""
         return self._failure is not None
 
-    def _check_open(self) -> None:
+    def wait(self, end: End) -> None:
+        """Wait for the end of a collective, for the host."""
+        with joining(self._thread):
+            end.for_host.wait()
+
+    def check_open(self) -> None:
+        """Refuse calls after the end.
+
+        Raises:
+            CommError: The queue has been closed.
+        """
         if self._closed:
             reason, remedy = "its communicator has been closed", "Make another one"
             raise CommError("collective", self._name, reason, remedy)

@@ -157,6 +157,7 @@ class SparseComm:
         )
         self._num_calls = 0
         self._turns: dict[str, _Turn] = {}
+        self._uses: dict[int, End] = {}  # the last collective in flight of each memory
         self.at_close: list[Callable[[], None]] = []  # called by `close`
         self.totals = Totals()
 
@@ -212,7 +213,8 @@ class SparseComm:
             return handle
         work = partial(self._reduction.reduce, bucket)
         handle = self._submit("allreduce_", flat, work, async_op, key=bucket.key, inputs=(blocks,))
-        self._turns[bucket.key] = _Turn(handle.end)
+        if not self.deterministic:
+            self._turns[bucket.key] = _Turn(handle.end)
         return handle
 
     def reduce_scatter_(
@@ -368,7 +370,7 @@ class SparseComm:
             return False
         if turn.looked is not None:
             # So that all ranks decide alike.
-            turn.looked.for_host.wait()
+            self._queue.wait(turn.looked)
             turn.looked = None
             turn.left = _REPEATS if self._reduction.is_settled(key) else 0
         turn.left -= 1
@@ -389,12 +391,21 @@ class SparseComm:
                 self.totals.add(stats)
             handle.finish(flat, error)
 
+        self._queue.check_open()
+        self._wait_for_use(flat, by_library=True)
+        if not self.transport.begin_all_reduce(flat, end):
+            work = partial(self._reduction.repeat, bucket)
+            return self._submit("allreduce_", flat, work, True, key=bucket.key)
         self._queue.adopt(handle)
-        if self.transport.begin_all_reduce(flat, end):
-            return handle
-        self._queue.release(handle)
-        work = partial(self._reduction.repeat, bucket)
-        return self._submit("allreduce_", flat, work, True, key=bucket.key)
+        self._uses[flat.untyped_storage().data_ptr()] = handle.end
+        return handle
+
+    def _wait_for_use(self, tensor: Tensor, *, by_library: bool) -> None:
+        """Wait until no earlier collective uses a memory that would run beside the next one."""
+        self._uses = {p: end for p, end in self._uses.items() if not end.for_host.is_set()}
+        used = self._uses.get(tensor.untyped_storage().data_ptr())
+        if used is not None and (by_library or used.beside):
+            self._queue.wait(used)
 
     def _submit(
         self,
@@ -440,7 +451,11 @@ class SparseComm:
 
             return end
 
+        if self._turns:
+            self._wait_for_use(tensor, by_library=False)
         handle = self._queue.submit(begin, tensor.device, (tensor, *inputs))
+        if self._turns:
+            self._uses[tensor.untyped_storage().data_ptr()] = handle.end
         if not async_op:
             handle.wait()
         return handle

@@ -112,6 +112,9 @@ class Transport(ABC):
 
         Returns:
             Whether the library has such a thread.
+
+        Raises:
+            CommError: As `Exchange.wait`.
         """
         return False
 

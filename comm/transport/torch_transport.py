@@ -123,23 +123,26 @@ class TorchTransport(Transport):
         """Begin `all_reduce` on gloo's thread; NCCL's must be launched in turn."""
         if self.on_stream or self._label is None:
             return False
-        if self._beside is None:
-            # In one group all threads would have to call in the same order.
-            timeout = timedelta(seconds=self.timeout_s)
-            store = dist.distributed_c10d._get_default_store()
-            store = PrefixStore(f"{self._label}/beside", store)
-            self._beside = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         started = time.monotonic()
 
         def ended(future: Future[list[Tensor]]) -> None:
             error = None
             try:
                 future.value()
-            except RuntimeError as caught:
+            except Exception as caught:  # whatever it is, somebody waits for the end
                 error = self.failed(caught, None, time.monotonic() - started)
             end(error)
 
-        self._beside.allreduce([flat]).get_future().add_done_callback(ended)
+        try:
+            if self._beside is None:
+                # In one group all threads would have to call in the same order.
+                timeout = timedelta(seconds=self.timeout_s)
+                store = dist.distributed_c10d._get_default_store()
+                store = PrefixStore(f"{self._label}/beside", store)
+                self._beside = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+            self._beside.allreduce([flat]).get_future().add_done_callback(ended)
+        except RuntimeError as caught:
+            raise self.failed(caught, None, time.monotonic() - started) from caught
         return True
 
     def split(self, colour: int) -> TorchTransport:

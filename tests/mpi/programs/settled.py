@@ -25,11 +25,15 @@ def settled(world, checks, sizes):
                 everyone = [torch.randn(NUMEL, generator=each) for each in drawn]
                 everyone[-1][7] = (torch.nan, torch.inf, -0.0)[step % 3]
                 flat = everyone[comm.rank].clone()
-                # Two at a time, of which one is not waited for at once.
+                # Two at a time, of which one is not waited for at once; then three of one memory.
                 other = torch.full((NUMEL,), float(comm.rank))
                 handle = comm.allreduce_(flat, key="dense", async_op=True)
                 comm.allreduce_(other, key="other")
                 checks(handle.wait() is flat, "gave another tensor")
+                again = torch.full((NUMEL,), float(comm.rank))
+                three = [comm.allreduce_(again, key=key, async_op=True) for key in "ppq"]
+                checks(all(each.wait() is again for each in three), "another tensor")
+                checks(again.eq((comm.size - 1) / 2).all(), mode, step, "one after the other")
                 finite = torch.arange(NUMEL) != 7
                 sums = [each[finite] for each in everyone]
                 checks(close(flat[finite], sums, 1 / comm.size), mode, step, "sums")
