@@ -147,7 +147,8 @@ class Compressor:
             reason = f"the state of a compressor has {', '.join(sorted(parts))}"
             raise CheckpointError("compressor", sorted(state), reason, "Load a compressor's state")
         own, saved = self.settings(), state["settings"]
-        for name in sorted(own.keys() | saved.keys()):
+        # Other types have other settings.
+        for name in ("type", *sorted(own.keys() | saved.keys())):
             if saved.get(name, _default(name)) != own.get(name):
                 reason = f"the residuals were made with it, and now it is {own.get(name)!r}"
                 remedy = "Use the settings of the checkpoint, or start without its residuals"

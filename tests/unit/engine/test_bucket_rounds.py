@@ -65,7 +65,7 @@ def gradient(name):
 
 def end(rounds, comm):
     """End a round whose collectives answer as soon as they are all sent."""
-    first = [number for number, call in enumerate(comm.calls) if not call[3].done()]
+    first = [number for number, call in enumerate(comm.calls) if not call[2].done()]
     for number in first:
         comm.answer(number)
     send = comm.allreduce_
