@@ -207,7 +207,7 @@ class SparseComm:
         """
         bucket = self._bucket(flat, key, blocks)
         if self._repeats(bucket.key):
-            handle = self._repeat(bucket)
+            handle = self._repeat(flat, bucket)
             if not async_op:
                 handle.wait()
             return handle
@@ -376,9 +376,8 @@ class SparseComm:
         turn.left -= 1
         return turn.left >= 0
 
-    def _repeat(self, bucket: Bucket) -> Handle:
+    def _repeat(self, flat: Tensor, bucket: Bucket) -> Handle:
         """Sum a bucket by the library; on its own thread, if it has one."""
-        flat = bucket.flat
         stats, timer = Statistics("dense", flat.nbytes), Timer(flat.device)
         stats.bytes_up = stats.bytes_down = 2 * (self.size - 1) * flat.nbytes // self.size
         handle = Handle(stats=stats)
@@ -386,14 +385,14 @@ class SparseComm:
         def end(error: CommError | None) -> None:
             if error is None:
                 if bucket.scale != 1:
-                    flat.mul_(bucket.scale)
+                    bucket.flat.mul_(bucket.scale)
                 stats.note(None, timer)
                 self.totals.add(stats)
             handle.finish(flat, error)
 
         self._queue.check_open()
         self._wait_for_use(flat, by_library=True)
-        if not self.transport.begin_all_reduce(flat, end):
+        if not self.transport.begin_all_reduce(bucket.flat, end):
             work = partial(self._reduction.repeat, bucket)
             return self._submit("allreduce_", flat, work, True, key=bucket.key)
         self._queue.adopt(handle)
