@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from wavemare.comm.blocks.layout import OwnedRange
-    from wavemare.comm.blocks.masks import Masks
+    from wavemare.comm.blocks.masks import Masks, OwnedRange
     from wavemare.comm.collective_queue import Handle
     from wavemare.comm.compressor import make_compressor
     from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig
@@ -37,7 +36,7 @@ _HOME = {
     "CompressorConfig": "config",
     "Handle": "collective_queue",
     "Masks": "blocks.masks",
-    "OwnedRange": "blocks.layout",
+    "OwnedRange": "blocks.masks",
     "SparseCollectiveConfig": "config",
     "SparseComm": "sparse",
     "make_compressor": "compressor",

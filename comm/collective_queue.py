@@ -19,10 +19,15 @@ from wavemare.errors import CommError
 _EXIT_S = 60.0  # for pending collectives when the process ends
 
 
-class _End:
-    """The end of a collective: for the host, when it is launched, and on a GPU."""
+class End:
+    """The end of a collective: for the host, when it is launched, and on a GPU.
 
-    def __init__(self) -> None:
+    Args:
+        beside: Whether it is none of the queue's thread, and runs beside those.
+    """
+
+    def __init__(self, beside: bool) -> None:
+        self.beside = beside
         self.for_host = threading.Event()
         self.on_gpu: Any = None
 
@@ -31,12 +36,15 @@ class Handle:
     """A collective that was called and may still run.
 
     Args:
-        thread: Runs it.
+        thread: Runs it; None if the library's own does.
+        stats: Filled in.
     """
 
-    def __init__(self, thread: threading.Thread | None = None) -> None:
-        self.end = _End()
-        self._stats = Statistics()
+    def __init__(
+        self, thread: threading.Thread | None = None, stats: Statistics | None = None
+    ) -> None:
+        self.end = End(beside=thread is None)
+        self._stats = stats or Statistics()
         self._thread = thread
         self._error: BaseException | None = None
         self._result: Any = None
@@ -66,7 +74,8 @@ class Handle:
         Raises:
             CommError: A peer was lost, or another rank called another collective.
         """
-        with joining(self._thread):
+        # A thread of the library's has no marks of its own.
+        with joining(self._thread) if self._thread else waiting("messages of the library"):
             self.end.for_host.wait()
         if self._error is not None:
             raise self._error
@@ -100,10 +109,16 @@ class Handle:
         self._callbacks.clear()
 
 
+Finish = Callable[[], Any]
+"""Moves and sums what a collective has looked at; its result is the handle's."""
+
+
 class CollectiveQueue:
     """One thread that runs collectives in the order in which they were submitted.
 
-    Waiting for messages and running kernels release the interpreter's lock.
+    Waiting for messages and running kernels release the interpreter's lock. Each collective first
+    looks at its inputs and agrees with the other ranks; on a GPU on a stream of its own, which does
+    not wait for the sums of the collectives before.
 
     Args:
         name: Name of the thread.
@@ -113,7 +128,7 @@ class CollectiveQueue:
     """
 
     _turns = threading.Lock()
-    _last: _End | None = None
+    _last: End | None = None
 
     def __init__(self, name: str, *, in_turn: bool = False) -> None:
         self._name = name
@@ -122,32 +137,33 @@ class CollectiveQueue:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._closed = False
-        self._streams: dict[torch.device, Any] = {}
+        self._adopted: set[Handle] = set()
+        self._is_registered = False
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}
+        self._in_flight: dict[int, Any] = {}  # the last use of each memory on a GPU
 
     def submit(
         self,
-        work: Callable[[Statistics], Any],
+        look: Callable[[Statistics], Finish],
         device: torch.device,
         inputs: Iterable[Tensor | None] = (),
     ) -> Handle:
         """Run a collective after all earlier ones.
 
         Args:
-            work: Fills in statistics; its result is the handle's.
+            look: Fills in statistics, and returns what is to be done with what it has seen. What
+                it makes on a GPU, beside its inputs, must not be used there.
             device: Where its tensors are.
             inputs: What it reads and writes; the caller may free it before a GPU has done so.
 
         Raises:
             CommError: The queue has been closed.
         """
-        if self._closed:
-            reason, remedy = "its communicator has been closed", "Make another one"
-            raise CommError("collective", self._name, reason, remedy)
+        self.check_open()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-            # gloo's call that returns while the interpreter shuts down would abort the process.
-            atexit.register(self._finish_at_exit)
+            self._at_exit()
         handle = Handle(self._thread)
         ready = None
         if device.type == "cuda":
@@ -157,8 +173,49 @@ class CollectiveQueue:
             before = None
             if self._in_turn:
                 before, CollectiveQueue._last = self._last, handle.end
-            self._queue.put((handle, work, device, ready, list(inputs), before))
+            self._queue.put((handle, look, device, ready, list(inputs), before))
         return handle
+
+    def adopt(self, handle: Handle) -> None:
+        """Wait at the end for a collective that the library's own thread runs, too.
+
+        Its failure is that of all later ones.
+        """
+        with self._turns:
+            self._adopted.add(handle)
+        self._at_exit()
+        handle.then(self._release)
+
+    def _release(self, handle: Handle) -> None:
+        with self._turns:
+            self._adopted.discard(handle)
+        self._failure = self._failure or handle._error
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective has failed, so that all later ones do."""
+        return self._failure is not None
+
+    def wait(self, end: End) -> None:
+        """Wait for the end of a collective, for the host."""
+        with joining(self._thread):
+            end.for_host.wait()
+
+    def check_open(self) -> None:
+        """Refuse calls after the end.
+
+        Raises:
+            CommError: The queue has been closed.
+        """
+        if self._closed:
+            reason, remedy = "its communicator has been closed", "Make another one"
+            raise CommError("collective", self._name, reason, remedy)
+
+    def _at_exit(self) -> None:
+        if not self._is_registered:
+            self._is_registered = True
+            # gloo's call that returns while the interpreter shuts down would abort the process.
+            atexit.register(self._finish_at_exit)
 
     def close(self) -> None:
         """Finish the submitted collectives and end the thread; a second call does nothing."""
@@ -168,16 +225,22 @@ class CollectiveQueue:
             with joining(self._thread):
                 self._thread.join()
             self._thread = None
-            atexit.unregister(self._finish_at_exit)
+        for handle in tuple(self._adopted):
+            handle.end.for_host.wait()
+        atexit.unregister(self._finish_at_exit)
 
     def _finish_at_exit(self) -> None:
         self._queue.put(None)
-        if self._thread is not None and not failing.is_set():
+        if failing.is_set():
+            return
+        if self._thread is not None:
             self._thread.join(_EXIT_S)
+        for handle in tuple(self._adopted):
+            handle.end.for_host.wait(_EXIT_S)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            handle, work, device, ready, inputs, before = item
+            handle, look, device, ready, inputs, before = item
             result = error = end = None
             try:
                 if before is not None:
@@ -186,15 +249,24 @@ class CollectiveQueue:
                 if self._failure is not None:
                     raise _broken(self._failure)
                 if ready is None:
-                    result = work(handle.stats)
+                    result = look(handle.stats)()
                 else:
-                    stream = self._stream(device, inputs)
-                    with torch.cuda.stream(stream):
-                        for event in (ready, before and before.on_gpu):
-                            if event is not None:
-                                stream.wait_event(event)
-                        result = work(handle.stats)
-                        end = stream.record_event()
+                    looking, moving = self._streams_of(device, inputs)
+                    memory = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
+                    with torch.cuda.stream(looking):
+                        looking.wait_event(ready)
+                        for used in memory & self._in_flight.keys():
+                            looking.wait_event(self._in_flight[used])
+                        finish = look(handle.stats)
+                    with torch.cuda.stream(moving):
+                        moving.wait_stream(looking)
+                        if before is not None and before.on_gpu is not None:
+                            moving.wait_event(before.on_gpu)
+                        result = finish()
+                        end = moving.record_event()
+                    left = {p: event for p, event in self._in_flight.items() if not event.query()}
+                    self._in_flight = left | dict.fromkeys(memory, end)
+                    del finish
             except BaseException as caught:  # the thread goes on, to fail later collectives
                 error = caught
                 self._failure = self._failure or caught
@@ -203,17 +275,17 @@ class CollectiveQueue:
             except BaseException as caught:
                 self._failure = self._failure or caught
             # Free the handle's tensors before waiting for the next item.
-            del item, handle, work, result, error, inputs, before
+            del item, handle, look, result, error, inputs, before
 
-    def _stream(self, device: torch.device, inputs: Iterable[Tensor | None]) -> Any:
+    def _streams_of(self, device: torch.device, inputs: Iterable[Tensor | None]) -> tuple[Any, Any]:
         torch.cuda.set_device(device)  # each thread begins on the first GPU
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        for tensor in inputs:
-            if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(stream)  # the caller's stream allocated it
-        return stream
+            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        for stream in self._streams[device]:
+            for tensor in inputs:
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(stream)  # the caller's stream allocated it
+        return self._streams[device]
 
 
 def _broken(failure: BaseException) -> CommError:

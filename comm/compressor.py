@@ -7,7 +7,7 @@ divided or rounded, so ``sent + residual == a`` holds bitwise. In 16 bits, a is 
 
 The norm of a block is computed in float32 (float64 for float64): 0 for elements below about 1e-23,
 infinite beyond about 1e19. A block whose norm is not finite is always chosen, even beyond k, so NaN
-and infinities never stay in a residual.
+and infinities never stay in a residual; one whose norm is 0 never is.
 
 The residual is as large as the bucket. A step reads 3 and writes 2 buckets, without error feedback
 1 and 1, and then moves the chosen blocks.
@@ -66,18 +66,11 @@ class Compressor:
         self._steps: dict[str, int] = {}
         self._residuals: dict[str, Tensor] = {}
 
-    def select(
-        self,
-        accumulated: Tensor,
-        weights: Tensor | None = None,
-        draw: int = 0,
-        ratio: float | None = None,
-    ) -> Tensor:
-        """Choose blocks; nothing is changed.
+    def select(self, accumulated: Tensor, draw: int = 0, ratio: float | None = None) -> Tensor:
+        """Choose blocks, none whose norm is 0; nothing is changed.
 
         Args:
             accumulated: (E,), gradient plus residual.
-            weights: (E,), the weights of the gradient, for ``block_topk_ratio``.
             draw: Seeds a random choice, together with the seed.
             ratio: Share of the blocks; the configuration's if omitted.
 
@@ -86,7 +79,7 @@ class Compressor:
         """
         norms = block_norms(accumulated, self.block)
         k = self.count(len(norms), ratio)
-        return _SELECT[self.config.type](self, norms, weights, draw, k)
+        return _SELECT[self.config.type](self, norms, draw, k) & (norms != 0)
 
     def count(self, blocks: int, ratio: float | None = None) -> int:
         """Return k for a bucket: a share of its blocks, 1 or more."""
@@ -94,31 +87,31 @@ class Compressor:
         return min(blocks, max(1, round(ratio * blocks)))
 
     @torch.no_grad()
-    def step(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> Tensor:
+    def step(self, key: str, gradient: Tensor) -> Tensor | None:
         """Split ``gradient + residual``.
 
         Args:
             key: Name of the bucket.
             gradient: (E,), the bucket; overwritten with the chosen blocks, +0.0 elsewhere.
-            weights: (E,), the weights of the gradient, for methods that need them.
 
         Returns:
-            (ceil(E / block),), bool, on the device of the bucket: the chosen blocks.
+            (ceil(E / block),), bool, on the device of the bucket: the chosen blocks; None while all
+            are sent.
 
         Raises:
-            ConfigError: The gradient is no tensor of floats, or it or the weights do not fit what
-                was given before.
+            ConfigError: The gradient is no tensor of floats, or does not fit what was given before.
         """
-        self.check(key, gradient, weights)
+        self.check(key, gradient)
         count = self._steps.get(key, 0)
+        chosen = None
         if count < self.config.warmup_steps:
-            chosen = gradient.new_ones(num_blocks(len(gradient), self.block), dtype=torch.bool)
+            pass
         elif self.config.error_feedback:
             residual = self._residual_for(key, gradient).add_(gradient)
-            chosen = self.select(residual, weights, _draw(key, count), self.config.share(count))
+            chosen = self.select(residual, _draw(key, count), self.config.share(count))
             _move(residual, gradient, chosen, self.block)
         else:
-            chosen = self.select(gradient, weights, _draw(key, count), self.config.share(count))
+            chosen = self.select(gradient, _draw(key, count), self.config.share(count))
             _clear(gradient, ~chosen, self.block)
         self._steps[key] = count + 1
         return chosen
@@ -154,7 +147,8 @@ class Compressor:
             reason = f"the state of a compressor has {', '.join(sorted(parts))}"
             raise CheckpointError("compressor", sorted(state), reason, "Load a compressor's state")
         own, saved = self.settings(), state["settings"]
-        for name in sorted(own.keys() | saved.keys()):
+        # Other types have other settings.
+        for name in ("type", *sorted(own.keys() | saved.keys())):
             if saved.get(name, _default(name)) != own.get(name):
                 reason = f"the residuals were made with it, and now it is {own.get(name)!r}"
                 remedy = "Use the settings of the checkpoint, or start without its residuals"
@@ -169,7 +163,7 @@ class Compressor:
             self._residuals[key] = kept
         return kept
 
-    def check(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> None:
+    def check(self, key: str, gradient: Tensor) -> None:
         """Check what `step` would be given.
 
         Raises:
@@ -185,15 +179,6 @@ class Compressor:
             remedy = "Give each bucket a key of its own"
             value = f"{len(gradient)} elements of {gradient.dtype}"
             raise ConfigError(f"bucket {key}", value, reason, remedy)
-        if not self.config.compares_weights:
-            return
-        if weights is None:
-            reason, remedy = f"{self.config.type} needs them", "Pass the gradient's weights"
-            raise ConfigError(f"weights of bucket {key}", None, reason, remedy)
-        if weights.shape != gradient.shape or not weights.is_contiguous():
-            reason = f"they are no contiguous tensor of {len(gradient)} elements like the gradient"
-            remedy = "Pass the weights in the layout of the bucket"
-            raise ConfigError(f"weights of bucket {key}", tuple(weights.shape), reason, remedy)
 
 
 def _default(name: str) -> Any:
@@ -202,9 +187,7 @@ def _default(name: str) -> Any:
     return None if field is None else field.default
 
 
-def _top_k(
-    compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int, k: int
-) -> Tensor:
+def _top_k(compressor: Compressor, norms: Tensor, draw: int, k: int) -> Tensor:
     """Choose the k blocks of largest L2 norm; the first of equal ones.
 
     It is a contraction: ``||C(a) - a||^2 <= (1 - k / nb) * ||a||^2`` for nb blocks.
@@ -212,28 +195,7 @@ def _top_k(
     return _largest(norms, ~norms.isfinite(), k)
 
 
-def _top_k_ratio(
-    compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int, k: int
-) -> Tensor:
-    """Choose the k blocks of largest ``||a_j|| / ||w_j||``; the first of equal ones.
-
-    For a block of zero weights, the smallest norm of the bucket's other blocks counts (1 if all are
-    zero): the block can grow without crowding out the others. A block whose weights have no finite
-    norm is chosen.
-    """
-    assert weights is not None, "step() has checked it"
-    if k == len(norms):
-        return torch.ones_like(norms, dtype=torch.bool)
-    sizes = block_norms(weights, compressor.block)
-    urgent = ~(norms.isfinite() & sizes.isfinite())
-    smallest = sizes.where(sizes > 0, torch.inf).min()
-    smallest = smallest.where(smallest.isfinite(), 1.0)
-    return _largest(norms / sizes.where(sizes != 0, smallest), urgent, k)
-
-
-def _random_k(
-    compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int, k: int
-) -> Tensor:
+def _random_k(compressor: Compressor, norms: Tensor, draw: int, k: int) -> Tensor:
     """Choose k blocks by seed and draw: the same on all ranks, different ones in each step.
 
     In expectation it contracts as `_top_k` does. Blocks are not divided by their probability, as
@@ -248,9 +210,7 @@ def _random_k(
     return chosen
 
 
-def _threshold(
-    compressor: Compressor, norms: Tensor, weights: Tensor | None, draw: int, k: int
-) -> Tensor:
+def _threshold(compressor: Compressor, norms: Tensor, draw: int, k: int) -> Tensor:
     """Choose the blocks whose L2 norm is at least a threshold.
 
     What waits is bounded: ``||C(a) - a||^2 <= nb * threshold^2`` for nb blocks.
@@ -259,10 +219,8 @@ def _threshold(
     return (norms >= compressor.config.threshold) | ~norms.isfinite()
 
 
-_SELECT: Mapping[CompressorKind, Callable[[Compressor, Tensor, Tensor | None, int, int], Tensor]]
-_SELECT = {
+_SELECT: Mapping[CompressorKind, Callable[[Compressor, Tensor, int, int], Tensor]] = {
     "block_topk": _top_k,
-    "block_topk_ratio": _top_k_ratio,
     "block_randomk": _random_k,
     "block_threshold": _threshold,
 }

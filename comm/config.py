@@ -19,11 +19,10 @@ HALVES = ("ordered", "pushpull")
 """Modes whose first half is a reduce-scatter: it leaves the sums at their owners."""
 
 
-CompressorKind = Literal["block_topk", "block_randomk", "block_threshold", "block_topk_ratio"]
+CompressorKind = Literal["block_topk", "block_randomk", "block_threshold"]
 
 COMPRESSOR_OPTIONS: Mapping[CompressorKind, tuple[str, ...]] = {
     "block_topk": ("ratio", "density_warmup_steps"),
-    "block_topk_ratio": ("ratio", "density_warmup_steps"),
     "block_randomk": ("ratio", "density_warmup_steps", "seed"),
     "block_threshold": ("threshold",),
 }
@@ -37,8 +36,8 @@ class CompressorConfig(Section):
     """How gradients are made sparse before they are sent."""
 
     type: CompressorKind = "block_topk"
-    """Which blocks are sent: those with the largest norms, random ones, those whose norm reaches a
-    threshold, or those with the largest norm relative to that of their weights."""
+    """Which blocks are sent: those with the largest norms, random ones, or those whose norm reaches
+    a threshold."""
 
     ratio: float = Field(default=0.01, gt=0, le=1)
     """The share of the blocks of a bucket that is sent; not for ``block_threshold``."""
@@ -75,11 +74,6 @@ class CompressorConfig(Section):
             return self.ratio
         return _FIRST_SHARE * (self.ratio / _FIRST_SHARE) ** (past / self.density_warmup_steps)
 
-    @property
-    def compares_weights(self) -> bool:
-        """Whether the choice of blocks needs the weights of the gradients."""
-        return self.type == "block_topk_ratio"
-
     # Defaults are let through, so that a configuration that was written out in full can be read.
     @field_validator("ratio", "threshold", "seed", "density_warmup_steps")
     @classmethod
@@ -112,7 +106,9 @@ class SparseCollectiveConfig(Section):
     (``auto``)."""
 
     deterministic: bool = True
-    """Sums in the order of the ranks, so that the bits are the same whichever way is taken."""
+    """Sums in the order of the ranks, so that the bits are the same whichever way is taken. If
+    false, ``auto`` and ``dense`` hand buckets that stay dense to the library's own sum, and look at
+    them in one call of 16."""
 
     hierarchical: bool = False
     """Ranks of one node first sum densely among themselves. Not with the reduce-scatters of ZeRO 1
@@ -123,10 +119,10 @@ class SparseCollectiveConfig(Section):
     ``direct``. ``auto`` is ``direct`` if the transport of all ranks takes the memory of the
     accelerator. gloo always takes ``pinned``."""
 
-    known_rows: Literal["on", "off", "check"] = "on"
-    """``on``: the rows of an embedding's gradient come from the backward pass. Some calls also
-    search for them; if one of the first eight finds other rows, the bucket is searched from then
-    on. ``check`` searches in each call, and refuses a difference. ``off`` always searches."""
+    known_rows: Literal["on", "off"] = "on"
+    """``on``: the rows of an embedding's gradient come from the backward pass. Each call looks at a
+    sample of the other rows, and some calls at all of them; if one of the first eight finds another
+    row, the bucket is searched from then on, and later it is an error. ``off`` always searches."""
 
     compressor: CompressorConfig | None = None
     """Which blocks each rank holds back and adds to its next gradient. If omitted: none."""

@@ -8,7 +8,7 @@ itself, under the parameter's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -65,22 +65,18 @@ class _ByParameter:
         self.state_dict = inner.state_dict
         self.load_state_dict = inner.load_state_dict
 
-    def step(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> None:
-        """Split each parameter of the bucket; see `Compressor.step`."""
-        for part, name, own in self._parts(key, gradient, weights):
-            self.inner.step(name, part, own)
+    def step(self, key: str, gradient: Tensor) -> None:
+        """Split each parameter of the bucket; see `Compressor.step`.
 
-    def check(self, key: str, gradient: Tensor, weights: Tensor | None = None) -> None:
-        """Check each parameter of the bucket; see `Compressor.check`."""
-        for part, name, own in self._parts(key, gradient, weights):
-            self.inner.check(name, part, own)
-
-    def _parts(
-        self, key: str, gradient: Tensor, weights: Tensor | None
-    ) -> Iterator[tuple[Tensor, str, Tensor | None]]:
+        Blocks of parameters are none of the bucket, whose blocks are searched for then.
+        """
         for slot in self.layouts[key]:
-            part = slice(slot.start, slot.stop)
-            yield gradient[part], slot.name, weights[part] if weights is not None else None
+            self.inner.step(slot.name, gradient[slot.start : slot.stop])
+
+    def check(self, key: str, gradient: Tensor) -> None:
+        """Check each parameter of the bucket; see `Compressor.check`."""
+        for slot in self.layouts[key]:
+            self.inner.check(slot.name, gradient[slot.start : slot.stop])
 
 
 class _Hook:
@@ -98,7 +94,6 @@ class _Hook:
             comm.at_close.append(self._rows.close)
         self._comm = comm
         self._compressor = compressor
-        self._compares_weights = compressor is not None and compressor.inner.config.compares_weights
         self._handles: list[Handle] = []
         self._streams: dict[torch.device, Any] = {}
 
@@ -126,10 +121,7 @@ class _Hook:
         if self._compressor is not None:
             self._compressor.layouts[key] = slots
         blocks = self._rows.take(slots, self._comm.block) if self._rows else None
-        weights = None
-        if self._compares_weights:
-            weights = torch.cat([p.detach().reshape(-1).to(buffer.dtype) for p in parameters])
-        return self._comm.allreduce_(buffer, key=key, weights=weights, blocks=blocks, async_op=True)
+        return self._comm.allreduce_(buffer, key=key, blocks=blocks, async_op=True)
 
     def _reduce_rows(self, gradient: Tensor, name: str) -> Handle:
         if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:

@@ -1,29 +1,275 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums one bucket, from its mask to its result; runs on the thread of a `SparseComm`."""
+"""Sums one bucket: the ranks agree on the call, find their non-zero blocks, choose, and sum.
+
+Runs on the thread of a `SparseComm`.
+"""
 
 from __future__ import annotations
 
+import logging
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from wavemare.comm.agreement import Agreement, Reported, Reports, exchange_masks
-from wavemare.comm.blocks.layout import OwnedRange
-from wavemare.comm.blocks.masks import BlockCounts, Masks
+from wavemare.comm.blocks.masks import (
+    BlockCounts,
+    Masks,
+    OwnedRange,
+    bits_of,
+    first_bit,
+    mask_bytes,
+    packed_bits,
+)
+from wavemare.comm.collective_queue import Finish
 from wavemare.comm.compressor import Compressor
-from wavemare.comm.executors import EXECUTORS_BY_MODE, CollectiveCall, Executor, Scratch
-from wavemare.comm.executors.hierarchy import Hierarchy
-from wavemare.comm.executors.ranges import gather_ranges
-from wavemare.comm.lists import SAMPLE, BlockLists, mask_of_sample
-from wavemare.comm.selection.cost import Constants
-from wavemare.comm.selection.selector import DENSE, ExecutorChoice, Selector
+from wavemare.comm.executors import (
+    EXECUTORS_BY_MODE,
+    CollectiveCall,
+    Executor,
+    Scratch,
+    gather_ranges,
+)
+from wavemare.comm.hierarchy import Hierarchy
+from wavemare.comm.kernels import DTYPES
+from wavemare.comm.selection.cost import DENSE, Constants, ExecutorChoice, Selector
 from wavemare.comm.statistics import Statistics, Timer
 from wavemare.comm.transport import Transport
 from wavemare.errors import CommError
+
+OPERATIONS = ("allreduce_", "reduce_scatter_", "allgather_", "allreduce_rows_", "SparseComm")
+_FIELDS = 11
+HEADER_BYTES = 8 * _FIELDS
+
+
+def digest_of(*terms: object) -> int:
+    """Return a 32-bit checksum of values."""
+    return zlib.crc32(repr(terms).encode())
+
+
+class Reported(NamedTuple):
+    """What a rank reports about a call; it may differ from rank to rank.
+
+    Args:
+        took_ns: Nanoseconds of this bucket's previous call; 0 if unknown.
+        dense_blocks: Non-zero blocks of the bucket, by a sample, if so many that the rank would
+            rather send all; else -1.
+        stray: A non-zero block that the caller has not listed; -1 if none was found.
+        searched: 1 if the caller has given no list, so that the rank reads the whole bucket.
+    """
+
+    took_ns: int = 0
+    dense_blocks: int = -1
+    stray: int = -1
+    searched: int = 1
+
+
+class Reports(NamedTuple):
+    """What all ranks report, as `Reported`: one number of each rank, (N,), int64."""
+
+    took_ns: NDArray[np.int64]
+    dense_blocks: NDArray[np.int64]
+    stray: NDArray[np.int64]
+    searched: NDArray[np.int64]
+
+
+class Agreement:
+    """One small message from each rank to all others: that all ranks make the same call.
+
+    Args:
+        transport: To the other ranks.
+        operation: One of `OPERATIONS`.
+        block: Elements per block.
+        number: Of the call, counted from 0.
+        numel: Elements of the bucket, or columns of the rows.
+        dtype: Of its elements.
+        num_items: Rows of a table; -1 if unknown.
+        terms: Digest of everything else that must agree (see `digest_of`).
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        operation: str,
+        *,
+        block: int,
+        number: int = 0,
+        numel: int = 0,
+        dtype: torch.dtype = torch.float32,
+        num_items: int = 0,
+        terms: int = 0,
+    ) -> None:
+        self._call = [
+            number,
+            OPERATIONS.index(operation),
+            numel,
+            DTYPES.index(dtype),
+            block,
+            num_items,
+            terms,
+        ]
+        self._transport = transport
+
+    def begin(self, reported: Reported = Reported()) -> None:  # noqa: B008
+        """Send this rank's message."""
+        mine = torch.tensor([*self._call, *reported], dtype=torch.int64)
+        self._table = mine.new_empty(self._transport.size, _FIELDS)
+        self._gathering = self._transport.begin_gather(mine, self._table)
+
+    def wait(self) -> Reports:
+        """Wait for the messages of all ranks.
+
+        Returns:
+            What each rank reports.
+
+        Raises:
+            CommError: A rank makes another call; the message names the rank.
+        """
+        self._gathering.wait()
+        table, same = self._table.numpy(), len(self._call)
+        differs = (table[:, :same] != self._call).any(axis=1)
+        if differs.any():
+            rank = int(differs.argmax())
+            own, other = _spell(self._call), _spell(table[rank, :same].tolist())
+            if other == own:
+                other = "it with another key, partition, mode, average, staging or cost model"
+            raise CommError(
+                "collective",
+                own,
+                f"rank {rank} calls {other} instead",
+                "Let all ranks call the same collectives, on equal buckets, in the same order",
+            )
+        return Reports(*table[:, same:].T)
+
+    def agree(self) -> None:
+        """Send the message and wait for the others'."""
+        self.begin()
+        self.wait()
+
+
+def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks:
+    """Exchange the masks of all ranks.
+
+    Args:
+        transport: To the other ranks.
+        bits: (ceil(nb / 8),), uint8: this rank's mask, on the bucket's device or on the host.
+        num_blocks: nb.
+    """
+    table = torch.empty(transport.size, mask_bytes(num_blocks), dtype=torch.uint8)
+    transport.all_gather(bits, table)
+    return Masks(table.numpy(), num_blocks)
+
+
+def _spell(numbers: list[int]) -> str:
+    number, operation, numel, dtype, block, items, _ = numbers
+    kind = str(DTYPES[dtype]).removeprefix("torch.")
+    extra = {0: "", -1: ", any rows"}.get(items, f", {items} rows")
+    return f"#{number} {OPERATIONS[operation]}({numel} {kind}, block {block}{extra})"
+
+
+# --- lists of the blocks that may be non-zero, which callers give ---------------------------------
+
+
+SAMPLE = 128
+"""Blocks that are looked at to find a bucket dense, or a list of blocks wrong."""
+_CHECK_INTERVAL = 251
+"""Calls between two checks of all of a caller's list of blocks; a prime, as steps repeat in
+patterns. The calls 0, 1, 2, 4, 8, ... are checked too, and a sample in each call."""
+SETTLED_CALLS = 4
+"""Calls in a row that are summed by the library's reduction, after which ranks look less often."""
+_TRIALS = 8
+"""Calls of a bucket in which a wrong list is not an error: lists are not used from then on. Nor is
+it in any call in which most of the sample is not zero: a term of all rows has just begun."""
+
+
+class Listed(NamedTuple):
+    """What a caller's list says of a bucket.
+
+    Args:
+        bits: The bit-packed mask of this rank; None if there is no list, or lists are not used.
+        stray: A block that is not zero and not in the list; -1 if none was found.
+    """
+
+    bits: Tensor | None = None
+    stray: int = -1
+
+
+class BlockLists:
+    """Makes masks of lists, and checks some of the lists."""
+
+    def __init__(self) -> None:
+        self._num_lists: Counter[str] = Counter()
+        self._searched: set[str] = set()
+
+    def take(self, call: CollectiveCall, blocks: Tensor | None) -> Listed:
+        """Take the list of a bucket.
+
+        Args:
+            call: Has the bucket.
+            blocks: (k,), int64, in any order; None if the caller has no list.
+        """
+        if blocks is None or call.key in self._searched:
+            return Listed()
+        number, self._num_lists[call.key] = self._num_lists[call.key], self._num_lists[call.key] + 1
+        with call.phase("list"):
+            listed = bits_of(blocks, call.num_blocks)
+            strays, unlisted = _strays(call, listed, number)
+        begins = strays and 2 * strays >= unlisted  # a term of all rows; earlier sums were right
+        checks = not number & (number - 1) or not number % _CHECK_INTERVAL or strays
+        if not checks:
+            return Listed(listed)
+        bits = call.mask()
+        stray = first_bit(bits & ~listed)
+        trial = number < _TRIALS or begins
+        if stray >= 0 and trial:
+            logging.getLogger("wavemare").warning(
+                "%s: block %d is not in the list; lists are not used", call.key, stray
+            )
+            self._searched.add(call.key)
+            stray = -1
+        return Listed(bits, stray)
+
+
+def sample_of(num_blocks: int, shift: int) -> NDArray[np.int64]:
+    """Return the numbers of at most `SAMPLE` blocks, spread evenly over a bucket.
+
+    Args:
+        num_blocks: Of the bucket, at least 1.
+        shift: By how many blocks the sample is moved: shifts that follow one another reach all.
+    """
+    count = min(num_blocks, SAMPLE)
+    return (np.arange(count, dtype=np.int64) * num_blocks // count + shift) % num_blocks
+
+
+def mask_of_sample(call: CollectiveCall, places: NDArray[np.int64]) -> Tensor:
+    """Return the bit-packed mask of some blocks of a bucket."""
+    packed = call.flat.new_empty(len(places) * call.block)
+    call.kernels.gather(call.flat, call.block, call.index(places), packed)
+    bits = packed.new_empty(mask_bytes(len(places)), dtype=torch.uint8)
+    call.kernels.mask(packed, call.block, bits)
+    return bits
+
+
+def _strays(call: CollectiveCall, listed: Tensor, number: int) -> tuple[int, int]:
+    """Return of a sample of blocks how many are listed wrongly, and how many are not listed."""
+    places = sample_of(call.num_blocks, number)
+    index = call.index(places)
+    bits = (listed[index // 8] >> (index % 8).to(torch.uint8)) & 1
+    # One copy to the host, which waits for the device.
+    both = torch.cat([bits, mask_of_sample(call, places)]).cpu().numpy()
+    known, sampled = both[: len(places)], both[len(places) :]
+    found = np.unpackbits(sampled, count=len(places), bitorder="little")
+    return int((found > known).sum()), int((known == 0).sum())
+
+
+# --- the sum --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -34,7 +280,6 @@ class Bucket:
         flat: (E,), its elements.
         key: Its name.
         scale: Factor of the sum.
-        weights: (E,), the weights of this gradient, for a compressor.
         blocks: (k,), int64, the blocks that may be non-zero on this rank; None if unknown.
         ranges: Each is summed at its owner, or sent by it; None to sum all at all ranks.
     """
@@ -42,7 +287,6 @@ class Bucket:
     flat: Tensor
     key: str
     scale: float
-    weights: Tensor | None = None
     blocks: Tensor | None = None
     ranges: Sequence[OwnedRange] | None = None
 
@@ -73,6 +317,10 @@ class Seen(NamedTuple):
             stats.union = self.masks.union_size / self.masks.num_blocks
 
 
+def _nothing() -> None:
+    """Sum a bucket without elements."""
+
+
 class Reduction:
     """Sums buckets by the executor of the mode, or the one that the selector chooses.
 
@@ -84,7 +332,6 @@ class Reduction:
         allowed: Executors for the selector.
         scratch: Memory to use.
         compressor: Selects the blocks that each rank sends.
-        always_checks: Whether each list of blocks is compared with the bucket.
         hierarchy: If ranks of a node sum among themselves first; the mode is then that of the sums
             between nodes.
     """
@@ -99,7 +346,6 @@ class Reduction:
         allowed: Sequence[str],
         scratch: Scratch,
         compressor: Compressor | None = None,
-        always_checks: bool = False,
         hierarchy: Hierarchy | None = None,
     ) -> None:
         self.selector = Selector(constants, allowed)
@@ -109,7 +355,8 @@ class Reduction:
         self._executors = dict(EXECUTORS_BY_MODE)
         self._compressor = compressor
         self._scratch = scratch
-        self._lists = BlockLists(always_checks)
+        self._lists = BlockLists()
+        self._dense_runs: Counter[str] = Counter()
         self._took: dict[str, tuple[str, Timer, float]] = {}
         if hierarchy is not None:
             between = Reduction(
@@ -124,8 +371,10 @@ class Reduction:
             all_reduce = partial(hierarchy.all_reduce, between.sum_shard)
             self._executors["hierarchical"] = Executor(all_reduce, needs_masks=False)
 
-    def reduce(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> None:
+    def reduce(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> Finish:
         """Replace each rank's bucket by the scaled sum of all buckets, or its own ranges alone.
+
+        The call looks at the bucket, together with the other ranks; what it returns sums.
 
         Args:
             bucket: It.
@@ -135,9 +384,10 @@ class Reduction:
         Raises:
             CommError: A rank makes another call, or has not listed a non-zero block.
         """
+        run = self._dense_runs.pop(bucket.key, 0)  # until this call has ended well
         if not bucket.flat.numel():
             agreement.agree()
-            return
+            return _nothing
         call, timer = self._call(bucket, stats), Timer(bucket.flat.device)
         mode = self._mode_of_sums if bucket.ranges is None else self._mode
         if self._compressor is None:
@@ -146,16 +396,35 @@ class Reduction:
             # Before the residuals change.
             agreement.begin(Reported(self._took_ns(bucket.key)))
             self._check(agreement.wait(), bucket.key)
-            self._compressor.step(bucket.key, bucket.flat, bucket.weights)
+            chosen = self._compressor.step(bucket.key, bucket.flat)
             timer = Timer(bucket.flat.device)
-            seen = self._look_on(call, mode)
-        self._sum(call, mode, seen, timer)
+            # All others are +0.0 now: nobody has to search.
+            seen = self._look_on(call, mode, None if chosen is None else packed_bits(chosen))
 
-    def all_gather(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> None:
-        """Copy each range from its owner to all ranks."""
+        def finish() -> None:
+            self._sum(call, mode, seen, timer)
+            if stats.executor == "dense" and self._compressor is None:
+                self._dense_runs[bucket.key] = run + 1
+
+        return finish
+
+    def is_settled(self, key: str) -> bool:
+        """Whether all ranks sum a bucket by the library's reduction, call after call.
+
+        Alike on all ranks, if the bucket's call before has ended.
+        """
+        return self._dense_runs[key] >= SETTLED_CALLS
+
+    def repeat(self, bucket: Bucket, _: Agreement, stats: Statistics) -> Finish:
+        """Sum a settled bucket; as `reduce`, but no rank looks, nor tells others of its call."""
+        stats.executor = "dense"
+        return partial(EXECUTORS_BY_MODE["dense"].all_reduce, self._call(bucket, stats), None)
+
+    def all_gather(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> Finish:
+        """Copy each range from its owner to all ranks; as `reduce`."""
         agreement.agree()
         stats.executor = "dense"
-        gather_ranges(self._call(bucket, stats))
+        return partial(gather_ranges, self._call(bucket, stats))
 
     def sum_shard(self, call: CollectiveCall) -> None:
         """Sum a bucket over the ranks of the call, which have agreed on it in another group."""
@@ -181,6 +450,8 @@ class Reduction:
         if mode == "auto":
             choice = self._choose(call, seen)
             name, predicted = choice.executor, choice.predicted_s[choice.executor]
+        elif mode == "dense" and not call.transport.reduces(call.flat.dtype):
+            name = "ordered"  # the library has no sum of this type
         call.stats.executor, call.stats.predicted_s = name, predicted
         if name in DENSE:
             timer = Timer(call.flat.device)  # without the mask, which dense calls rarely take
@@ -202,6 +473,7 @@ class Reduction:
             call.block * call.flat.element_size(),
             halves=call.ranges is not None,
             searched=seen.searched,
+            reduces=call.transport.reduces(call.flat.dtype),
             tentative=tentative,
         )
 
@@ -233,9 +505,11 @@ class Reduction:
     def _needs_masks(self, mode: str) -> bool:
         return mode == "auto" or self._executors[mode].needs_masks
 
-    def _look_on(self, call: CollectiveCall, mode: str) -> Seen:
+    def _look_on(self, call: CollectiveCall, mode: str, bits: Tensor | None = None) -> Seen:
         """Find the non-zero blocks of all ranks, which have agreed on the call."""
-        return Seen(self._masks(call)) if self._needs_masks(mode) else Seen()
+        if not self._needs_masks(mode):
+            return Seen()
+        return Seen(self._masks(call, bits), searched=bits is None)
 
     def _masks(self, call: CollectiveCall, bits: Tensor | None = None) -> Masks:
         """Exchange masks; this rank's is taken if it is not given."""
@@ -274,11 +548,9 @@ class Reduction:
         blocks = number = call.num_blocks
         searched = bits is None
         if bits is None:
-            number = min(blocks, SAMPLE)
-            step = blocks // number
             with call.phase("sample"):
-                places = np.arange(number, dtype=np.int64) * step + step // 2
-                bits = mask_of_sample(call, places)
+                places = sample_of(blocks, blocks // SAMPLE // 2)
+                bits, number = mask_of_sample(call, places), len(places)
         count = int(np.bitwise_count(bits.cpu().numpy()).sum()) * blocks // number
         # The best case of sparse sums: all ranks have the same blocks.
         alike = Seen(BlockCounts(blocks, np.full(call.size, count), count), searched)

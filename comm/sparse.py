@@ -12,24 +12,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.agreement import Agreement, digest_of
-from wavemare.comm.blocks.layout import OwnedRange, ranges_of
-from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.blocks.masks import Masks, OwnedRange, ranges_of
 from wavemare.comm.blocks.rows import RowReducer, check_indices, check_rows
-from wavemare.comm.collective_queue import CollectiveQueue, Handle
+from wavemare.comm.collective_queue import CollectiveQueue, End, Finish, Handle
 from wavemare.comm.compressor import Compressor, make_compressor
 from wavemare.comm.config import HALVES, MODES, CompressorConfig, Mode
 from wavemare.comm.executors import EXECUTORS_BY_MODE, Scratch
-from wavemare.comm.executors.hierarchy import Hierarchy
+from wavemare.comm.hierarchy import Hierarchy
 from wavemare.comm.kernels import DTYPES, num_blocks
-from wavemare.comm.reduction import Bucket, Reduction
-from wavemare.comm.selection.cost import EXECUTORS, IN_ORDER, Constants
-from wavemare.comm.selection.selector import ExecutorChoice, calibrate, choose_executor
+from wavemare.comm.reduction import Agreement, Bucket, Reduction, digest_of
+from wavemare.comm.selection.calibration import calibrate
+from wavemare.comm.selection.cost import (
+    EXECUTORS,
+    IN_ORDER,
+    Constants,
+    ExecutorChoice,
+    choose_executor,
+)
 from wavemare.comm.statistics import Statistics, Timer, Totals
 from wavemare.comm.transport import open_transport
 from wavemare.comm.transport.choice import Choice, Staging
-from wavemare.errors import ConfigError, check_number, did_you_mean
+from wavemare.errors import CommError, ConfigError, check_number, did_you_mean
 from wavemare.extras import require
+
+_REPEATS = 15
+"""Calls of a settled bucket between two in which the ranks look at it."""
+
+
+class _Turn:
+    """When the ranks look at a bucket again.
+
+    Args:
+        looked: The end of the last call in which they did; None once its outcome is known.
+    """
+
+    def __init__(self, looked: End) -> None:
+        self.looked: End | None = looked
+        self.left = 0
 
 
 class SparseComm:
@@ -54,8 +73,6 @@ class SparseComm:
         staging: How an accelerator's tensors travel: ``direct``, ``pinned`` or ``auto``.
         timeout_s: Seconds after which a silent peer counts as lost.
         constants: Of the cost model; measured at start if omitted and needed.
-        check_blocks: Whether each list of blocks is compared with its bucket, rather than the
-            first ones of each bucket and then one of 251.
         device: Where buckets will be; the current accelerator if omitted.
 
     Attributes:
@@ -83,7 +100,6 @@ class SparseComm:
         staging: Staging = "auto",
         timeout_s: float = 300.0,
         constants: Constants | None = None,
-        check_blocks: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         require("numba", "The sparse collective")
@@ -129,7 +145,6 @@ class SparseComm:
             allowed=IN_ORDER if deterministic else EXECUTORS,
             scratch=self._scratch,
             compressor=compressor,
-            always_checks=check_blocks,
             hierarchy=self._hierarchy,
         )
         self._rows = RowReducer(self.transport, self._scratch, self.constants, mode)
@@ -141,6 +156,8 @@ class SparseComm:
             f"wavemare-collectives-{self.rank}", in_turn=self.transport.on_stream
         )
         self._num_calls = 0
+        self._turns: dict[str, _Turn] = {}
+        self._uses: dict[int, End] = {}  # the last collective in flight of each memory
         self.at_close: list[Callable[[], None]] = []  # called by `close`
         self.totals = Totals()
 
@@ -168,7 +185,6 @@ class SparseComm:
         flat: Tensor,
         *,
         key: str | None = None,
-        weights: Tensor | None = None,
         blocks: Tensor | None = None,
         async_op: bool = False,
     ) -> Handle:
@@ -178,7 +194,6 @@ class SparseComm:
             flat: (E,), contiguous; float32, bfloat16, float16, float64 or int32.
             key: Name of the bucket; its history and residual are kept under it. By default its size
                 and type. Required with a compressor.
-            weights: (E,), the weights of this gradient, for compressors that need them.
             blocks: (k,), int64: the blocks that may be non-zero on this rank, in any order; all
                 others must hold +0.0. They are not searched for then.
             async_op: Whether to return at once.
@@ -190,10 +205,17 @@ class SparseComm:
             ConfigError: The tensor's layout or type is not supported; nothing was sent.
             CommError: A peer was lost, or calls another collective.
         """
-        bucket = self._bucket(flat, key, weights, blocks)
+        bucket = self._bucket(flat, key, blocks)
+        if self._repeats(bucket.key):
+            handle = self._repeat(flat, bucket)
+            if not async_op:
+                handle.wait()
+            return handle
         work = partial(self._reduction.reduce, bucket)
-        inputs = weights, blocks
-        return self._submit("allreduce_", flat, work, async_op, key=bucket.key, inputs=inputs)
+        handle = self._submit("allreduce_", flat, work, async_op, key=bucket.key, inputs=(blocks,))
+        if not self.deterministic:
+            self._turns[bucket.key] = _Turn(handle.end)
+        return handle
 
     def reduce_scatter_(
         self,
@@ -201,7 +223,6 @@ class SparseComm:
         partition: Sequence[OwnedRange] | Sequence[int],
         *,
         key: str | None = None,
-        weights: Tensor | None = None,
         blocks: Tensor | None = None,
         async_op: bool = False,
     ) -> Handle:
@@ -213,7 +234,6 @@ class SparseComm:
             partition: Ranges with their owners, or the N + 1 borders of one range per rank. The
                 same on all ranks.
             key: As for `allreduce_`.
-            weights: As for `allreduce_`.
             blocks: As for `allreduce_`.
             async_op: Whether to return at once.
 
@@ -223,12 +243,11 @@ class SparseComm:
         if self.mode not in ("auto", *HALVES):
             reason = "it has no reduce_scatter_"
             raise ConfigError("mode", self.mode, reason, f"Choose auto, {' or '.join(HALVES)}")
-        bucket = self._bucket(flat, key, weights, blocks, prefix="scatter ")
+        bucket = self._bucket(flat, key, blocks, prefix="scatter ")
         ranges = ranges_of(partition, flat.numel(), self.size)
         work = partial(self._reduction.reduce, replace(bucket, ranges=ranges))
-        inputs = weights, blocks
         return self._submit(
-            "reduce_scatter_", flat, work, async_op, ranges, key=bucket.key, inputs=inputs
+            "reduce_scatter_", flat, work, async_op, ranges, key=bucket.key, inputs=(blocks,)
         )
 
     def allgather_(
@@ -246,6 +265,7 @@ class SparseComm:
             async_op: Whether to return at once.
         """
         check_bucket(flat)
+        self._check_device(flat)
         ranges = ranges_of(partition, flat.numel(), self.size)
         bucket = Bucket(flat.detach(), "", 1.0, ranges=ranges)
         work = partial(self._reduction.all_gather, bucket)
@@ -311,15 +331,18 @@ class SparseComm:
     def _scale(self, flat: Tensor) -> float:
         """Check a bucket, and return the factor of its sum."""
         check_bucket(flat, averages=bool(self.average))
+        self._check_device(flat)
         return 1.0 / (self.size if self.average is True else self.average or 1)
 
+    def _check_device(self, tensor: Tensor) -> None:
+        if self.transport.on_stream and not tensor.is_cuda:
+            name = self.transport.name
+            reason = f"{name} sends the memory of GPUs alone"
+            remedy = "Move it to the GPU, or make another SparseComm with device='cpu'"
+            raise ConfigError("device", str(tensor.device), reason, remedy)
+
     def _bucket(
-        self,
-        flat: Tensor,
-        key: str | None,
-        weights: Tensor | None,
-        blocks: Tensor | None,
-        prefix: str = "",
+        self, flat: Tensor, key: str | None, blocks: Tensor | None, prefix: str = ""
     ) -> Bucket:
         """Check a bucket, and name it; by default by its size and type."""
         scale = self._scale(flat)
@@ -327,7 +350,7 @@ class SparseComm:
             if not key:
                 reason = "the compressor keeps the residual of each bucket under its name"
                 raise ConfigError("key", key, reason, "Give key=, a different one for each bucket")
-            self.compressor.check(prefix + key, flat.detach(), weights)
+            self.compressor.check(prefix + key, flat.detach())
         if blocks is not None:
             if blocks.device != flat.device:
                 reason, remedy = f"the bucket is on {flat.device}", "Give a list on the same device"
@@ -338,20 +361,63 @@ class SparseComm:
                 blocks = None  # residuals are non-zero elsewhere
         # It may be a leaf that requires gradients.
         name = prefix + (key or f"{flat.numel()} {flat.dtype}")
-        return Bucket(flat.detach(), name, scale, weights, blocks)
+        return Bucket(flat.detach(), name, scale, blocks)
+
+    def _repeats(self, key: str) -> bool:
+        """Whether this call is summed by the library without a look, as the calls before."""
+        turn = self._turns.get(key)
+        if turn is None or self._queue.has_failed:
+            return False
+        if turn.looked is not None:
+            # So that all ranks decide alike.
+            self._queue.wait(turn.looked)
+            turn.looked = None
+            turn.left = _REPEATS if self._reduction.is_settled(key) else 0
+        turn.left -= 1
+        return turn.left >= 0
+
+    def _repeat(self, flat: Tensor, bucket: Bucket) -> Handle:
+        """Sum a bucket by the library; on its own thread, if it has one."""
+        stats, timer = Statistics("dense", flat.nbytes), Timer(flat.device)
+        stats.bytes_up = stats.bytes_down = 2 * (self.size - 1) * flat.nbytes // self.size
+        handle = Handle(stats=stats)
+
+        def end(error: CommError | None) -> None:
+            if error is None:
+                if bucket.scale != 1:
+                    bucket.flat.mul_(bucket.scale)
+                stats.note(None, timer)
+                self.totals.add(stats)
+            handle.finish(flat, error)
+
+        self._queue.check_open()
+        self._wait_for_use(flat, by_library=True)
+        if not self.transport.begin_all_reduce(bucket.flat, end):
+            work = partial(self._reduction.repeat, bucket)
+            return self._submit("allreduce_", flat, work, True, key=bucket.key)
+        self._queue.adopt(handle)
+        self._uses[flat.untyped_storage().data_ptr()] = handle.end
+        return handle
+
+    def _wait_for_use(self, tensor: Tensor, *, by_library: bool) -> None:
+        """Wait until no earlier collective uses a memory that would run beside the next one."""
+        self._uses = {p: end for p, end in self._uses.items() if not end.for_host.is_set()}
+        used = self._uses.get(tensor.untyped_storage().data_ptr())
+        if used is not None and (by_library or used.beside):
+            self._queue.wait(used)
 
     def _submit(
         self,
         operation: str,
         tensor: Tensor,
-        work: Callable[[Agreement, Statistics], Any],
+        look: Callable[[Agreement, Statistics], Finish],
         async_op: bool,
         *terms: object,
         key: str = "",
         num_items: int = 0,
         inputs: Iterable[Tensor | None] = (),
     ) -> Handle:
-        """Run a collective and measure it; its result is the tensor, unless ``work`` returns one.
+        """Run a collective and measure it; its result is the tensor, unless it has one itself.
 
         ``terms`` are what else must be the same on all ranks, ``inputs`` what else it reads.
         """
@@ -359,9 +425,8 @@ class SparseComm:
         numel = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
         digest = digest_of(self._terms, key, self.transport.stages(tensor), self.average, *terms)
 
-        def run(stats: Statistics) -> Any:
-            timer = Timer(tensor.device)
-            up, down = self._traffic()
+        def begin(stats: Statistics) -> Finish:
+            timer, before = Timer(tensor.device), self._traffic()
             stats.payload_bytes = tensor.nbytes
             agreement = Agreement(
                 self.transport,
@@ -373,14 +438,23 @@ class SparseComm:
                 num_items=num_items,
                 terms=digest,
             )
-            result = work(agreement, stats)
-            stats.note(None, timer)
-            after = self._traffic()
-            stats.bytes_up, stats.bytes_down = after[0] - up, after[1] - down
-            self.totals.calls.append(stats)
-            return tensor if result is None else result
+            finish = look(agreement, stats)
 
-        handle = self._queue.submit(run, tensor.device, (tensor, *inputs))
+            def end() -> Any:
+                result = finish()
+                stats.note(None, timer)
+                up, down = self._traffic()
+                stats.bytes_up, stats.bytes_down = up - before[0], down - before[1]
+                self.totals.add(stats)
+                return tensor if result is None else result
+
+            return end
+
+        if self._turns:
+            self._wait_for_use(tensor, by_library=False)
+        handle = self._queue.submit(begin, tensor.device, (tensor, *inputs))
+        if self._turns:
+            self._uses[tensor.untyped_storage().data_ptr()] = handle.end
         if not async_op:
             handle.wait()
         return handle

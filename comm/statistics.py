@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
@@ -96,39 +97,58 @@ class Statistics:
         return not self._running
 
 
-@dataclass
 class Totals:
-    """All calls since the last `take`, at most the latest 65,536."""
+    """Sums over all calls since the last `take`; calls that have ended are not kept.
 
-    calls: deque[Statistics] = field(default_factory=lambda: deque(maxlen=1 << 16))
+    Attributes:
+        num_calls: Number of calls so far, whether taken or not.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._pending: deque[Statistics] = deque()
+        self._lock = Lock()  # threads of collectives add, and another one takes
+        self._begin()
+
+    def _begin(self) -> None:
+        self._figures: defaultdict[str, float] = defaultdict(float)
+        self._looked: defaultdict[str, int] = defaultdict(int)
+
+    def add(self, call: Statistics) -> None:
+        """Add a call; on a GPU it counts from when it has ended."""
+        with self._lock:
+            self.num_calls += 1
+            self._pending.append(call)
+            self._count_ended()
+
+    def _count_ended(self) -> None:
+        while self._pending and self._pending[0].read_timers():
+            self._count(self._pending.popleft())
+
+    def _count(self, call: Statistics) -> None:
+        figures = self._figures
+        figures["sparse_payload_bytes"] += call.payload_bytes
+        figures["sparse_bytes_up"] += call.bytes_up
+        figures["sparse_bytes_down"] += call.bytes_down
+        figures["sparse_seconds"] += call.actual_s
+        figures[f"sparse_calls_{call.executor}"] += 1
+        if call.predicted_s is not None:
+            figures["sparse_predicted_seconds"] += call.predicted_s
+        for name, share in (("sparse_density", call.density), ("sparse_union", call.union)):
+            if share is not None and call.payload_bytes:
+                figures[name] += share * call.payload_bytes
+                self._looked[name] += call.payload_bytes
 
     def take(self) -> Mapping[str, float]:
-        """Return figures of the calls that have ended by name, and drop these.
+        """Return figures of the calls that have ended by name, and begin anew.
 
         Densities are means weighted by the bytes of the buckets; ``sparse_calls_EXECUTOR`` counts
         calls. Empty if there was no call.
         """
-        # Keep the deque: another thread may be appending to it.
-        calls = []
-        while self.calls and self.calls[0].read_timers():
-            calls.append(self.calls.popleft())
-        if not calls:
-            return {}
-        figures: dict[str, float] = {
-            "sparse_payload_bytes": sum(call.payload_bytes for call in calls),
-            "sparse_bytes_up": sum(call.bytes_up for call in calls),
-            "sparse_bytes_down": sum(call.bytes_down for call in calls),
-            "sparse_seconds": sum(call.actual_s for call in calls),
-        }
-        foreseen = [call for call in calls if call.predicted_s is not None]
-        if foreseen:
-            figures["sparse_predicted_seconds"] = sum(call.predicted_s or 0.0 for call in foreseen)
-        for name in ("density", "union"):
-            looked = [(getattr(c, name), c.payload_bytes) for c in calls]
-            known = [(share, size) for share, size in looked if share is not None]
-            total = sum(size for _, size in known)
-            if total:
-                figures[f"sparse_{name}"] = sum(share * size for share, size in known) / total
-        for executor, count in Counter(call.executor for call in calls).items():
-            figures[f"sparse_calls_{executor}"] = count
+        with self._lock:
+            self._count_ended()
+            figures = dict(self._figures)
+            for name, looked in self._looked.items():
+                figures[name] /= looked
+            self._begin()
         return figures

@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The non-zero blocks of all ranks."""
+"""The non-zero blocks of all ranks; who owns them, and where each lies in each message.
+
+Everything follows from the masks of all ranks, so the ranks exchange nothing else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from wavemare.comm.kernels.words import compiled
+from wavemare.errors import ConfigError
 
 Bits = npt.NDArray[np.uint8]
 
@@ -21,14 +30,19 @@ def mask_bytes(num_blocks: int) -> int:
 
 def bits_of(blocks: Tensor, num_blocks: int) -> Tensor:
     """Return the bit-packed mask (ceil(nb / 8),), uint8, of a list of blocks in any order."""
-    if blocks.device.type == "cpu":
-        listed = np.zeros(num_blocks, dtype=bool)
-        listed[blocks.numpy()] = True
-        return torch.from_numpy(np.packbits(listed, bitorder="little"))
-    present = torch.zeros(8 * mask_bytes(num_blocks), dtype=torch.uint8, device=blocks.device)
-    present[blocks] = 1
-    places = torch.arange(8, dtype=torch.uint8, device=blocks.device)
-    return (present.view(-1, 8) << places).sum(1, dtype=torch.uint8)
+    present = torch.zeros(num_blocks, dtype=torch.bool, device=blocks.device)
+    present[blocks] = True
+    return packed_bits(present)
+
+
+def packed_bits(present: Tensor) -> Tensor:
+    """Return the bit-packed mask (ceil(nb / 8),), uint8, of truth values (nb,)."""
+    if present.device.type == "cpu":
+        return torch.from_numpy(np.packbits(present.numpy(), bitorder="little"))
+    values = present.new_zeros(8 * mask_bytes(len(present)), dtype=torch.uint8)
+    values[: len(present)] = present
+    places = torch.arange(8, dtype=torch.uint8, device=present.device)
+    return (values.view(-1, 8) << places).sum(1, dtype=torch.uint8)
 
 
 def first_bit(bits: Tensor) -> int:
@@ -119,3 +133,194 @@ class Masks:
 
     def _unpacked(self, bits: Bits) -> npt.NDArray[np.bool_]:
         return np.unpackbits(bits, axis=-1, count=self.num_blocks, bitorder="little").view(bool)
+
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """The blocks that travel, grouped by owner, ascending within each group.
+
+    Args:
+        blocks: (B,), int64: block numbers. A block that two owners share is in both groups (see
+            `assign_ranges`).
+        edges: (N + 1,), int64: the group of owner o is ``blocks[edges[o]:edges[o + 1]]``.
+        masks: Of all ranks: a rank sends the blocks that are not zero there.
+    """
+
+    blocks: Index
+    edges: Index
+    masks: Masks
+
+    def group(self, owner: int) -> slice:
+        """Return the slice of `blocks` that an owner has."""
+        return slice(int(self.edges[owner]), int(self.edges[owner + 1]))
+
+    def pushed(self, source: int, owner: int | None = None) -> Index:
+        """Return the blocks that a rank sends to an owner, or to all in turn, in message order."""
+        blocks = self.blocks if owner is None else self.blocks[self.group(owner)]
+        return blocks[self.masks.holds(blocks, slice(source, source + 1))[0]]
+
+    def chunks(self, count: int) -> list[BlockLayout]:
+        """Split each group into ``count`` parts; layout i has the i-th part of each group."""
+        if count == 1:
+            return [self]
+        cuts = np.linspace(self.edges[:-1], self.edges[1:], count + 1).astype(np.int64)
+        return [
+            BlockLayout(
+                self.blocks[_spans(starts, stops)],
+                np.concatenate([[0], np.cumsum(stops - starts)]),
+                self.masks,
+            )
+            for starts, stops in pairwise(cuts)
+        ]
+
+    def push_counts(self, sources: slice = slice(None)) -> Index:
+        """Return (senders, N owners), int64: blocks per message, also of a rank to itself.
+
+        Args:
+            sources: Senders; by default all N ranks.
+        """
+        present = self.masks.holds(self.blocks, sources)
+        counts = np.zeros((len(present), self.edges.size - 1), dtype=np.int64)
+        some = np.flatnonzero(np.diff(self.edges))  # `reduceat` knows no empty groups
+        if some.size:
+            counts[:, some] = np.add.reduceat(present, self.edges[some], axis=1, dtype=np.int64)
+        return counts
+
+    def arriving_counts(self, owner: int) -> Index:
+        """Return (N,), int64: the blocks that each rank sends to an owner."""
+        return np.count_nonzero(self.masks.holds(self.blocks[self.group(owner)]), axis=1)
+
+    def sources(self, owner: int) -> Index:
+        """Return where an owner finds the blocks that it sums.
+
+        Returns:
+            (N, m), int64: for each rank and owned block, the block's number in the concatenated
+            messages of all ranks, from the owner's own on; -1 where the rank sent none.
+        """
+        present = np.roll(self.masks.holds(self.blocks[self.group(owner)]), -owner, axis=0)
+        # Messages stand one after the other, each in the order of the group.
+        number = np.cumsum(present.ravel(), dtype=np.int64).reshape(present.shape)
+        number *= present
+        number -= 1
+        return np.roll(number, owner, axis=0)
+
+
+def _spans(starts: Index, stops: Index) -> Index:
+    """Return the numbers of some ranges, ``range(start, stop)``, one range after the other."""
+    lengths = stops - starts
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum(), dtype=np.int64) + np.repeat(starts - before, lengths)
+
+
+def assign_owners(masks: Masks) -> BlockLayout:
+    """Assign each block of the union to an owner so that every rank sends and receives the same.
+
+    Blocks are sorted by the number of ranks that have them and assigned round robin. Owners thus
+    differ by at most one block of each multiplicity, which balances push and pull (Zen, OSDI'25,
+    balances both by hashing).
+    """
+    blocks, edges = _deal(masks.bits, masks.num_blocks)
+    return BlockLayout(blocks, edges, masks)
+
+
+@compiled
+def _deal(bits: Any, blocks: int) -> Any:
+    """Return the blocks of `assign_owners` and their edges, by counting instead of sorting."""
+    ranks = len(bits)
+    multiplicity = np.zeros(8 * bits.shape[1], np.uint16)
+    for rank in range(ranks):
+        for byte, eight in enumerate(bits[rank]):
+            if eight:
+                for bit in range(8):
+                    multiplicity[8 * byte + bit] += np.uint16((eight >> bit) & 1)
+    # Where the next block of each multiplicity stands in the sorted order.
+    place = np.zeros(ranks + 2, np.int64)
+    for block in range(blocks):
+        place[multiplicity[block] + 1] += 1
+    place[1] = 0  # blocks that no rank has
+    place = np.cumsum(place)
+    union = place[-1]
+    edges = np.zeros(ranks + 1, np.int64)
+    for owner in range(ranks):
+        edges[owner + 1] = edges[owner] + (union - owner + ranks - 1) // ranks
+    dealt, end = np.empty(union, np.int64), edges.copy()
+    for block in range(blocks):
+        if multiplicity[block]:
+            owner = place[multiplicity[block]] % ranks
+            place[multiplicity[block]] += 1
+            dealt[end[owner]] = block
+            end[owner] += 1
+    return dealt, edges
+
+
+@dataclass(frozen=True)
+class OwnedRange:
+    """A range of a bucket's elements that one rank owns.
+
+    Args:
+        start: First element.
+        stop: Element after the last.
+        owner: Rank.
+    """
+
+    start: int
+    stop: int
+    owner: int
+
+
+def ranges_of(partition: Sequence[Any], numel: int, num_ranks: int) -> list[OwnedRange]:
+    """Return a partition as ranges.
+
+    Args:
+        partition: Ranges, or the N + 1 borders of one range for each rank.
+        numel: Elements of the bucket.
+        num_ranks: N.
+
+    Raises:
+        ConfigError: Ranges overlap, or lie outside of the bucket.
+    """
+    if all(isinstance(item, OwnedRange) for item in partition):
+        ranges = list(partition)
+    else:
+        borders = [int(border) for border in partition]
+        ranges = [OwnedRange(*pair, owner) for owner, pair in enumerate(pairwise(borders))]
+        if len(ranges) != num_ranks:
+            reason = f"it has {len(ranges)} ranges for {num_ranks} ranks"
+            raise ConfigError("partition", borders, reason, f"Give {num_ranks + 1} borders")
+    ordered = sorted(ranges, key=lambda owned: (owned.start, owned.stop))
+    inside = all(0 <= p.start <= p.stop <= numel and 0 <= p.owner < num_ranks for p in ordered)
+    if not inside or any(a.stop > b.start for a, b in pairwise(ordered)):
+        reason = f"its ranges overlap or lie outside of {numel} elements and {num_ranks} ranks"
+        raise ConfigError("partition", ranges, reason, "Give ranges that do not overlap")
+    return ranges
+
+
+def assign_ranges(masks: Masks, block: int, ranges: Sequence[OwnedRange]) -> BlockLayout:
+    """Assign blocks to owners by a partition of the elements.
+
+    A block on a border belongs to both owners: both receive and sum all of it.
+
+    Args:
+        masks: Of all ranks.
+        block: Elements per block.
+        ranges: Ranges that do not overlap; blocks in none of them do not travel.
+    """
+    held = sorted(
+        (p.owner, p.start // block, -(-p.stop // block)) for p in ranges if p.stop > p.start
+    )
+    owners, starts, stops = np.array(held, dtype=np.int64).reshape(-1, 3).T
+    first, last = np.searchsorted(masks.union, starts), np.searchsorted(masks.union, stops)
+    blocks, owner = masks.union[_spans(first, last)], np.repeat(owners, last - first)
+    # Two ranges of an owner may share a block.
+    once = np.ones(blocks.size, dtype=bool)
+    once[1:] = (blocks[1:] != blocks[:-1]) | (owner[1:] != owner[:-1])
+    edges = np.searchsorted(owner[once], np.arange(masks.num_ranks + 1))
+    return BlockLayout(blocks[once], edges, masks)
+
+
+def gathered(masks: Masks) -> BlockLayout:
+    """Return the layout of a gather to all ranks: one group, the union."""
+    return BlockLayout(masks.union, np.array([0, masks.union.size], dtype=np.int64), masks)

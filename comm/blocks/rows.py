@@ -7,19 +7,18 @@ the same id, in the order of their positions, so all runs give the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.agreement import Agreement, exchange_masks
-from wavemare.comm.blocks.layout import BlockLayout, assign_owners, gathered
-from wavemare.comm.blocks.masks import Masks, bits_of
-from wavemare.comm.executors.base import CollectiveCall, Scratch
-from wavemare.comm.executors.block_allgather import gather_and_sum
-from wavemare.comm.executors.push_pull import push_and_pull
+from wavemare.comm.blocks.masks import BlockLayout, Masks, assign_owners, bits_of, gathered
+from wavemare.comm.executors import CollectiveCall, Scratch, gather_and_sum, push_and_pull
 from wavemare.comm.kernels.words import compiled, sum_dtype
+from wavemare.comm.reduction import Agreement, exchange_masks
 from wavemare.comm.selection.cost import Constants, predict
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport
@@ -42,6 +41,9 @@ def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
     """
     if num_rows is not None and num_rows < 0:
         raise ConfigError("num_rows", num_rows, "it is negative", "Give 0 or more, or None")
+    if ids.device != rows.device:
+        reason, remedy = f"the rows are on {rows.device}", "Give ids and rows on one device"
+        raise ConfigError("ids", str(ids.device), reason, remedy)
     check_indices("ids", ids, num_rows, f"the table has {num_rows} rows")
     if rows.layout is not torch.strided or not rows.is_contiguous() or rows.dim() != 2:  # noqa: PLR2004
         remedy = "Give contiguous rows, (k, dim)"
@@ -121,8 +123,10 @@ class RowReducer:
         scale: float,
         agreement: Agreement,
         stats: Statistics,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
         """Sum rows of equal ids, first within a rank and then in the order of the ranks.
+
+        The call agrees with the other ranks; what it returns sums.
 
         Args:
             ids: (k,), int64.
@@ -133,10 +137,15 @@ class RowReducer:
             stats: Filled in.
 
         Returns:
-            Ascending ids and their rows, the same on all ranks.
+            What returns ascending ids and their rows, the same on all ranks.
         """
-        dim = rows.shape[1]
         agreement.agree()
+        return partial(self._sum, ids, rows, num_rows, scale, stats)
+
+    def _sum(
+        self, ids: Tensor, rows: Tensor, num_rows: int | None, scale: float, stats: Statistics
+    ) -> tuple[Tensor, Tensor]:
+        dim = rows.shape[1]
         ids, rows = coalesce(ids, rows)
         call = CollectiveCall(rows.view(-1), dim, scale, self._transport, self._scratch, stats)
         if num_rows is None or num_rows > _LARGEST_TABLE:

@@ -2,5 +2,5 @@
 """The choice of an executor from measured rates.
 
 In: masks and the rates of this network. Out: the executor with the lowest predicted time. Read
-`selector.py` first.
+`cost.py` first.
 """

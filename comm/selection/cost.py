@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the time of a collective: bytes over measured rates."""
+"""Predicts the time of each executor, as bytes over measured rates, and chooses the fastest.
+
+Alike on all ranks, as all its inputs are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from wavemare.comm.blocks.masks import BlockCounts, Masks, mask_bytes
+from wavemare.comm.config import HALVES, LOOSE_MODES
 
 EXECUTORS = ("dense", "ordered", "packed", "pushpull", "allgather")
 """Executors for the selector; ``dense`` and ``ordered`` send all blocks."""
@@ -149,3 +154,164 @@ def predict(
             if name != "ordered":
                 seconds[name] += metadata + planning
     return seconds
+
+
+HYSTERESIS = 0.1
+"""Keep the last executor unless another is predicted to be faster by this share."""
+DENSE = ("dense", "ordered")
+_LEARNING_RATE = 0.3
+_MOST_CORRECTION = 4.0
+_FORGETTING = 0.02
+
+
+@dataclass(frozen=True)
+class ExecutorChoice:
+    """The executor for a bucket, and the predicted costs of all executors.
+
+    Args:
+        executor: The chosen one.
+        masks: Of all ranks.
+        block_bytes: Bytes of a block.
+        predicted_s: Seconds of each executor that may be chosen.
+        halves: Whether it is a reduce-scatter.
+    """
+
+    executor: str
+    masks: Masks | BlockCounts
+    block_bytes: int
+    predicted_s: Mapping[str, float]
+    halves: bool = False
+
+    def __str__(self) -> str:
+        masks = self.masks
+        blocks = max(masks.num_blocks, 1)
+        lines = [
+            f"{masks.num_blocks} blocks of {self.block_bytes} bytes on {masks.num_ranks} ranks: "
+            f"density {masks.counts.mean() / blocks:.4f}, union {masks.union_size / blocks:.4f}, "
+            f"densest rank {masks.counts.max()} blocks"
+        ]
+        table = traffic(masks, self.block_bytes, halves=self.halves)
+        for name, seconds in sorted(self.predicted_s.items(), key=lambda item: item[1]):
+            moved = table[name]
+            mark = ">" if name == self.executor else " "
+            lines.append(
+                f"{mark} {name:<10} {1000 * seconds:10.2f} ms   up {moved.up / 2**20:9.2f} MiB   "
+                f"down {moved.down / 2**20:9.2f} MiB"
+            )
+        return "\n".join(lines)
+
+
+def choose_executor(
+    masks: Masks | BlockCounts,
+    block_bytes: int,
+    constants: Constants,
+    allowed: Sequence[str],
+    *,
+    last: str | None = None,
+    corrections: Mapping[str, float] | None = None,
+    halves: bool = False,
+    searched: bool = True,
+) -> ExecutorChoice:
+    """Choose an executor; a pure function of what all ranks know.
+
+    Args:
+        masks: Of all ranks.
+        block_bytes: Bytes of a block.
+        constants: Of this machine, the same on all ranks.
+        allowed: Names of `wavemare.comm.selection.cost.EXECUTORS`.
+        last: The previous choice; kept unless another is faster by `HYSTERESIS`.
+        corrections: Measured over predicted time, by executor.
+        halves: Whether to choose a reduce-scatter.
+        searched: Whether the bucket is read to find its non-zero blocks.
+    """
+    factors = corrections or {}
+    predictions = predict(masks, block_bytes, constants, halves=halves, searched=searched)
+    predicted = {name: predictions[name] * factors.get(name, 1.0) for name in allowed}
+    best = min(predicted, key=lambda name: (predicted[name], name))
+    if last in predicted and predicted[last] <= predicted[best] * (1 + HYSTERESIS):
+        best = last
+    return ExecutorChoice(best, masks, block_bytes, predicted, halves)
+
+
+@dataclass
+class _History:
+    last: str | None = None
+    corrections: dict[str, float] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+
+class Selector:
+    """Chooses for each bucket by its own history.
+
+    Args:
+        constants: Of this machine, the same on all ranks.
+        allowed: Names of executors.
+    """
+
+    def __init__(self, constants: Constants, allowed: Sequence[str]) -> None:
+        self.constants = constants
+        self.allowed = tuple(allowed)
+        self._histories: defaultdict[str, _History] = defaultdict(_History)
+
+    def choose(
+        self,
+        key: str,
+        masks: Masks | BlockCounts,
+        block_bytes: int,
+        *,
+        halves: bool = False,
+        searched: bool = True,
+        reduces: bool = True,
+        tentative: bool = False,
+    ) -> ExecutorChoice:
+        """Choose an executor for a call.
+
+        Args:
+            key: Name of the bucket.
+            masks: Of all ranks; without masks all blocks are sent, unless it is tentative.
+            block_bytes: Bytes of a block.
+            halves: Whether only sums at their owners are wanted.
+            searched: Whether the bucket is read to find its non-zero blocks.
+            reduces: Whether the library reduces this type; else `LOOSE_MODES` sum in rank order,
+                and do not cost what the library's reduction does.
+            tentative: Whether nothing is remembered.
+        """
+        allowed = tuple(name for name in self.allowed if reduces or name not in LOOSE_MODES)
+        if isinstance(masks, BlockCounts) and not tentative:
+            allowed = tuple(name for name in allowed if name in DENSE)
+        history = self._histories[key]
+        choice = choose_executor(
+            masks,
+            block_bytes,
+            self.constants,
+            [name for name in HALVES if name in allowed] if halves else allowed,
+            last=history.last,
+            corrections=history.corrections,
+            halves=halves,
+            searched=searched,
+        )
+        if not tentative:
+            history.last = choice.executor
+        return choice
+
+    def learn(self, key: str, executor: str, ratio: float) -> None:
+        """Correct the predictions by a measured call.
+
+        Args:
+            key: Name of the bucket.
+            executor: Which was used.
+            ratio: Seconds taken over seconds predicted; the same on all ranks.
+        """
+        history = self._histories[key]
+        if executor not in history.used:
+            # The first call touches fresh pages and may compile kernels.
+            history.used.add(executor)
+            return
+        corrections = history.corrections
+        for other in corrections.keys() - {executor}:
+            # Unused executors are not measured: let their corrections fade.
+            corrections[other] += _FORGETTING * (1 - corrections[other])
+        before = corrections.get(executor, 1.0)
+        # The prediction was corrected already.
+        target = min(max(before * ratio, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
+        corrections[executor] = before + _LEARNING_RATE * (target - before)

@@ -100,6 +100,24 @@ class Transport(ABC):
     @abstractmethod
     def _all_reduce(self, flat: Tensor) -> None: ...
 
+    def begin_all_reduce(self, flat: Tensor, end: Callable[[CommError | None], None]) -> bool:
+        """Begin `all_reduce` on a thread of the library's own, if it has one.
+
+        Another thread may use the transport meanwhile. All ranks call it in the same order. Its
+        bytes are not counted.
+
+        Args:
+            flat: The tensor.
+            end: Called on that thread, with the error if it has failed.
+
+        Returns:
+            Whether the library has such a thread.
+
+        Raises:
+            CommError: As `Exchange.wait`.
+        """
+        return False
+
     @abstractmethod
     def split(self, colour: int) -> Self:
         """Return a transport among the ranks of one colour, in rank order; collective."""

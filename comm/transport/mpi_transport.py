@@ -17,6 +17,10 @@ from wavemare.errors import CommError
 
 TAG = 7
 _PROBE_TAG = 8
+_PROBES_AFTER_S = 1.0
+"""Seconds of a wait after which each poll also looks whether a peer has given up."""
+_GRACE_S = 2.0
+"""Seconds in which the other ranks answer."""
 _SPINS = 20
 """Polls without a pause: a short message arrives before a sleeping thread wakes up. More of them
 take Python's lock from the backward pass: 200 made a step 4 ms longer, timed by hand."""
@@ -139,7 +143,7 @@ class MpiTransport(Transport):
                     time.sleep(0)
                     continue
                 waited = time.monotonic() - started
-                if waited > self.timeout_s:
+                if waited > self.timeout_s or (waited > _PROBES_AFTER_S and self._is_asked()):
                     raise self._silent(requests, peers)
                 time.sleep(min(max(waited * _SHARE, _LEAST_S), _MOST_S))
         except MPI.Exception as error:
@@ -151,27 +155,42 @@ class MpiTransport(Transport):
             # MPI may still write to the buffers of unfinished requests.
             self._unfinished.extend(r for r in requests if r != MPI.REQUEST_NULL)
 
+    def _is_asked(self) -> bool:
+        """Whether a peer has given up, and asks which ranks answer."""
+        return bool(self._comm.Iprobe(tag=_PROBE_TAG))
+
     def _silent(self, requests: Sequence[MPI.Request], peers: Sequence[int | None]) -> CommError:
         # A peer that waits for the lost rank is silent too: ask which ranks answer.
         how = f"nothing came within {self.timeout_s:g} s"
-        return self.lost(_pending(requests, peers), how, self._absent())
+        suspects = _pending(requests, peers)
+        absent, more = self._ask_around(suspects)
+        return self.lost([*suspects, *more] if absent else suspects, how, absent)
 
-    def _absent(self, timeout_s: float = 2.0) -> list[int]:
-        """Return the peers that do not answer; all remaining ranks call it together."""
-        mine = torch.zeros(1, dtype=torch.uint8)
-        answers = {peer: torch.zeros(1, dtype=torch.uint8) for peer in self.peers()}
+    def _ask_around(self, suspects: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Ask all peers for whom they wait; those that wait answer at once.
+
+        Args:
+            suspects: For whom this rank waits.
+
+        Returns:
+            The peers that do not answer, and for whom the others wait.
+        """
+        mine = torch.zeros(self.size, dtype=torch.uint8)
+        mine[list(suspects)] = 1
+        answers = {peer: torch.zeros_like(mine) for peer in self.peers()}
         asked = {
             peer: self._comm.Irecv(buffer_of(answers[peer]), peer, _PROBE_TAG) for peer in answers
         }
         self._unfinished.extend(asked.values())
         for peer in answers:
             self._unfinished.append(self._comm.Isend(buffer_of(mine), peer, _PROBE_TAG))
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + _GRACE_S
         present: set[int] = set()
         while len(present) < len(asked) and time.monotonic() < deadline:
             present |= {peer for peer, r in asked.items() if peer not in present and r.Test()}
             time.sleep(0.01)
-        return sorted(asked.keys() - present)
+        suspected = sum((answers[peer] for peer in present), torch.zeros_like(mine))
+        return sorted(asked.keys() - present), suspected.nonzero()[:, 0].tolist()
 
 
 class _MpiExchange:

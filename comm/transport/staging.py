@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wavemare.comm.transport.base import Exchange, Gathering, Transport
+from wavemare.errors import CommError
 
 _CHUNK_BYTES = 4 << 20
 """Copying a chunk overlaps with sending the previous one."""
@@ -68,10 +70,20 @@ class StagedTransport(Transport):
         if not flat.is_cuda and not self._stages_host:
             self._inner._all_reduce(flat)
             return
-        staged = pinned(flat.nbytes).view(flat.dtype)
-        staged.copy_(flat.view(-1))
-        self._inner._all_reduce(staged)
-        flat.view(-1).copy_(staged, non_blocking=True)
+        parts = [
+            (target, staged, self.copy_out(target, staged)) for target, staged in _chunks(flat)
+        ]
+        for target, staged, copied in parts:
+            if copied is not None:
+                copied.synchronize()
+            # The next chunks are copied meanwhile.
+            self._inner._all_reduce(staged.view(flat.dtype))
+            target.copy_(staged, non_blocking=True)
+
+    def begin_all_reduce(self, flat: Tensor, end: Callable[[CommError | None], None]) -> bool:
+        """Begin `all_reduce` on a thread of the library's own, if it has one."""
+        staged = flat.is_cuda or self._stages_host
+        return not staged and self._inner.begin_all_reduce(flat, end)
 
     def split(self, colour: int) -> StagedTransport:
         """Return a transport among the ranks of one colour; collective."""

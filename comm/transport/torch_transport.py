@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Self
 from uuid import uuid4
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Store
+from torch.futures import Future
 
 from wavemare.comm.transport.base import Gathering, Transport, message_parts
 from wavemare.comm.waits import waiting
@@ -29,7 +30,9 @@ _TAG = 0
 _KEY = "wavemare-attempt"
 _PAUSE_S = 0.01
 _GRACE_S = 2.0
-"""Seconds in which the other ranks report a failure of their own."""
+"""Seconds in which the other ranks report a failure of their own, if a connection has ended."""
+_LONGEST_GRACE_S = 30.0
+"""The most after a time limit: ranks that began to wait later also give up later."""
 
 
 class TorchTransport(Transport):
@@ -45,6 +48,12 @@ class TorchTransport(Transport):
     Raises:
         CommError: Some ranks did not call in time, or the group has no backend for the device.
     """
+
+    _group: Any
+    _metadata: Any = None
+    _beside: Any = None
+    _label: str | None = None
+    _has_failed = False
 
     def __init__(
         self,
@@ -77,15 +86,18 @@ class TorchTransport(Transport):
         self.timeout_s = timeout_s
         self.takes_device = self.on_stream = on_stream
         self._label = f"wavemare/comm/{name}"
+        # Not by new_group: with local synchronization that gives a group the name, and so the
+        # addresses, of an older one of the same ranks; and where the default group is bound to a
+        # device it splits NCCL's communicator, which needs the ranks of all other groups too.
+        store = PrefixStore(self._label, dist.distributed_c10d._get_default_store())
         timeout = timedelta(seconds=timeout_s)
         if on_stream:
-            self._group = dist.new_group(
-                members, timeout=timeout, backend=backend, use_local_synchronization=True
-            )
+            kind = self._device.type, backend
+            self._group = _group_on(PrefixStore("data", store), self.rank, members, timeout, kind)
+            # What ranks must know to launch a sum does not wait for the sum before.
+            store = PrefixStore("metadata", store)
+            self._metadata = _group_on(store, self.rank, members, timeout, kind)
         else:
-            # Not by new_group: with local synchronization that gives a group the name, and so the
-            # addresses, of an older one of the same ranks.
-            store = PrefixStore(self._label, dist.distributed_c10d._get_default_store())
             self._group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
     def begin(self) -> _TorchExchange:
@@ -101,11 +113,37 @@ class TorchTransport(Transport):
         return _Gathering(self, mine.to(self._device, non_blocking=True), out)
 
     def reduces(self, dtype: torch.dtype) -> bool:
-        """Whether `all_reduce` adds tensors of this type in enough precision."""
-        return dtype not in (torch.bfloat16, torch.float16)
+        """Whether `all_reduce` adds tensors of this type; on a host 16-bit floats lose too much."""
+        return self._backend == "nccl" or dtype not in (torch.bfloat16, torch.float16)
 
     def _all_reduce(self, flat: Tensor) -> None:
         self.finish(self._group.allreduce([flat]), None)
+
+    def begin_all_reduce(self, flat: Tensor, end: Callable[[CommError | None], None]) -> bool:
+        """Begin `all_reduce` on gloo's thread; NCCL's must be launched in turn."""
+        if self.on_stream or self._label is None:
+            return False
+        started = time.monotonic()
+
+        def ended(future: Future[list[Tensor]]) -> None:
+            error = None
+            try:
+                future.value()
+            except Exception as caught:  # whatever it is, somebody waits for the end
+                error = self.failed(caught, None, time.monotonic() - started)
+            end(error)
+
+        try:
+            if self._beside is None:
+                # In one group all threads would have to call in the same order.
+                timeout = timedelta(seconds=self.timeout_s)
+                store = dist.distributed_c10d._get_default_store()
+                store = PrefixStore(f"{self._label}/beside", store)
+                self._beside = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+            self._beside.allreduce([flat]).get_future().add_done_callback(ended)
+        except RuntimeError as caught:
+            raise self.failed(caught, None, time.monotonic() - started) from caught
+        return True
 
     def split(self, colour: int) -> TorchTransport:
         """Return a transport among the ranks of one colour; collective."""
@@ -123,8 +161,13 @@ class TorchTransport(Transport):
         return part
 
     def close(self) -> None:
-        """Give back the process group; NCCL's lives as long as the default one."""
-        self._group = None
+        """Give back the process groups; NCCL's communicators are destroyed."""
+        groups = self._group, self._metadata
+        self._group = self._metadata = self._beside = None
+        for group in groups if self._backend == "nccl" else ():
+            if group is not None:
+                # Without an error all ranks finish what is under way; with one nobody waits.
+                (group.abort if self._has_failed else group.shutdown)()
 
     def finish(self, work: Any, peer: int | None) -> None:
         """Wait for what torch has begun; on NCCL the current stream waits, not the host.
@@ -138,17 +181,26 @@ class TorchTransport(Transport):
         """
         if work is None:
             return
+        started = time.monotonic()
         try:
             # With a time limit the host would wait for NCCL, whose watchdog has a limit of its own.
             limit = () if self.on_stream else (timedelta(seconds=self.timeout_s),)
             work.wait(*limit)
         except RuntimeError as error:
-            raise self.failed(error, peer) from error
+            raise self.failed(error, peer, time.monotonic() - started) from error
 
-    def failed(self, error: Exception, peer: int | None) -> CommError:
-        """Return the error for torch's failure, with the lost ranks."""
+    def failed(self, error: Exception, peer: int | None, waited_s: float = 0.0) -> CommError:
+        """Return the error for torch's failure, with the lost ranks.
+
+        Args:
+            error: From torch.
+            peer: Who is at the other end, if it is one rank.
+            waited_s: How long this rank has waited for it.
+        """
+        self._has_failed = True
         how = str(error).strip().splitlines()[-1]
-        answer = _ask_around(self._label, self.rank, self.size, peer)
+        grace_s = min(max(waited_s / 2, _GRACE_S), _LONGEST_GRACE_S)
+        answer = _ask_around(self._label, self.rank, self.size, peer, grace_s)
         if answer is None:
             # The store's host is lost; the peer may have given up because of it.
             host = self.world_ranks.index(0) if 0 in self.world_ranks else peer
@@ -186,7 +238,7 @@ class MovingTransport(TorchTransport):
         reason = "processes that come and go have no lasting groups"
         raise CommError("transport", self.name, reason, "Use all of them, without a hierarchy")
 
-    def failed(self, error: Exception, peer: int | None) -> CommError:
+    def failed(self, error: Exception, peer: int | None, waited_s: float = 0.0) -> CommError:
         """Return the error for torch's failure; others may have given up because of another one."""
         lines = str(error).strip().splitlines()
         suspects = [] if peer is None else [peer]
@@ -232,17 +284,30 @@ class _BatchedExchange(_TorchExchange):
 
     def __init__(self, transport: TorchTransport) -> None:
         super().__init__(transport)
-        self._operations: list[dist.P2POp] = []
+        self._messages: list[tuple[int, Tensor, bool]] = []
 
     def _post(self, peer: int, tensor: Tensor, *, receives: bool) -> None:
-        function, group = dist.irecv if receives else dist.isend, self._transport._group
-        for part in message_parts(tensor):
-            self._operations.append(dist.P2POp(function, part, group=group, group_peer=peer))
+        self._messages += [(peer, part, receives) for part in message_parts(tensor)]
 
     def start(self) -> None:
-        operations, self._operations = self._operations, []
-        if operations:
-            self._works += [(work, None) for work in dist.batch_isend_irecv(operations)]
+        messages, self._messages = self._messages, []
+        if not messages:
+            return
+        # As dist.batch_isend_irecv, which takes only groups that torch has registered.
+        group, device = self._transport._group, self._transport._device
+        together = group._get_backend(device).supports_coalescing
+        try:
+            if together:
+                group._start_coalescing(device)
+            works = [
+                (group.recv if receives else group.send)([part], peer, _TAG)
+                for peer, part, receives in messages
+            ]
+            if together:
+                works = [group._end_coalescing(device)]
+        except RuntimeError as error:
+            raise self._transport.failed(error, None) from error
+        self._works += [(work, None) for work in works]
 
 
 class _Gathering:
@@ -251,13 +316,49 @@ class _Gathering:
         self._out = out
         self._table = out if out.device == mine.device else mine.new_empty(out.shape)
         # all_gather_into_tensor under its older name, which torch does not warn of.
-        self._work = transport._group._allgather_base(self._table.view(-1), mine.view(-1))
+        group = transport._metadata
+        self._work = group._allgather_base(self._table.view(-1), mine.view(-1))
 
     def wait(self) -> None:
         self._transport.finish(self._work, None)
         if self._out is not self._table:
             with waiting(f"messages over {self._transport.name}"):
                 self._out.copy_(self._table)
+
+
+def _group_on(
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    timeout: timedelta,
+    kind: tuple[str, str],
+) -> dist.ProcessGroup:
+    """Return a process group whose messages start on an accelerator's streams.
+
+    It is made as `torch.distributed.new_group` makes one, but from nothing.
+
+    Args:
+        store: Of these ranks alone.
+        rank: This process's place in the group.
+        members: The launcher's number of each rank.
+        timeout: Of NCCL's watchdog.
+        kind: Type of the device, and the backend.
+    """
+    device, backend = kind
+    types = dist.ProcessGroup.BackendType
+    made: Any
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout, options.global_ranks_in_group = timeout, list(members)
+        made, type_ = dist.ProcessGroupNCCL(store, rank, len(members), options), types.NCCL
+    else:
+        made, type_ = dist.ProcessGroupGloo(store, rank, len(members), timeout), types.GLOO
+    made._set_sequence_number_for_group()
+    group = dist.ProcessGroup(store, rank, len(members))
+    group._set_default_backend(type_)
+    for served in {device} if backend == "nccl" else {device, "cpu"}:
+        group._register_backend(torch.device(served), type_, made)
+    return group
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> str | None:
@@ -277,13 +378,16 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> s
     return "gloo" if beside or "gloo" in backends.values() else None
 
 
-def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Answer | None:
+def _ask_around(
+    label: str, rank: int, size: int, suspect: int | None, grace_s: float
+) -> Answer | None:
     """Ask in the store which ranks are lost: those that report no failure of their own.
 
     A rank that stops after losing a peer looks lost to the others, so each rank writes its suspect
     into the store and reads the others'.
 
-    ``suspect`` is the rank whose loss this rank noticed, if known.
+    ``suspect`` is the rank whose loss this rank noticed, if known; the others have ``grace_s``
+    seconds to report.
 
     Returns:
         The suspects, and the ranks that reported nothing; the first suspect alone if all did. None
@@ -292,16 +396,18 @@ def _ask_around(label: str, rank: int, size: int, suspect: int | None) -> Answer
     answers: list[Answer | None] = []
 
     def ask() -> None:
-        answers.append(_ask_store(label, rank, size, suspect))
+        answers.append(_ask_store(label, rank, size, suspect, grace_s))
 
     # In a thread: if the store's host hangs, its own time limit is much longer.
     thread = threading.Thread(target=ask, name="wavemare-ask-around", daemon=True)
     thread.start()
-    thread.join(2 * _GRACE_S)
+    thread.join(grace_s + _GRACE_S)
     return answers[0] if answers else None
 
 
-def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Answer | None:
+def _ask_store(
+    label: str, rank: int, size: int, suspect: int | None, grace_s: float
+) -> Answer | None:
     store = dist.distributed_c10d._get_default_store()
     key = f"{label}/lost"
     suspects_by_rank: dict[int, int] = {}
@@ -311,7 +417,7 @@ def _ask_store(label: str, rank: int, size: int, suspect: int | None) -> Answer 
         return None
     try:
         store.set(f"{key}/{rank}", str(-1 if suspect is None else suspect))
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + grace_s
         while len(suspects_by_rank) < size and time.monotonic() < deadline:
             for other in range(size):
                 if other not in suspects_by_rank and store.check([f"{key}/{other}"]):

@@ -108,6 +108,16 @@ REMOVED: Mapping[str, Removed] = {
         'Set "auto", or "pushpull", which sends as many bytes and gives the same sums',
         value="streaming",
     ),
+    "sparse_collective.known_rows": Removed(
+        "each call now looks at a sample of the rows that are not listed",
+        'Set "on", or "off" to search in each call',
+        value="check",
+    ),
+    "sparse_collective.compressor.type": Removed(
+        "norms relative to those of the weights were removed",
+        'Set "block_topk", which sends the blocks with the largest norms',
+        value="block_topk_ratio",
+    ),
 }
 """By the key, counted from the section."""
 _OPTIONS = "chunks", "memory_limit"
@@ -174,8 +184,10 @@ def without_removed(section: Mapping[str, Any]) -> dict[str, Any]:
     """
     result = copy.deepcopy(dict(section))
     for path, removed in REMOVED.items():
-        name, key = path.split(".")
-        part = result.get(name)
+        *names, key = path.split(".")
+        part: Any = result
+        for name in names:
+            part = part.get(name) if isinstance(part, dict) else None
         if not isinstance(part, dict) or key not in part:
             continue
         value, end = part[key], removed.value

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.collective_queue import CollectiveQueue, Handle
-from wavemare.comm.executors import CollectiveCall, Scratch
-from wavemare.comm.executors.ranges import equal_ranges, reduce_and_gather
+from wavemare.comm.executors import CollectiveCall, Scratch, equal_ranges, reduce_and_gather
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import open_transport
 from wavemare.engine.local_steps.codec import GROUP, Code
@@ -137,11 +136,11 @@ class ReplicaLink:
     ) -> Message:
         message = Message(header)
 
-        def work(_: Statistics) -> Tensor:
+        def agree(_: Statistics) -> Callable[[], Tensor]:
             self._agree(message, note)
-            return mean()
+            return mean
 
-        message.handle = self._queue.submit(work, tensors[0].device, tensors)
+        message.handle = self._queue.submit(agree, tensors[0].device, tensors)
         return message
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from wavemare.comm.blocks.layout import OwnedRange
+from wavemare.comm.blocks.masks import OwnedRange
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.gradient_rows import Slot
 from wavemare.engine.experts import is_divided
@@ -124,7 +124,6 @@ class PartitionedGradients(SparseGradients):
             device=engine.device,
             write=self._write,
             ranges={b.key: self._ranges(b) for b in buckets} if splits else None,
-            parameters=registered if self._compares_weights else None,
             rows=self._gradient_rows(registered),
             keep=False,
             expert_comm=self.expert_comm,

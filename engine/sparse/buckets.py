@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from wavemare.comm.blocks.layout import OwnedRange
+from wavemare.comm.blocks.masks import OwnedRange
 from wavemare.comm.collective_queue import Handle
 from wavemare.comm.gradient_rows import GradientRows, Slot
 from wavemare.comm.sparse import SparseComm
@@ -158,7 +158,6 @@ class BucketReducer:
         write: Takes each reduced gradient before the round ends: name of the parameter, (numel,),
             valid during the call, and whether this rank gave a gradient of its own.
         ranges: Owned ranges by the bucket's key, for a reduce-scatter; an all-reduce if omitted.
-        parameters: By name, for compressors that compare gradients with weights.
         rows: Tells which blocks of embeddings are not zero.
         keep: Whether buckets stay in memory from round to round.
         expert_comm: Reduces the buckets of experts.
@@ -172,7 +171,6 @@ class BucketReducer:
         device: torch.device,
         write: Callable[[str, Tensor, bool], None],
         ranges: Mapping[str, Sequence[OwnedRange]] | None = None,
-        parameters: Mapping[str, Tensor] | None = None,
         rows: GradientRows | None = None,
         keep: bool = True,
         expert_comm: SparseComm | None = None,
@@ -182,7 +180,6 @@ class BucketReducer:
         self._device = device
         self._write = write
         self._ranges = ranges
-        self._parameters = parameters or {}
         self._rows = rows
         self._keep = keep
         self._number_of = {
@@ -274,15 +271,13 @@ class BucketReducer:
             for slot in bucket.slots:
                 if slot.name in self._missing[number]:
                     flat[slot.start : slot.stop].zero_()
-        weights = self._weights(bucket, flat) if self._parameters else None
         comm = self._expert_comm if bucket.experts else self._comm
         blocks = self._rows.take(bucket.slots, comm.block) if self._rows else None
         reduce: Callable[..., Handle] = comm.allreduce_
         arguments: tuple[object, ...] = (flat,)
         if self._ranges is not None:
             reduce, arguments = comm.reduce_scatter_, (flat, self._ranges[bucket.key])
-        keys = {"key": bucket.key, "weights": weights, "blocks": blocks}
-        self._handles.append(reduce(*arguments, **keys, async_op=True))
+        self._handles.append(reduce(*arguments, key=bucket.key, blocks=blocks, async_op=True))
 
     def _take(self) -> None:
         number = self._num_written
@@ -304,10 +299,3 @@ class BucketReducer:
                 bucket.numel, dtype=bucket.dtype, device=self._device
             )
         return self._buffers[number]
-
-    def _weights(self, bucket: Bucket, flat: Tensor) -> Tensor:
-        weights = torch.zeros_like(flat)
-        for slot in bucket.slots:
-            parameter = self._parameters[slot.name].detach()
-            weights[slot.start : slot.stop].view(parameter.shape).copy_(parameter)
-        return weights

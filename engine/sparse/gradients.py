@@ -81,7 +81,6 @@ class SparseGradients(Feature, ABC):
             transport=config.transport,
             staging=config.staging,
             timeout_s=timeout_s,
-            check_blocks=config.known_rows == "check",
             device=engine.device,
         )
         average = engine.gradient_average
@@ -93,10 +92,7 @@ class SparseGradients(Feature, ABC):
             group = engine.expert_data_parallel_group[name]
             self.expert_comm = collectives(group, average=average and engine.dp_world_size)
             self.expert_comm.totals = self.comm.totals
-        self._known_rows = config.known_rows != "off" and compressor is None
-        self._compares_weights = (
-            config.compressor is not None and config.compressor.compares_weights
-        )
+        self._known_rows = config.known_rows == "on" and compressor is None
 
     @abstractmethod
     def reduce(self) -> None:
@@ -262,7 +258,6 @@ class ReplicatedGradients(SparseGradients):
             self._buckets(self._parameters, lambda parameter: self._dtype, self._config),
             device=self._engine.device,
             write=self._write,
-            parameters=self._parameters if self._compares_weights else None,
             rows=self._rows,
             expert_comm=self.expert_comm,
         )

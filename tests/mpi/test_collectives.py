@@ -17,6 +17,8 @@ MANY = (
     "lists.strays",
     "lists.samples",
     "replicas",
+    "settled.settled",
+    "settled.thinned",
 )
 ONE = (
     *MANY,

@@ -16,6 +16,8 @@ def nightly(*case):
     [
         ("mpi", "stop", 2),
         ("torch", "kill", 0),
+        ("mpi", "late", 2),
+        nightly("torch", "late", 2),
         nightly("mpi", "stop", 0),
         *[nightly("torch", how, victim) for how in ("stop", "raise") for victim in (0, 2)],
         nightly("torch", "kill", 2),

@@ -8,7 +8,6 @@ import pytest
 
 PUSHPULL = {"mode": "pushpull", "bucket_bytes": 20_000}
 AUTO = {"mode": "auto"}
-CHECKED = {**PUSHPULL, "known_rows": "check"}
 ALL_BLOCKS = {"type": "block_topk", "ratio": 1.0, "density_warmup_steps": 0}
 OVERLAP = {"overlap_comm": True}
 FREEZING = {"0": ["h.0", "wte"], "2": ["wpe"], "4": ["h.1"]}
@@ -66,8 +65,6 @@ SHORT = [
     *pair("gpt", 6),
     *pair("gpt", 3, zero=1, zero_keys={"overlap_comm": True}),
     *pair("gpt", 6, ours=AUTO, zero=2),
-    *pair("bert", 3, ours=CHECKED),
-    *pair("gpt", 3, ours=CHECKED, zero=2),
     *pair("gpt", 3, zero=1, **BF16),
     *pair("gpt", 3, zero=2, data_types={"grad_accum_dtype": "fp32"}, **BF16),
     *pair("gpt", 3, zero=2, zero_keys={"contiguous_gradients": False}),
@@ -212,12 +209,10 @@ def test_a_resumed_compressor_goes_on_bitwise(launch_once):
     cases = [
         {**case(f"{zero}", "gpt", compressing, 6, zero=zero), "save_after": 3} for zero in (0, 1, 2)
     ]
-    weighing = {**compressing, "compressor": {**compressor, "type": "block_topk_ratio"}}
-    results = run(launch_once, [*cases, case("weights", "gpt", weighing, 3)])
+    results = run(launch_once, cases)
     for result, zero in product(results, ("0", "1", "2")):
         assert result[zero]["resumed"] == result[zero]["weights"]
         assert result[zero]["metrics"]["sparse_density"] < 0.15
-    assert results[0]["weights"]["weights"] == results[1]["weights"]["weights"]
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import functools
 import torch
 from common import sparse_comm
 
-from wavemare.comm.blocks.layout import OwnedRange
+from wavemare.comm.blocks.masks import OwnedRange
 from wavemare.comm.selection.cost import Constants
 from wavemare.comm.transport import open_transport
 from wavemare.comm.transport.staging import StagedTransport

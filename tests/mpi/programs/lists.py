@@ -61,7 +61,7 @@ def lists(world, checks, sizes):
 
 def rows(world, checks, sizes):
     """Blocks of a table's rows, whatever the width of a row beside that of a block."""
-    with sparse_comm(world, None, mode="auto", block=BLOCK, check_blocks=True) as comm:
+    with sparse_comm(world, None, mode="auto", block=BLOCK) as comm:
         for dim in (1, 10, 63, 64, 65, 200):
             for start in (0, 64, 7):
                 ids = torch.tensor([3, 0, 3, 7 + comm.rank])
@@ -85,19 +85,32 @@ def strays(world, checks, sizes):
             comm.allreduce_(flat, key="first", blocks=blocks[wrong:])
             checks(same_bits(flat, ordered_sum(buckets)), "sums despite a wrong first list")
         checks(comm.allreduce_(flat, key="right", blocks=blocks[:0]) is not None, "goes on")
-    # Later, and where each list is checked, it is an error.
-    for right, always in ((16, False), (1, True)):
-        comm = sparse_comm(world, None, check_blocks=always, **settings)
-        for _ in range(right):
-            comm.allreduce_(buckets[world.rank].clone(), blocks=blocks)
-        try:
-            comm.allreduce_(buckets[world.rank].clone(), blocks=blocks[wrong:])
-            checks(False, "a wrong list went through", always)
-        except CommError as error:
-            first = mask_of(buckets[-1], BLOCK)[0]
-            checks((error.key, error.value) == ("blocks", first), str(error))
-            checks(f"rank {world.size - 1} " in error.reason, str(error))
-        comm.close()
+    # Wherever the block is, samples of a few calls find it.
+    with sparse_comm(world, None, **settings) as comm:
+        right = torch.arange(0, 250, 50)
+        for number in range(20):
+            flat = torch.zeros(BLOCK * 255).index_fill_(0, BLOCK * right, 1.0)
+            if number > 16 and wrong:
+                flat[-1] = 1.0
+            try:
+                comm.allreduce_(flat, key="the last block", blocks=right)
+            except CommError as error:
+                checks((error.value, number in (17, 18)) == (254, True), number, error)
+                break
+        else:
+            checks(False, "the last block is in no sample")
+    # Later it is an error.
+    comm = sparse_comm(world, None, **settings)
+    for _ in range(16):
+        comm.allreduce_(buckets[world.rank].clone(), blocks=blocks)
+    try:
+        comm.allreduce_(buckets[world.rank].clone(), blocks=blocks[wrong:])
+        checks(False, "a wrong list went through")
+    except CommError as error:
+        first = mask_of(buckets[-1], BLOCK)[0]
+        checks((error.key, error.value) == ("blocks", first), str(error))
+        checks(f"rank {world.size - 1} " in error.reason, str(error))
+    comm.close()
 
 
 def samples(world, checks, sizes):
@@ -120,3 +133,8 @@ def samples(world, checks, sizes):
             checks((stats.union is not None) == masked, name, stats)
             checks(masked or stats.density == 1.0, name, stats)
             checks(masked or stats.executor == "ordered", name, stats)
+        # The sample is of the whole bucket, whatever its size.
+        flat = torch.zeros(BLOCK * 255)
+        flat[: BLOCK * 128] = 1.0
+        stats = comm.allreduce_(flat, key="a dense first half").stats
+        checks("mask" in stats.phases_s and stats.density == 128 / 255, stats)

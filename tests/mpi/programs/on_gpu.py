@@ -140,7 +140,7 @@ def waits(world, checks, sizes):
                 reducer.put(name, gradient)
                 Event.running = True
                 reducer.send_complete()
-                _until(lambda ended=calls + number + 1: len(comm.totals.calls) == ended)
+                _until(lambda ended=calls + number + 1: comm.totals.num_calls == ended)
                 time.sleep(0.01)
                 # All is launched, but the stream would have to wait for the GPU.
                 reducer.take_reduced()

@@ -6,7 +6,7 @@ the code under test, but for the size of the header of each call.
 import numpy as np
 import torch
 
-from wavemare.comm.agreement import HEADER_BYTES
+from wavemare.comm.reduction import HEADER_BYTES
 
 BITS = {
     torch.float32: np.uint32,

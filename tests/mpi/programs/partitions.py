@@ -9,8 +9,8 @@ from common import sparse_comm
 from inputs import buckets
 from oracle import ordered_sum, same_bits
 
-from wavemare.comm.agreement import HEADER_BYTES
-from wavemare.comm.blocks.layout import OwnedRange
+from wavemare.comm.blocks.masks import OwnedRange
+from wavemare.comm.reduction import HEADER_BYTES
 from wavemare.errors import ConfigError
 
 BLOCK = 64

@@ -122,8 +122,11 @@ def differences(name):
             (a.detach().float() - b.detach().float()).abs().max().item()
             for a, b in zip(models[kind].parameters(), models["ours"].parameters(), strict=True)
         )
-    found["calls"] = len(comm.totals.calls)
-    found["executors"] = sorted({call.executor for call in comm.totals.calls})
+    found["calls"] = comm.totals.num_calls
+    begin = "sparse_calls_"
+    found["executors"] = sorted(
+        name.removeprefix(begin) for name in comm.totals.take() if name.startswith(begin)
+    )
     found["weights"] = weights(models["ours"])
     comm.close()
     return found

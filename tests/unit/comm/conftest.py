@@ -6,37 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from wavemare.comm.transport.base import Transport
-
-sys.path.append(str(Path(__file__).parent / "kernels" / "programs"))
-
-
-class Alone(Transport):
-    """A network of one rank."""
-
-    name, rank, size, timeout_s, host = "none", 0, 1, 1.0, "here"
-    world_ranks = (0,)
-
-    def begin(self):
-        return self
-
-    def start(self):
-        pass
-
-    def wait(self):
-        pass
-
-    def reduces(self, dtype):
-        return True
-
-    def _all_reduce(self, flat):
-        pass
-
-    def split(self, colour):
-        return self
-
-    def close(self):
-        pass
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parent / "kernels" / "programs")]
+from networks import Alone
 
 
 @pytest.fixture

@@ -26,6 +26,10 @@ def worker():
     assert not [thread for thread in threading.enumerate() if "under test" in thread.name]
 
 
+def nothing(stats):
+    return lambda: None
+
+
 def fails(stats):
     raise ValueError("what went wrong")
 
@@ -33,7 +37,7 @@ def fails(stats):
 def test_an_error_is_raised_by_each_wait_and_nothing_runs_after_it(worker):
     first = worker.submit(fails, CPU)
     ran = []
-    second = worker.submit(ran.append, CPU)
+    second = worker.submit(lambda stats: ran.append, CPU)
     with refuses(CommError, "collective", "ValueError"):
         second.wait()
     assert not ran
@@ -49,7 +53,7 @@ def test_a_lost_peer_stays_named(worker):
 
     worker.submit(loses, CPU)
     with refuses(CommError, "rank", "3") as caught:
-        worker.submit(lambda stats: None, CPU).wait()
+        worker.submit(nothing, CPU).wait()
     assert (caught.value.key, caught.value.value) == ("rank", "3")
 
 
@@ -64,7 +68,7 @@ def test_callbacks_run_after_an_error_too(worker):
     handle.then(lambda done: seen.append(done.done()))
     gate.set()
     with pytest.raises(CommError):
-        worker.submit(lambda stats: None, CPU).wait()
+        worker.submit(nothing, CPU).wait()
     assert seen == [True]
 
 
@@ -74,11 +78,11 @@ def test_a_callback_that_raises_breaks_what_comes_after_it_and_hangs_nobody(work
     def callback(handle):
         raise ValueError("the callback's own fault")
 
-    handle = worker.submit(lambda stats: gate.wait(300), CPU)
+    handle = worker.submit(lambda stats: lambda: gate.wait(300), CPU)
     handle.then(callback)
     gate.set()
     assert handle.wait() is True
-    last = worker.submit(lambda stats: None, CPU)
+    last = worker.submit(nothing, CPU)
     with refuses(CommError, "collective", "ValueError"):
         last.wait()
 
@@ -86,7 +90,7 @@ def test_a_callback_that_raises_breaks_what_comes_after_it_and_hangs_nobody(work
 def test_results_are_given_back_with_their_handles(worker):
     tensor = torch.ones(3)
     gone = weakref.ref(tensor)
-    handle = worker.submit(lambda stats, tensor=tensor: tensor, CPU)
+    handle = worker.submit(lambda stats, tensor=tensor: lambda: tensor, CPU)
     assert handle.wait() is tensor
     del handle, tensor
     # The thread must not hold what it did last while it waits for more.
@@ -101,10 +105,10 @@ def test_queues_that_take_turns_run_in_the_order_of_their_calls():
     gate, order = threading.Event(), []
     first, second = (CollectiveQueue(f"turn {n} under test", in_turn=True) for n in range(2))
     alone = CollectiveQueue("no turn under test")
-    slow = first.submit(lambda stats: order.append(gate.wait(300)), CPU)
+    slow = first.submit(lambda stats: lambda: order.append(gate.wait(300)), CPU)
     failing = second.submit(fails, CPU)
-    last = first.submit(lambda stats: order.append("last"), CPU)
-    alone.submit(lambda stats: order.append("alone"), CPU).wait()
+    last = first.submit(lambda stats: lambda: order.append("last"), CPU)
+    alone.submit(lambda stats: lambda: order.append("alone"), CPU).wait()
     assert not failing.done()
     gate.set()
     last.wait()
@@ -123,7 +127,7 @@ def test_a_collective_in_flight_ends_before_the_interpreter():
         "from wavemare.comm.collective_queue import CollectiveQueue\n"
         "def work(_):\n"
         "    time.sleep(1.0)\n"
-        "    print('finished', flush=True)\n"
+        "    return lambda: print('finished', flush=True)\n"
         "CollectiveQueue('late').submit(work, torch.device('cpu'))\n"
     )
     words = [sys.executable, "-c", program]

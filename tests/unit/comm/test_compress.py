@@ -24,11 +24,9 @@ def compressor_of(kind, block, **values):
 
 top_k = partial(compressor_of, "block_topk")
 random_k = partial(compressor_of, "block_randomk")
-top_k_ratio = partial(compressor_of, "block_topk_ratio")
 threshold_of = partial(compressor_of, "block_threshold")
 MAKERS = {
     "block_topk": partial(top_k, 8, ratio=0.1),
-    "block_topk_ratio": partial(top_k_ratio, 8, ratio=0.1),
     "block_randomk": partial(random_k, 8, ratio=0.1, seed=5),
     "block_threshold": partial(threshold_of, 8, threshold=12.0),
 }
@@ -75,7 +73,7 @@ def waiting(compressor):
 
 def slow_largest(scores, k):
     order = sorted(range(len(scores)), key=lambda j: (-scores[j], j))
-    return [j in order[:k] for j in range(len(scores))]
+    return [j in order[:k] and scores[j] > 0 for j in range(len(scores))]
 
 
 @every_kind
@@ -84,10 +82,9 @@ def slow_largest(scores, k):
 def test_a_step_is_that_of_the_slow_twin(kind, dtype, numel):
     compressor = MAKERS[kind]()
     old = torch.zeros(numel, dtype=dtype)
-    weights = torch.randn(numel, dtype=dtype)
     for gradient in gradients(20, dtype, numel=numel):
         accumulated = gradient + old
-        mask = compressor.step("b", gradient, weights)
+        mask = compressor.step("b", gradient)
         assert (mask.dtype, len(mask)) == (torch.bool, -(-numel // 8))
         sent, old = slow_split(mask, accumulated, 8)
         assert same(gradient, sent)
@@ -111,20 +108,6 @@ def test_largest_blocks_are_those_of_the_slow_twin(values, k, block):
         assert threshold_of(block, threshold=threshold - 1e-6).select(flat).tolist() == expected
 
 
-@given(values=SMALL, k=st.integers(1, 6), data=st.data())
-def test_largest_beside_their_weights_are_those_of_the_slow_twin(values, k, data):
-    exponents = st.sampled_from([None, -20, -1, 0, 2])
-    scales = data.draw(st.lists(exponents, min_size=len(values), max_size=len(values)))
-    # Powers of two: the quotients are exact.
-    sizes = [0.0 if e is None else 2.0**e for e in scales]
-    floor = min((s for s in sizes if s > 0), default=1.0)
-    scores = [abs(v) / (s or floor) for v, s in zip(values, sizes, strict=True)]
-    flat, weights = torch.tensor(values, dtype=torch.float32), torch.tensor(sizes)
-    k = min(k, len(values))
-    mask = top_k_ratio(1, ratio=k / len(values)).select(flat, -weights)
-    assert mask.tolist() == slow_largest(scores, k)
-
-
 @pytest.mark.parametrize(
     ("ratio", "blocks", "k"),
     [
@@ -139,9 +122,8 @@ def test_largest_beside_their_weights_are_those_of_the_slow_twin(values, k, data
 )
 def test_ratio_is_a_share_of_the_blocks_and_at_least_one(ratio, blocks, k):
     assert top_k(4, ratio=ratio).count(blocks) == k
-    for kind in (top_k, random_k, top_k_ratio):
-        flat = torch.randn(blocks * 4)
-        assert kind(4, ratio=ratio).step("b", flat, torch.ones(blocks * 4)).sum() == k
+    for kind in (top_k, random_k):
+        assert kind(4, ratio=ratio).step("b", torch.randn(blocks * 4)).sum() == k
 
 
 def test_random_blocks_are_the_same_on_all_ranks_and_others_in_each_step():
@@ -168,17 +150,24 @@ def test_the_draw_is_the_same_in_all_processes():
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_what_is_not_finite_is_sent_at_once(kind, dtype, value):
     compressor = MAKERS[kind]()
-    weights = torch.ones(RAGGED)
     bad = [0, 5, 6, 7, 20, 29]  # more than k, the ragged one too
     for step, gradient in enumerate(gradients(30, dtype)):
         if step % 10 == 3:
             gradient[[j * 8 + 1 for j in bad]] = value
-        mask = compressor.step("b", gradient, weights)
+        mask = compressor.step("b", gradient)
         assert waiting(compressor).isfinite().all()
         if step % 10 == 3:
             assert mask[bad].all()
             assert (~gradient.isfinite()).sum() == len(bad)
     assert gradient.isfinite().all()
+
+
+def test_blocks_of_zeros_are_not_sent_and_wait_as_they_are():
+    gradient = torch.tensor([0.0, -0.0, 3.0, 0.0, -0.0, -0.0])
+    for kind in (top_k, random_k):
+        compressor, sent = kind(2, ratio=1.0), gradient.clone()
+        assert compressor.step("b", sent).tolist() == [False, True, False]
+        assert same(sent, torch.tensor([0.0, 0.0, 3.0, 0.0, 0.0, 0.0]))  # no -0.0 any more
 
 
 def test_one_block_that_is_not_finite_takes_a_place_of_the_largest():
@@ -197,21 +186,14 @@ def test_a_sum_that_overflows_is_sent():
     assert waiting(compressor).tolist() == [0.0, 65504.0, 2.0]
 
 
-def test_weights_that_are_not_finite_send_their_block():
-    weights = torch.ones(10)
-    weights[4], weights[6] = torch.nan, torch.inf
-    mask = top_k_ratio(1, ratio=0.1).select(torch.arange(10.0), weights)
-    assert mask.nonzero().flatten().tolist() == [4, 6]
-
-
 @every_kind
 def test_warmup_sends_everything_and_keeps_nothing(kind):
     compressor = MAKERS[kind](warmup_steps=3)
     for step, gradient in enumerate(gradients(5)):
         before = gradient.clone()
-        mask = compressor.step("b", gradient, torch.ones(RAGGED))
+        mask = compressor.step("b", gradient)
         if step < 3:
-            assert mask.all()
+            assert mask is None
             assert same(gradient, before)
             assert waiting(compressor) is None
         else:
@@ -221,7 +203,8 @@ def test_warmup_sends_everything_and_keeps_nothing(kind):
 
 def test_density_falls_geometrically_after_the_steps_that_send_all():
     compressor = top_k(1, ratio=0.01, warmup_steps=2, density_warmup_steps=4)
-    counts = [int(compressor.step("b", torch.randn(1000)).sum()) for _ in range(8)]
+    masks = [compressor.step("b", torch.randn(1000)) for _ in range(8)]
+    counts = [1000 if mask is None else int(mask.sum()) for mask in masks]
     falling = [round(1000 * 0.25 * 0.04 ** (i / 4)) for i in range(4)]
     assert counts == [1000, 1000, *falling, 10, 10]
     assert falling == [250, 112, 50, 22]
@@ -235,7 +218,7 @@ def test_without_error_feedback_nothing_is_kept(kind):
     compressor = MAKERS[kind](error_feedback=False)
     for gradient in gradients(50):
         before = gradient.clone()
-        mask = compressor.step("b", gradient, torch.ones(RAGGED))
+        mask = compressor.step("b", gradient)
         sent = spread(mask, 8, RAGGED)
         assert same(gradient[sent], before[sent])
         assert not bits(gradient[~sent]).any()
@@ -246,21 +229,21 @@ def test_without_error_feedback_nothing_is_kept(kind):
 @every_kind
 @every_dtype
 def test_a_saved_state_goes_on_bitwise(kind, dtype):
-    weights = torch.randn(RAGGED)
     warmups = {"warmup_steps": 2}
     if kind != "block_threshold":
         warmups["density_warmup_steps"] = 30
     straight, resumed = MAKERS[kind](**warmups), MAKERS[kind](**warmups)
     for step, gradient in enumerate(gradients(40, dtype)):
         twin = gradient.clone()
-        mask = straight.step("b", gradient, weights)
+        mask = straight.step("b", gradient)
         if step == 20:
             file = io.BytesIO()
             torch.save(resumed.state_dict(), file)
             file.seek(0)
             resumed = MAKERS[kind](**warmups)
             resumed.load_state_dict(torch.load(file, weights_only=True))
-        assert torch.equal(resumed.step("b", twin, weights), mask)
+        again = resumed.step("b", twin)
+        assert mask is again is None if step < 2 else torch.equal(again, mask)
         assert same(twin, gradient)
 
 
@@ -272,7 +255,7 @@ def test_a_saved_state_goes_on_bitwise(kind, dtype):
         (top_k(8, ratio=0.1, error_feedback=False), "error_feedback"),
         (top_k(8, ratio=0.1, warmup_steps=1), "warmup_steps"),
         (top_k(8, ratio=0.1, density_warmup_steps=1), "density_warmup_steps"),
-        (top_k_ratio(8, ratio=0.1), "type"),
+        (random_k(8, ratio=0.1), "type"),
         (random_k(8, ratio=0.1, seed=1), "seed"),
         (threshold_of(8, threshold=1.0), "threshold"),
     ],
@@ -320,8 +303,6 @@ ONES = torch.ones(9)
     [
         (lambda: top_k(0), "block"),
         (lambda: top_k(8).step("b", ONES.int()), "bucket b"),
-        (lambda: top_k_ratio(8).step("b", ONES), "weights of bucket b"),
-        (lambda: top_k_ratio(8).step("b", ONES, ONES[1:]), "weights of bucket b"),
     ],
 )
 def test_what_cannot_be_used_is_refused(call, key):

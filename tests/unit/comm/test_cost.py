@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.blocks.layout import assign_owners
-from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.blocks.masks import Masks, assign_owners
 from wavemare.comm.selection.cost import Constants, predict, traffic
 
 FREE = Constants(*(0.0,) * 9)

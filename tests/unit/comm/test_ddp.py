@@ -16,7 +16,6 @@ KINDS = {
     "block_topk": {"ratio": 0.3},
     "block_randomk": {"ratio": 0.3},
     "block_threshold": {"threshold": 4.5},
-    "block_topk_ratio": {"ratio": 0.3},
 }
 
 

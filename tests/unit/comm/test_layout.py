@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.blocks.layout import OwnedRange, assign_owners, assign_ranges, gathered
-from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.ranges import equal_ranges
+from wavemare.comm.blocks.masks import Masks, OwnedRange, assign_owners, assign_ranges, gathered
+from wavemare.comm.executors import equal_ranges
 
 
 @st.composite

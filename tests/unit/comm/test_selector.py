@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 
 from wavemare.comm.blocks.masks import BlockCounts, Masks
 from wavemare.comm.config import HALVES
-from wavemare.comm.selection.cost import EXECUTORS, Constants, predict, traffic
-from wavemare.comm.selection.selector import (
+from wavemare.comm.selection.cost import (
     DENSE,
+    EXECUTORS,
     HYSTERESIS,
+    Constants,
     Selector,
     choose_executor,
+    predict,
+    traffic,
 )
 
 SPARSE_MODES = ("ordered", "pushpull", "allgather")

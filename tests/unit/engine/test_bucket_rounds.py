@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from wavemare.comm.blocks.layout import OwnedRange
+from wavemare.comm.blocks.masks import OwnedRange
 from wavemare.comm.collective_queue import Handle
 from wavemare.engine.sparse.buckets import BucketReducer, Member, make_buckets
 
@@ -15,15 +15,15 @@ class Comm:
     def __init__(self):
         self.calls = []
 
-    def allreduce_(self, flat, *, key, weights, blocks, async_op):
+    def allreduce_(self, flat, *, key, blocks, async_op):
         assert async_op
         assert blocks is None
         handle = Handle()
-        self.calls.append((key, flat.clone(), weights, handle, flat, None))
+        self.calls.append((key, flat.clone(), handle, flat, None))
         return handle
 
-    def reduce_scatter_(self, flat, ranges, *, key, weights, blocks, async_op):
-        handle = self.allreduce_(flat, key=key, weights=weights, blocks=blocks, async_op=async_op)
+    def reduce_scatter_(self, flat, ranges, *, key, blocks, async_op):
+        handle = self.allreduce_(flat, key=key, blocks=blocks, async_op=async_op)
         self.calls[-1] = (*self.calls[-1][:-1], ranges)
         return handle
 
@@ -65,7 +65,7 @@ def gradient(name):
 
 def end(rounds, comm):
     """End a round whose collectives answer as soon as they are all sent."""
-    first = [number for number, call in enumerate(comm.calls) if not call[3].done()]
+    first = [number for number, call in enumerate(comm.calls) if not call[2].done()]
     for number in first:
         comm.answer(number)
     send = comm.allreduce_
@@ -126,21 +126,19 @@ def test_an_error_of_a_collective_ends_the_round(comm):
     rounds, _ = rounds_of(comm)
     rounds.put("d", gradient("d"))
     rounds.send_complete()
-    comm.calls[0][3].finish(None, ValueError("lost"))
+    comm.calls[0][2].finish(None, ValueError("lost"))
     with pytest.raises(ValueError, match="lost"):
         rounds.end()
 
 
-def test_pieces_and_weights_lie_as_the_gradients_do(comm):
+def test_ranges_are_those_of_the_buckets(comm):
     ranges = {key: [OwnedRange(0, 4, 0)] for key in ("d", "c to b", "a")}
-    parameters = {name: 10 * gradient(name) for name in SIZES}
-    rounds, _ = rounds_of(comm, ranges=ranges, parameters=parameters, keep=False)
+    rounds, _ = rounds_of(comm, ranges=ranges, keep=False)
     for name in SIZES:
         rounds.put(name, gradient(name))
     rounds.send_complete()
-    for key, flat, weights, _, _, given in comm.calls:
-        assert given is ranges[key]
-        assert weights.equal(10 * flat)
+    assert comm.keys == list(ranges)
+    assert all(given is ranges[key] for key, *_, given in comm.calls)
 
 
 def test_a_gradient_that_fills_its_bucket_is_reduced_where_it_is(comm):

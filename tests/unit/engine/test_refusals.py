@@ -258,13 +258,22 @@ REMOVED = [
     ("wavelet", {"mode": "sync", "compile": True}, "compile"),
     ("wavelet", {"compile": "yes"}, "compile"),
     ("sparse_collective", {"mode": "streaming"}, "mode"),
+    ("sparse_collective", {"mode": "auto", "known_rows": "check"}, "known_rows"),
+    (
+        "sparse_collective",
+        {"mode": "auto", "compressor": {"type": "block_topk_ratio"}},
+        "compressor.type",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("section", "values", "key"), REMOVED)
 def test_what_was_removed_is_refused_by_its_key(section, values, key):
     error = refusal({section: values}, {})
-    assert (error.key, error.value) == (f"wavemare.{section}.{key}", values[key])
+    given = values
+    for name in key.split("."):
+        given = given[name]
+    assert (error.key, error.value) == (f"wavemare.{section}.{key}", given)
 
 
 def test_removed_keys_that_change_nothing_are_passed_over():

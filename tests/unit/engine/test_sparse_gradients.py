@@ -57,7 +57,7 @@ def test_residuals_of_other_buckets_are_refused():
 def test_figures_are_of_all_calls_of_a_step(boundary, calls):
     gradients = Gradients(Comm(), boundary=boundary)
     for _ in range(2):
-        gradients.comm.totals.calls.append(Statistics(executor="pushpull", payload_bytes=10))
+        gradients.comm.totals.add(Statistics(executor="pushpull", payload_bytes=10))
     gradients.record_metrics()
     assert gradients.metrics().get("sparse_calls_pushpull") == calls
 

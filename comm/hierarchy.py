@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from wavemare.comm.blocks.masks import Masks
-from wavemare.comm.executors.base import CollectiveCall
-from wavemare.comm.executors.ranges import equal_ranges, gather_ranges, reduce_ranges
+from wavemare.comm.executors import CollectiveCall, equal_ranges, gather_ranges, reduce_ranges
 from wavemare.comm.transport.base import Transport
 from wavemare.errors import CommError
 
