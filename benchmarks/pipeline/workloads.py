@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import set_seed
 
+from benchmarks.device_like import sleep
 from benchmarks.pipeline.request import PipelineRequest, Waits
 from benchmarks.ranks import SEED, build_gpt
 from wavemare.models.chains import gpt2_chain
@@ -23,8 +23,6 @@ from wavemare.pipeline.plan.partition import balanced_cuts
 _BATCHES = 8
 _SYNTHETIC_WIDTH = 64
 _INPUTS = ("input_ids",)
-# Linux may wake a sleeper so late by default.
-_TIMER_SLACK_S = 50e-6
 
 Batch = tuple[Tensor, Tensor]
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -148,14 +146,6 @@ class TimedWait(nn.Module):
 def build_workload(request: PipelineRequest) -> Workload:
     """Return the model of a request; all processes call this together."""
     return SyntheticWorkload(request) if request.synthetic else GPTWorkload(request)
-
-
-def sleep(seconds: float) -> None:
-    """Sleep; the last moment is spent awake, to end in time."""
-    end = time.perf_counter() + seconds
-    time.sleep(max(seconds - _TIMER_SLACK_S, 0))
-    while time.perf_counter() < end:
-        pass
 
 
 def _generator() -> torch.Generator:
