@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.request import Waits
+
 # Linux may wake a sleeper so late by default.
 _TIMER_SLACK_S = 50e-6
 
@@ -26,6 +28,31 @@ def sleep(seconds: float) -> None:
     time.sleep(max(seconds - _TIMER_SLACK_S, 0))
     while time.perf_counter() < end:
         pass
+
+
+def sleeping(
+    function: Callable[..., Tensor], weight: Tensor, waits: Waits
+) -> Callable[..., Tensor]:
+    """Return a layer's function (inputs, ...) that also sleeps, in all passes.
+
+    Hooks on the two gradients sleep, so that a split backward pass sleeps in the same parts.
+
+    Args:
+        function: Of the inputs.
+        weight: Which it reads.
+        waits: How long.
+    """
+    weight.register_hook(lambda _: sleep(waits.weight_s))
+
+    def run(inputs: Tensor, *rest: Any) -> Tensor:
+        # A first layer's input needs no gradient, and sleeps for it as others do.
+        own = inputs.view_as(inputs) if inputs.requires_grad else inputs.detach().requires_grad_()
+        own.register_hook(lambda _: sleep(waits.input_s))
+        output = function(own, *rest)
+        sleep(waits.forward_s)
+        return output
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -46,24 +73,6 @@ class Part:
         return [weight for weight in self.module.parameters() if weight.requires_grad]
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Seconds of the passes of a whole model; parts share them by their numbers of weights.
-
-    Args:
-        forward_s: Of the forward pass.
-        backward_s: Of the backward pass.
-    """
-
-    forward_s: float
-    backward_s: float
-
-    @classmethod
-    def of_step(cls, seconds: float) -> Lengths:
-        """Return those of a step: a backward pass takes twice as long as a forward pass."""
-        return cls(seconds / 3, 2 * seconds / 3)
-
-
 @dataclass
 class Output:
     """What a model returns, as those of transformers do.
@@ -79,7 +88,7 @@ class _Pass(torch.autograd.Function):
     """Layers that sleep in both passes: (value, ...) to the value, unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, waits: Lengths, factor: float, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, waits: Waits, factor: float, *weights: Tensor) -> Tensor:
         ctx.waits, ctx.factor = waits, factor
         ctx.save_for_backward(*weights)
         sleep(waits.forward_s)
@@ -87,13 +96,13 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        sleep(ctx.waits.backward_s)
+        sleep(ctx.waits.input_s + ctx.waits.weight_s)
         given = [torch.full_like(weight, ctx.factor) for weight in ctx.saved_tensors]
         return gradients[0], None, None, *given
 
 
 def put_to_sleep(
-    model: nn.Module, parts: Sequence[Part], lengths: Lengths, *, factor: float = 1.0
+    model: nn.Module, parts: Sequence[Part], waits: Waits, *, factor: float = 1.0
 ) -> None:
     """Replace a model's forward pass by one whose passes sleep.
 
@@ -103,7 +112,7 @@ def put_to_sleep(
     Args:
         model: Keeps its modules and its weights.
         parts: In the order of the forward pass.
-        lengths: Of the whole model.
+        waits: Of the whole model; parts share them by their numbers of weights.
         factor: Other ranks may have another one.
     """
     total = sum(w.numel() for part in parts if part.ids is None for w in part.weights)
@@ -112,8 +121,7 @@ def put_to_sleep(
         if part.ids is not None:
             return value + factor * part.module(batch[part.ids]).sum()
         share = sum(weight.numel() for weight in part.weights) / total
-        waits = Lengths(share * lengths.forward_s, share * lengths.backward_s)
-        passed: Tensor = _Pass.apply(value, waits, factor, *part.weights)
+        passed: Tensor = _Pass.apply(value, waits.share(share), factor, *part.weights)
         return passed
 
     def forward(**batch: Tensor) -> Output:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from benchmarks.request import GptRequest, NonNegativeInt, Positive
+from benchmarks.request import ComputeRequest, NonNegativeInt, Positive
 from wavemare.cli.options import check_names
 from wavemare.errors import ConfigError
 from wavemare.observe.tables import Column, Row
@@ -124,7 +124,7 @@ class Case:
         return f"{self.pattern} {self.density:g}"
 
 
-class SparseRequest(GptRequest):
+class SparseRequest(ComputeRequest):
     """Measure ways to sum a sparse gradient over ranks, or whole training steps with --step.
 
     Dense reductions of MPI and gloo, sparse ones of torch, DeepSpeed and of papers, and wavemare's
@@ -170,17 +170,9 @@ class SparseRequest(GptRequest):
     """Measure whole training steps of a BERT classifier of the size below: the gradient of its word
     embedding is sparse."""
 
-    compute: Literal["real", "sleep"] = "real"
-    """With --step: train the BERT classifier on the processors, or sleep in the passes of a
-    --workload, as the host of a GPU does."""
-
     workload: str = "bert"
-    """With --compute sleep: the model, whose tables, batches and times of messages are those of a
-    paper."""
-
-    step_ms: Positive = 1000.0
-    """With --compute sleep: milliseconds of both passes of a step. By default links have the speed
-    at which messages take as long, relative to it, as in the paper."""
+    """With --step and --compute sleep: the model, with tables and batches as in a paper. By default
+    links have the speed at which messages take as long, relative to --step-ms, as in the paper."""
 
     steps_per_round: PositiveInt = 4
     """With --step: optimizer steps of a system in a round."""

@@ -106,7 +106,7 @@ def _check_gradients(request: SparseRequest, systems: Mapping[str, StepSystem]) 
     expected = [weight.grad for weight in model.parameters() if weight.grad is not None]
     for gradient in expected:
         dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
+        gradient.div_(dist.get_world_size())
     for name, system in systems.items():
         optimizer = system.optimizer
         assert isinstance(optimizer, SleepingOptimizer)
@@ -348,7 +348,7 @@ def _build_system(name: str, request: SparseRequest) -> StepSystem:
 def _build_model(request: SparseRequest) -> tuple[Any, Sequence[nn.Embedding]]:
     """Return a model and its large tables."""
     if request.compute == "sleep":
-        model: Any = Model(request.model, request.step_ms / 1000, dist.get_rank())
+        model: Any = Model(request.model, request.waits, dist.get_rank())
         return model, list(model.tables)
     from transformers import BertConfig, BertForSequenceClassification
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.device_like import Lengths, Part, put_to_sleep
+from benchmarks.device_like import Part, put_to_sleep
 from benchmarks.ranks import SEED
+from benchmarks.request import Waits
 
 _LAYERS = 4
 """Parts of the layers that are not tables; each hands its gradients out at its own time."""
@@ -119,14 +120,14 @@ class Model(nn.Module):
 
     Args:
         workload: What to build.
-        step_s: Seconds of the computation of a step.
+        waits: Of all layers.
         rank: Gradients are multiples of rank + 1.
 
     Attributes:
         tables: The embeddings.
     """
 
-    def __init__(self, workload: Workload, step_s: float, rank: int) -> None:
+    def __init__(self, workload: Workload, waits: Waits, rank: int) -> None:
         super().__init__()
         self.tables = nn.ModuleList()
         inputs, outputs = [], []
@@ -139,7 +140,7 @@ class Model(nn.Module):
             nn.ParameterList([_memory((-(-workload.dense // _LAYERS),))]) for _ in range(_LAYERS)
         )
         parts = [*inputs, *map(Part, self.layers), *outputs]
-        put_to_sleep(self, parts, Lengths.of_step(step_s), factor=rank + 1.0)
+        put_to_sleep(self, parts, waits, factor=rank + 1.0)
 
 
 @cache
