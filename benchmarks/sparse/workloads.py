@@ -130,7 +130,8 @@ class Model(nn.Module):
     def __init__(self, workload: Workload, waits: Waits, rank: int) -> None:
         super().__init__()
         self.tables = nn.ModuleList()
-        inputs, outputs = [], []
+        inputs: list[Part] = []
+        outputs: list[Part] = []
         for number, table in enumerate(workload.tables):
             weight = _memory((table.rows, table.width))
             module = nn.Embedding.from_pretrained(weight, freeze=False)

@@ -51,7 +51,8 @@ def test_gradients_come_when_the_backward_pass_of_their_part_ends(log):
     loss.backward()
     passes = dict(zip(order[::2], order[1::2], strict=True))
     # The classes first, then the layers from the last one to the first one, and the words.
-    assert list(passes)[0] == "3.weight" and list(passes)[-1] == "0.weight"
+    names = list(passes)
+    assert (names[0], names[-1]) == ("3.weight", "0.weight")
     assert [passes[f"{number}.weight"] for number in (3, 2, 1, 0)] == [0, 1, 2, 2]
 
 
