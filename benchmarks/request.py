@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 from pydantic import Field, PositiveInt
 
@@ -18,6 +18,24 @@ from wavemare.section import Section
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+class Waits(NamedTuple):
+    """Seconds that layers sleep in the passes of a micro-batch.
+
+    Args:
+        forward_s: In the forward pass.
+        input_s: For the gradient of the input.
+        weight_s: For the gradient of the weights.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+    def share(self, part: float) -> Waits:
+        """Return those of a part of the layers."""
+        return Waits(*(part * seconds for seconds in self))
 
 
 class Request(Section):
@@ -136,3 +154,22 @@ class GptRequest(Request):
         if self.hidden % self.heads:
             reason = f"{self.heads} heads cannot share it equally"
             raise ConfigError("--hidden", self.hidden, reason, "Give a multiple of --heads")
+
+
+class ComputeRequest(GptRequest):
+    """A benchmark of messages beside computation."""
+
+    panel: ClassVar[str | None] = "Computation"
+
+    compute: Literal["real", "sleep"] = "real"
+    """Compute on the processors, or sleep in all passes, as the host of a GPU does: the processors
+    are free, and gradients are handed out at their times."""
+
+    step_ms: Positive = 300.0
+    """With --compute sleep: milliseconds of both passes of a micro-batch; the backward pass takes
+    twice as long as the forward pass."""
+
+    @property
+    def waits(self) -> Waits:
+        """The sleep of the whole model."""
+        return Waits(*[self.step_ms / 3000] * 3)

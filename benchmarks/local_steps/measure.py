@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wavemare
 from benchmarks.curve import first_at
+from benchmarks.device_like import Part, SleepingOptimizer, put_to_sleep
 from benchmarks.local_steps.request import (
     BASELINE,
     BOUND,
@@ -152,6 +153,7 @@ def build_result(
                 "ranks": request.ranks,
                 "ranks_per_host": size,
                 "mbit": request.mbit,
+                "compute": request.compute,
                 **ratio_row(seconds[name], seconds.get(BASELINE)),
                 "model": steps and link.dense / steps,
                 "model_s": steps and steps * compute_s,
@@ -244,6 +246,11 @@ def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: in
     """Build a system that first averages gradients for a warm-up; all ranks must call it."""
     model = build_gpt(request, seed=request.seed)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0)
+    if request.compute == "sleep":
+        net = model.transformer
+        parts = [Part(net.wte, "input_ids"), *map(Part, (net.wpe, *net.h, net.ln_f, model.lm_head))]
+        put_to_sleep(model, parts, request.waits)
+        optimizer = SleepingOptimizer(model.parameters())
     if name in TORCHFT:
         return System(model, optimizer, _Torchft(model, optimizer, request, name))
     if name in ("ddp", "ddp-powersgd-4", "post-local-sgd"):
@@ -267,6 +274,7 @@ def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: in
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # by default DeepSpeed clips, and the others do not
         "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": request.compute == "sleep",
         "steps_per_print": None,
     }
     options: dict[str, Any] = {"model": model, "optimizer": optimizer, "config": config}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from benchmarks.request import GptRequest, NonNegativeInt, Positive
+from benchmarks.request import ComputeRequest, NonNegativeInt, Positive
 from wavemare.cli.options import check_names
 from wavemare.errors import ConfigError
 from wavemare.observe.tables import Column, Row
@@ -27,7 +27,7 @@ WARMED = ("ddp-powersgd-4", "post-local-sgd", *OURS)
 """Systems that can begin with synchronous steps."""
 
 
-class LocalStepsRequest(GptRequest):
+class LocalStepsRequest(ComputeRequest):
     """Measure replicas with local steps beside ordinary data parallelism.
 
     A GPT is trained over slow links between emulated hosts. Ratios are to stock DeepSpeed, ZeRO 1.
@@ -101,6 +101,9 @@ class LocalStepsRequest(GptRequest):
         if self.ranks % self.ranks_per_host or self.ranks == self.ranks_per_host:
             reason = f"{self.ranks} ranks are not two or more hosts of it"
             raise ConfigError("--ranks-per-host", self.ranks_per_host, reason, "Give a divisor")
+        if self.quality and self.compute == "sleep":
+            reason = "passes that sleep learn nothing"
+            raise ConfigError("--quality", self.quality, reason, "Leave out --compute sleep")
         if self.quality and BASELINE not in self.systems:
             reason = f"it counts the steps to the loss of {BASELINE}"
             raise ConfigError("--quality", self.quality, reason, "Name that system too")

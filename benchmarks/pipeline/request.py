@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from benchmarks.request import GptRequest, NonNegative, Positive
+from benchmarks.request import GptRequest, NonNegative, Positive, Waits
 from wavemare.cli.options import check_names, option
 from wavemare.errors import ConfigError
 from wavemare.observe.tables import Column, Row
@@ -46,20 +46,6 @@ def _by_plan(schedule: Schedule, limit: float = 1.0) -> Callable[[int, int], flo
         return 3 * (micro_batches + stages - 1) / timeline.makespan_s
 
     return ideal
-
-
-class Waits(NamedTuple):
-    """Seconds that a synthetic stage sleeps per micro-batch.
-
-    Args:
-        forward_s: In the forward pass.
-        input_s: For the gradient of the input.
-        weight_s: For the gradient of the weight.
-    """
-
-    forward_s: float
-    input_s: float
-    weight_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import set_seed
 
-from benchmarks.pipeline.request import PipelineRequest, Waits
+from benchmarks.device_like import sleep, sleeping
+from benchmarks.pipeline.request import PipelineRequest
 from benchmarks.ranks import SEED, build_gpt
+from benchmarks.request import Waits
 from wavemare.models.chains import gpt2_chain
 from wavemare.models.families import LanguageModelLoss
 from wavemare.models.layers import PipelineLayer
@@ -23,8 +24,6 @@ from wavemare.pipeline.plan.partition import balanced_cuts
 _BATCHES = 8
 _SYNTHETIC_WIDTH = 64
 _INPUTS = ("input_ids",)
-# Linux may wake a sleeper so late by default.
-_TIMER_SLACK_S = 50e-6
 
 Batch = tuple[Tensor, Tensor]
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -111,7 +110,7 @@ class SyntheticWorkload(Workload):
     def parts(self, count: int) -> list[nn.Module]:
         """Return layers whose waits add up to the same whole for every number of parts."""
         set_seed(SEED)
-        waits = Waits(*(seconds * self._stages / count for seconds in self._waits))
+        waits = self._waits.share(self._stages / count)
         return [TimedWait(waits) for _ in range(count)]
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
@@ -123,8 +122,6 @@ class SyntheticWorkload(Workload):
 class TimedWait(nn.Module):
     """A linear layer that sleeps in its passes.
 
-    Hooks on the two gradients sleep, so that a split backward pass sleeps in the same parts.
-
     Args:
         waits: How long.
     """
@@ -133,29 +130,16 @@ class TimedWait(nn.Module):
         super().__init__()
         self.linear = nn.Linear(_SYNTHETIC_WIDTH, _SYNTHETIC_WIDTH)
         self.waits = waits
-        self.linear.weight.register_hook(lambda _: sleep(waits.weight_s))
+        self._run = sleeping(self.linear, self.linear.weight, waits)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map (batch, 64) to (batch, 64)."""
-        # The first stage's input needs no gradient, and sleeps for it as others do.
-        own = inputs.view_as(inputs) if inputs.requires_grad else inputs.detach().requires_grad_()
-        own.register_hook(lambda _: sleep(self.waits.input_s))
-        output: Tensor = self.linear(own)
-        sleep(self.waits.forward_s)
-        return output
+        return self._run(inputs)
 
 
 def build_workload(request: PipelineRequest) -> Workload:
     """Return the model of a request; all processes call this together."""
     return SyntheticWorkload(request) if request.synthetic else GPTWorkload(request)
-
-
-def sleep(seconds: float) -> None:
-    """Sleep; the last moment is spent awake, to end in time."""
-    end = time.perf_counter() + seconds
-    time.sleep(max(seconds - _TIMER_SLACK_S, 0))
-    while time.perf_counter() < end:
-        pass
 
 
 def _generator() -> torch.Generator:

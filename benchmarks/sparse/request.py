@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from benchmarks.request import GptRequest, NonNegativeInt, Positive
+from benchmarks.request import ComputeRequest, NonNegativeInt, Positive
 from wavemare.cli.options import check_names
 from wavemare.errors import ConfigError
 from wavemare.observe.tables import Column, Row
+
+if TYPE_CHECKING:
+    from benchmarks.sparse.workloads import Workload
 
 DUELIST = "wavemare-auto"
 DENSE = ("mpi-dense", "mpi-dense-blocking", "gloo-dense")
@@ -52,18 +55,23 @@ _SLOW = ("streaming", "agsparse", "sparcml", "sparcml-split", *_STOCK)
 _DENSE_LIMIT = 0.4
 """Above this density the slow systems send several times the dense bytes."""
 PATTERNS = ("random", "identical", "zipf")
+WORKLOAD_NAMES = ("lstm", "deeplight", "ncf", "bert", "vocabulary", "vocabulary-whole")
+"""By which `benchmarks.sparse.workloads` has models; that module imports torch."""
 TOPK_SHARE = 0.01
 """Of blocks or elements that systems with top-k send."""
 STEP_BASELINE = "deepspeed-dense"
 STEP_BOUND = "no-communication-bound"
+STEP_PEERS = ("parallax", "sparcml", "zen", "streaming")
+"""Systems of papers that sum the tables, beside DDP."""
 STEP_SYSTEMS = (
     STEP_BASELINE,
     "deepspeed-dense-zero1",
     "deepspeed-sparse",
     "torch-ddp",
     "torch-ddp-sparse",
-    "parallax",
+    *STEP_PEERS,
     "wavemare-ddp",
+    "wavemare-ddp-sparse",
     "wavemare-auto",
     "wavemare-auto-gloo",
     "wavemare-auto-zero1",
@@ -116,7 +124,7 @@ class Case:
         return f"{self.pattern} {self.density:g}"
 
 
-class SparseRequest(GptRequest):
+class SparseRequest(ComputeRequest):
     """Measure ways to sum a sparse gradient over ranks, or whole training steps with --step.
 
     Dense reductions of MPI and gloo, sparse ones of torch, DeepSpeed and of papers, and wavemare's
@@ -162,6 +170,10 @@ class SparseRequest(GptRequest):
     """Measure whole training steps of a BERT classifier of the size below: the gradient of its word
     embedding is sparse."""
 
+    workload: str = "bert"
+    """With --step and --compute sleep: the model, with tables and batches as in a paper. By default
+    links have the speed at which messages take as long, relative to --step-ms, as in the paper."""
+
     steps_per_round: PositiveInt = 4
     """With --step: optimizer steps of a system in a round."""
 
@@ -182,6 +194,18 @@ class SparseRequest(GptRequest):
         if self.systems is not None:
             return self.systems
         return STEP_SYSTEMS if self.step else DEFAULT_SYSTEMS
+
+    @property
+    def model(self) -> Workload:
+        """What --workload names."""
+        from benchmarks.sparse.workloads import WORKLOADS
+
+        return WORKLOADS[self.workload]
+
+    @property
+    def step_block(self) -> int:
+        """Elements per block in whole steps: a row of a workload's tables."""
+        return self.model.tables[0].width if self.compute == "sleep" else self.block
 
     @property
     def num_ranks(self) -> int:
@@ -209,6 +233,13 @@ class SparseRequest(GptRequest):
         super().check()
         check_names("--systems", self.chosen, STEP_SYSTEMS if self.step else SYSTEMS)
         check_names("--patterns", self.patterns, PATTERNS, "pattern")
+        check_names("--workload", (self.workload,), WORKLOAD_NAMES, "workload")
+        if self.compute == "sleep" and not self.step:
+            reason = "a sum has no computation beside it"
+            raise ConfigError("--compute", self.compute, reason, "Add --step")
+        if self.compute == "real" and self.workload != "bert":
+            reason = "on processors, a BERT classifier is trained"
+            raise ConfigError("--workload", self.workload, reason, "Add --compute sleep")
         if self.duels and (self.step or self.aggregators or DUELIST not in self.chosen):
             reason = f"it compares {DUELIST} with the fastest other system of a sum"
             remedy = f"Measure {DUELIST}, without --step and --aggregators"
@@ -233,6 +264,9 @@ class SparseRequest(GptRequest):
         from benchmarks.cluster import EmulatedCluster
         from benchmarks.run import run_ranks
 
+        if self.compute == "sleep" and self.mbit is None:
+            mbit = self.model.mbit(self.step_ms / 1000)
+            return self.model_copy(update={"mbit": mbit}).run()
         if self.mbit is None:
             return run_ranks(self)
         each = self.ranks_per_host
@@ -249,6 +283,13 @@ class SparseRequest(GptRequest):
             where += f" between hosts of {self.ranks_per_host}"
         if self.aggregators:
             where += f" and {self.aggregators} aggregators"
+        if self.compute == "sleep":
+            weights, milliseconds = self.model.numel / 1e6, self.step_ms
+            where = f"{result['mbit']:.0f} Mbit/s"
+            return (
+                f"{self.ranks} ranks over {where}: {self.workload}, {weights:.1f} M weights, "
+                f"passes sleep for {milliseconds:g} ms"
+            )
         if not self.step:
             return f"{self.ranks} ranks over {where}, {self.mib:g} MiB, blocks of {self.block}"
         return (

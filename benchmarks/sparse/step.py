@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of ``benchmarks sparse --step``: whole training steps of a BERT classifier.
+"""A rank of ``benchmarks sparse --step``: whole training steps of models with large tables.
 
-The gradient of its large word embedding is zero except in the rows of a batch's words.
+The gradient of a table is zero except in the rows that a batch looks up.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wavemare
+from benchmarks.device_like import SleepingOptimizer
 from benchmarks.ranks import SEED, interleaved, ratio_row
-from benchmarks.sparse.peers.parallax import average_gradients
-from benchmarks.sparse.request import STEP_BASELINE, STEP_BOUND, TOPK_SHARE, SparseRequest
-from wavemare.comm.transport import open_transport
+from benchmarks.sparse.peers.hybrid import HybridModel
+from benchmarks.sparse.request import (
+    STEP_BASELINE,
+    STEP_BOUND,
+    STEP_PEERS,
+    TOPK_SHARE,
+    SparseRequest,
+)
+from benchmarks.sparse.workloads import Model, batch_of_step, zipf_ids
+from wavemare.errors import CommError
 from wavemare.observe import Screen
 
 _FIRST_WORD = 5
@@ -33,8 +41,11 @@ _CLASSES = 4
 _LEARNING_RATE = 1e-3
 _LINK_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 _CALLS = "sparse_calls_"
-_SPARSE = ("deepspeed-sparse", "torch-ddp-sparse", "parallax")
-"""Systems whose embedding gives sparse gradients, as a user of them would set."""
+_SPARSE = ("deepspeed-sparse", "torch-ddp-sparse", "wavemare-ddp-sparse")
+"""Systems whose tables give sparse gradients, as a user of them would set."""
+_UNCHECKED = (STEP_BOUND, "deepspeed-dense-zero1", "wavemare-auto-zero1", "wavemare-topk")
+"""Systems whose optimizers see other gradients than the mean over the ranks, or slices of it."""
+_TOLERANCE = 1e-5
 
 
 class StepSample(NamedTuple):
@@ -60,13 +71,15 @@ def measure_step(request: SparseRequest) -> dict[str, Any]:
     for name in request.chosen:
         screen.note(f"building {name}")
         systems[name] = _build_system(name, request)
+    if request.compute == "sleep":
+        _check_gradients(request, systems)
     samples: dict[str, list[StepSample]] = {name: [] for name in systems}
     turns = dict.fromkeys(systems, 0)
     for timed, name in interleaved(request, list(systems), screen.note):
         first = turns[name] * request.steps_per_round
         turns[name] += 1
         steps = range(first, first + request.steps_per_round)
-        batches = [words_of_step(request, step, dist.get_rank()) for step in steps]
+        batches = [_batch(request, step) for step in steps]
         sample = run_round(request.mbit, systems[name], batches)
         if timed:
             samples[name].append(sample)
@@ -75,13 +88,45 @@ def measure_step(request: SparseRequest) -> dict[str, Any]:
     return build_step_result(request, samples)
 
 
+def _batch(request: SparseRequest, step: int) -> dict[str, Tensor]:
+    if request.compute == "sleep":
+        return batch_of_step(request.model, step, dist.get_rank())
+    return words_of_step(request, step, dist.get_rank())
+
+
+def _check_gradients(request: SparseRequest, systems: Mapping[str, StepSystem]) -> None:
+    """Compare the gradients that each optimizer sees with a dense mean over the ranks.
+
+    Raises:
+        CommError: They differ by more than rounding.
+    """
+    batch = _batch(request, 0)
+    model, _ = _build_model(request)
+    model(**batch).loss.backward()
+    expected = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    for gradient in expected:
+        dist.all_reduce(gradient)
+        gradient.div_(dist.get_world_size())
+    for name, system in systems.items():
+        optimizer = system.optimizer
+        assert isinstance(optimizer, SleepingOptimizer)
+        optimizer.kept = []
+        system.step(batch)
+        (found,), optimizer.kept = optimizer.kept, None
+        if name in _UNCHECKED:
+            continue
+        gaps = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
+        most = max(float(gradient.abs().max()) for gradient in expected)
+        if max(gaps) > _TOLERANCE * most:
+            reason = f"its gradients are off by up to {max(gaps):g}"
+            raise CommError("system", name, reason, "Report this: its measurements mean nothing")
+
+
 def words_of_step(request: SparseRequest, step: int, rank: int) -> dict[str, Tensor]:
     """Return the batch of a rank in a step: words as frequent as in a language (Zipf's law)."""
     generator = np.random.default_rng([SEED, step, rank])
-    words = request.vocabulary - _FIRST_WORD
-    cumulative = np.cumsum(1 / np.arange(1, words + 1))
-    draws = generator.random((request.batch, request.sequence)) * cumulative[-1]
-    ids = torch.from_numpy(np.searchsorted(cumulative, draws) + _FIRST_WORD)
+    shape = request.batch, request.sequence
+    ids = zipf_ids(generator, request.vocabulary - _FIRST_WORD, shape) + _FIRST_WORD
     labels = torch.from_numpy(generator.integers(_CLASSES, size=request.batch))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
@@ -133,6 +178,8 @@ def build_step_result(
                 "system": name,
                 "ranks": request.ranks,
                 "mbit": request.mbit,
+                "compute": request.compute,
+                "workload": request.workload,
                 **ratio_row(seconds[name], seconds.get(STEP_BASELINE)),
                 "communication_s": own,
                 # Without any time beyond the bound there is no ratio.
@@ -145,7 +192,8 @@ def build_step_result(
                 "loss": rounds[-1].loss,
             }
         )
-    return {"baseline": STEP_BASELINE, "request": request.model_dump(), "rows": rows}
+    whole = {"baseline": STEP_BASELINE, "mbit": request.mbit, "request": request.model_dump()}
+    return {**whole, "rows": rows}
 
 
 def _communication(name: str, medians: Mapping[str, float]) -> float | None:
@@ -160,9 +208,11 @@ class StepSystem(ABC):
 
     Attributes:
         figures: Of the collectives of the last step, by name; empty for stock systems.
+        optimizer: That of the model, as it was given to the system.
     """
 
     figures: Mapping[str, float] = {}
+    optimizer: torch.optim.Optimizer
 
     @abstractmethod
     def step(self, batch: dict[str, Tensor]) -> Tensor:
@@ -178,15 +228,15 @@ class TorchSystem(StepSystem):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
         """Do an optimizer step; return this rank's loss."""
         loss: Tensor = self._model(**batch).loss
         loss.backward()
         self._reduce()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return loss.detach()
 
     def _reduce(self) -> None:
@@ -196,13 +246,11 @@ class TorchSystem(StepSystem):
 class _WavemareDdp(TorchSystem):
     """DistributedDataParallel with our hook."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, request: SparseRequest
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, block: int) -> None:
         from wavemare.comm import register_ddp_hook
 
         wrapped = DistributedDataParallel(model)
-        self._comm = register_ddp_hook(wrapped, block=request.block, transport="mpi")
+        self._comm = register_ddp_hook(wrapped, block=block, transport="mpi")
         super().__init__(wrapped, optimizer)
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
@@ -214,31 +262,37 @@ class _WavemareDdp(TorchSystem):
         self._comm.close()
 
 
-class _Parallax(TorchSystem):
-    """A parameter server for the embedding, and all-reduce for the other parameters, over MPI."""
+class _Hybrid(TorchSystem):
+    """A system of a paper for the tables, and DistributedDataParallel for the rest."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(model, optimizer)
-        self._transport = open_transport(choice="mpi")
+    def __init__(self, hybrid: HybridModel, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(hybrid.wrapped, optimizer)
+        self._hybrid = hybrid
 
     def _reduce(self) -> None:
-        average_gradients(self._model, self._transport)
+        self._hybrid.wait()
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
-        before = self._transport.bytes_up
+        before = self._hybrid.bytes_up
         loss = super().step(batch)
-        self.figures = {"sparse_bytes_up": self._transport.bytes_up - before}
+        self.figures = {"sparse_bytes_up": self._hybrid.bytes_up - before}
         return loss
 
     def close(self) -> None:
-        self._transport.close()
+        self._hybrid.close()
 
 
 class EngineSystem(StepSystem):
-    """DeepSpeed's engine, or ours."""
+    """DeepSpeed's engine, or ours.
 
-    def __init__(self, engine: Any) -> None:
+    Args:
+        engine: Complete.
+        optimizer: Of the model; by default the one that the engine has made.
+    """
+
+    def __init__(self, engine: Any, optimizer: Any = None) -> None:
         self._engine = engine
+        self.optimizer = optimizer or engine.optimizer
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
         """Do an optimizer step; return this rank's loss."""
@@ -256,34 +310,46 @@ class EngineSystem(StepSystem):
 
 def _build_system(name: str, request: SparseRequest) -> StepSystem:
     """Build a system; all ranks must call it together."""
-    model = _build_model(request)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    model, tables = _build_model(request)
+    sleeps = request.compute == "sleep"
+    optimizer: torch.optim.Optimizer
+    if sleeps:
+        optimizer = SleepingOptimizer(model.parameters())
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     if name in _SPARSE:
-        model.get_input_embeddings().sparse = True
-        optimizer.register_step_pre_hook(_make_dense)
+        for table in tables:
+            table.sparse = True
+        if not sleeps:
+            optimizer.register_step_pre_hook(_make_dense)
     if name == STEP_BOUND:
         return TorchSystem(model, optimizer)
     if name.startswith("torch-ddp"):
         return TorchSystem(DistributedDataParallel(model), optimizer)
-    if name == "parallax":
-        return _Parallax(model, optimizer)
-    if name == "wavemare-ddp":
-        return _WavemareDdp(model, optimizer, request)
+    if name in STEP_PEERS:
+        return _Hybrid(HybridModel(name, model, tables, request.ranks), optimizer)
+    if name.startswith("wavemare-ddp"):
+        return _WavemareDdp(model, optimizer, request.step_block)
     initialize: Any = deepspeed.initialize
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": request.batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # by default DeepSpeed clips, and the others do not
         "zero_optimization": {"stage": 1 if name.endswith("-zero1") else 0},
+        "zero_allow_untested_optimizer": sleeps,
         "steps_per_print": None,
     }
     if name.startswith("wavemare"):
         initialize = wavemare.initialize
         config["wavemare"] = {"sparse_collective": _section(name, request)}
-    return EngineSystem(initialize(model=model, optimizer=optimizer, config=config)[0])
+    return EngineSystem(initialize(model=model, optimizer=optimizer, config=config)[0], optimizer)
 
 
-def _build_model(request: SparseRequest) -> Any:
+def _build_model(request: SparseRequest) -> tuple[Any, Sequence[nn.Embedding]]:
+    """Return a model and its large tables."""
+    if request.compute == "sleep":
+        model: Any = Model(request.model, request.waits, dist.get_rank())
+        return model, list(model.tables)
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(SEED)
@@ -299,13 +365,14 @@ def _build_model(request: SparseRequest) -> Any:
         attention_probs_dropout_prob=0.0,
     )
     config.num_labels = _CLASSES
-    return BertForSequenceClassification(config)
+    model = BertForSequenceClassification(config)
+    return model, [model.get_input_embeddings()]
 
 
 def _section(name: str, request: SparseRequest) -> dict[str, Any]:
     mode = "pushpull" if name == "wavemare-pushpull" else "auto"
     transport = "torch" if name.endswith("-gloo") else "mpi"
-    section: dict[str, Any] = {"mode": mode, "block": request.block, "transport": transport}
+    section: dict[str, Any] = {"mode": mode, "block": request.step_block, "transport": transport}
     if name == "wavemare-topk":
         section["compressor"] = {"type": "block_topk", "ratio": TOPK_SHARE}
     return section

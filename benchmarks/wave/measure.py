@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.cluster.limits import ask
+from benchmarks.device_like import sleeping
 from benchmarks.ranks import SEED, bench_device, build_gpt, interleaved, ratio_row
+from benchmarks.request import Waits
 from benchmarks.wave.request import BASELINE, DOMINO, IN_PHASE, SYSTEMS, TICK_TOCK, WaveRequest
 from benchmarks.wave.saved_bytes import SavedBytes
 from wavemare.engine.pipe.split_backward import SplitBackward
@@ -28,6 +30,7 @@ from wavemare.engine.waves.passes import Pass, PassRunner
 from wavemare.errors import CommError
 from wavemare.observe import Screen
 from wavemare.parallel.experts import split_experts
+from wavemare.parallel.tensor.layers import ParallelLinear
 from wavemare.parallel.tensor.split import split_model
 from wavemare.pipeline.clock.simulate import Costs, Event
 from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Action, Kind
@@ -62,6 +65,8 @@ class Systems:
         model = _build(request) if experts or request.llama else build_gpt(request, ties=True)
         split = split_experts if experts else split_model
         self.model = split(model.to(self.device, dtype), group or dist.group.WORLD)
+        if request.compute == "sleep":
+            _put_to_sleep(self.model, request.waits)
         self.sums_per_micro_batch = 4 * request.layers + (0 if experts else 2)
         self._runner = PassRunner(self.device)
         self._splitter = SplitBackward(self.model)
@@ -191,6 +196,16 @@ def _build(request: WaveRequest) -> Any:
         **({} if request.llama else experts),
     )
     return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _put_to_sleep(model: nn.Module, waits: Waits) -> None:
+    """Let layers that are split sleep in their passes, by their numbers of weights."""
+    layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
+    total = sum(layer.weight.numel() for layer in layers)
+    for layer in layers:
+        own: Any = layer
+        share = waits.share(layer.weight.numel() / total)
+        own.local_product = sleeping(layer.local_product, layer.weight, share)
 
 
 def _build_batches(request: WaveRequest, device: torch.device) -> list[_Batch]:
@@ -369,6 +384,7 @@ def build_result(
                 {
                     "system": name,
                     "ranks": request.ranks,
+                    "compute": request.compute,
                     "exposed": setting.exposed / 100,
                     "measured_exposed": exposed_share(before),
                     "mbit": setting.mbit,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from benchmarks.request import GptRequest
+from benchmarks.request import ComputeRequest
 from wavemare.errors import ConfigError
 from wavemare.observe.tables import Column, Row
 
@@ -18,7 +18,7 @@ SYSTEMS = (BASELINE, IN_PHASE, DOMINO, TICK_TOCK)
 _MIB = 2**20
 
 
-class WaveRequest(GptRequest):
+class WaveRequest(ComputeRequest):
     """Measure gradient accumulation, two waves in phase, Domino's halves, and tick-tock.
 
     A GPT-2 or a Llama is split by tensors over the ranks, or a Mixtral's experts are divided.
@@ -79,6 +79,9 @@ class WaveRequest(GptRequest):
         if self.batch % 2:
             reason = "domino halves micro-batches"
             raise ConfigError("--batch", self.batch, reason, "Give an even number")
+        if self.compute == "sleep" and self.parallel == "experts":
+            reason = "only layers that are split by tensors can sleep"
+            raise ConfigError("--compute", self.compute, reason, "Leave out --parallel experts")
         if self.llama and self.parallel == "experts":
             raise ConfigError("--llama", True, "a Llama has no experts", "Leave it out")
         if self.parallel == "tensor" and self.heads % self.ranks:
@@ -111,6 +114,7 @@ class WaveRequest(GptRequest):
         return (
             f"{self.ranks} ranks, {self.micro_batches} micro-batches of {self.batch} x "
             f"{self.sequence}: {self.layers} layers of {self.hidden}, {shared[self.parallel]}"
+            + (f", passes sleep for {self.step_ms:g} ms" if self.compute == "sleep" else "")
         )
 
     def case(self, row: Row) -> str:

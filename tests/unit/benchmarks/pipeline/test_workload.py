@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import device_like
 from benchmarks.pipeline import workloads
-from benchmarks.pipeline.request import PipelineRequest, Waits
+from benchmarks.pipeline.request import PipelineRequest
 from benchmarks.pipeline.systems import build_optimizer
 from benchmarks.pipeline.workloads import GPTWorkload, SyntheticWorkload, TimedWait
 from benchmarks.ranks import build_gpt
+from benchmarks.request import Waits
 from wavemare.engine.pipe.split_backward import SplitBackward
 
 SMALL = PipelineRequest(layers=4, hidden=16, heads=2, vocabulary=11, sequence=6, batch=3)
@@ -41,7 +43,8 @@ def test_parts_compute_what_the_model_computes(gpt, count):
 def slept(monkeypatch):
     """Note the waits instead of sleeping."""
     log = []
-    monkeypatch.setattr(workloads, "sleep", log.append)
+    for module in (device_like, workloads):
+        monkeypatch.setattr(module, "sleep", log.append)
     return log
 
 
