@@ -56,6 +56,7 @@ class DpoArguments(TokenizerArguments, TrainArguments):
 
     megatron_checkpoints: ClassVar[bool] = True  # --load may name one; --save-megatron writes one
     no_packing: ClassVar[bool] = True
+    rows_per_sample: ClassVar[int] = 2
 
     output: str = option("runs/llama-dpo", "run folder")
     model: str = option("runs/llama-sft/model", "Hugging Face folder of model and tokenizer")
@@ -100,11 +101,7 @@ def main() -> None:
     # reference, unless --reference names another one, which gets an engine of its own for a while.
     knows_reference = pairs.recall_reference(setup)  # of an earlier start of this run
     if args.reference is not None and not knows_reference:
-        _, other = load_pair_model(args, args.reference)
-        asked, *_ = wavemare.initialize(model=other, config=copy.deepcopy(setup.config))
-        pairs.refer_to(use_preferences(asked, args.beta), setup)
-        asked.destroy()
-        knows_reference = True
+        knows_reference = pairs.refer_to_other(setup)
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
     preferences = use_preferences(engine, args.beta)  # its loss is DPO's from now on
@@ -119,7 +116,7 @@ def main() -> None:
     best = read_best(setup)  # step and loss of the evaluation whose model was exported; or empty
 
     # Training, until the last step or SIGTERM. The model of the best evaluation is exported.
-    tokens_per_step = engine.train_batch_size() * 2 * args.sequence_length
+    tokens_per_step = engine.train_batch_size() * args.rows_per_sample * args.sequence_length
     losses: list[Any] = []  # since the last line of the log
     stopped = False
     with (

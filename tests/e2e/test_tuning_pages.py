@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts of docs/trl.md and docs/lora.md, and the recipe of DPO beside TRL (`make test-tuning`)."""
+"""Scripts of docs/trl.md and docs/lora.md; the recipe of DPO beside TRL (`make test-tuning`)."""
 
 import json
 import re
-import sys
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -135,7 +134,7 @@ def test_the_recipe_has_the_losses_and_rewards_of_trl_in_one_process(
 
     program = Path(__file__).with_name("programs") / "trl_dpo.py"
     words = [tmp_path / "model", tmp_path / "train.jsonl", tmp_path / "trl.json", lora]
-    command(sys.executable, program, *words, environment={"HF_HUB_OFFLINE": "1"}).check()
+    command("python", program, *words, environment={"HF_HUB_OFFLINE": "1"}).check()
     expected = json.loads((tmp_path / "trl.json").read_text())
 
     given = {

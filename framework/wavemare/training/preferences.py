@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +115,21 @@ class TrainingPairs:
             known |= {name: samples.reference, f"{name}_lengths": samples.lengths}
         if setup.rank == 0:
             np.savez(setup.folder / _FILE, **known)
+
+    def refer_to_other(self, setup: Setup) -> bool:
+        """Ask the model of ``--reference``, in an engine of its own; return that it has answered.
+
+        All ranks call this.
+        """
+        import wavemare
+
+        _, model = load_pair_model(self.arguments, self.arguments.reference)
+        engine, *_ = wavemare.initialize(model=model, config=copy.deepcopy(setup.config))
+        self.refer_to(use_preferences(engine, self.arguments.beta), setup)
+        engine.destroy()
+        del engine, model
+        gc.collect()  # the engine and its loss refer to each other
+        return True
 
     def recall_reference(self, setup: Setup) -> bool:
         """Take what `refer_to` has found before the run was interrupted; all ranks call this.
