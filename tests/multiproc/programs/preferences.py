@@ -19,7 +19,7 @@ import wavemare
 from wavemare.data.chat import Row
 from wavemare.data.loader import ResumableLoader
 from wavemare.data.preferences import PairSamples
-from wavemare.hf.preferences import FIGURES, PreferenceLoss, inputs_of
+from wavemare.hf.preferences import PreferenceLoss, inputs_of
 from wavemare.models import whole_state_dict
 from wavemare.training.evaluation import evaluate, evaluation_loader
 
@@ -138,7 +138,7 @@ def train(*, zero=0, stages=1, ranks=1, section=None, **keys):
     losses, figures = [], []
     for _ in range(STEPS):
         losses.append(float(engine.train_batch(batches)))
-        figures.append([loss.take_figures()[name] for name in FIGURES])
+        figures.append([*loss.take_figures().values()])
     evaluation = evaluate(engine, [*loss.batches(evaluation_loader(engine, samples))])
     evaluated = loss.take_figures(training=False)
     trained = whole_state_dict(engine.module) or {}
