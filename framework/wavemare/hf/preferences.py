@@ -28,6 +28,8 @@ from wavemare.models.layers import AuxiliaryLoss
 
 FIGURES = tuple(f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies"))
 """What is measured with the loss, by TRL's names."""
+_AT_ONCE = 256
+"""Micro-batches of one evaluation at most: the reference reads all data."""
 
 
 class PreferenceLoss:
@@ -132,9 +134,10 @@ class PreferenceLoss:
         order = np.arange(rounds * ranks * micro).reshape(rounds, ranks, micro)
         own = Subset(samples, (order[:, rank].ravel() % count).tolist())  # some again, to fill up
         loader = DataLoader(own, batch_size=micro, generator=torch.Generator())
-        self._found = []
+        batches, self._found = self.batches(loader), []
         try:
-            engine.eval_batch(self.batches(loader), num_micro_batches=rounds)
+            for done in range(0, rounds, _AT_ONCE):
+                engine.eval_batch(batches, num_micro_batches=min(_AT_ONCE, rounds - done))
             mine = torch.cat(self._found).cpu().numpy() if self._found else None
         finally:
             self._found = None

@@ -130,7 +130,7 @@ def test_all_three_columns_are_needed(tmp_path, lost):
         list(iterate_pairs(source))
 
 
-def test_a_table_holds_what_a_reference_says(tmp_path, tokenizer):
+def test_samples_hold_what_a_reference_says(tmp_path, tokenizer):
     source = write(tmp_path, pairs(9, chats=False))
     rows, _ = prepare_chats(source, tokenizer, 60, tmp_path, pairs=True)
     assert isinstance(rows, EncodedRows)
