@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _SIZES = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads"),
+    *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
 )
 _FILE = "reference.npz"
 """Of the run folder: what the reference says of all pairs, for a run that resumes."""
@@ -210,8 +210,8 @@ def check_preferences(args: Any) -> None:
 def load_pair_model(args: Any, folder: str | None = None) -> tuple[Any, Any]:
     """Return the tokenizer and the model to start from, or the model of another folder.
 
-    Adapters begin as zero, so that the model says what its base says. Nothing is dropped out, as
-    with TRL: the reference would not be what is trained otherwise.
+    Adapters begin as zero, so that the model says what its base says. Dropout layers are off, as in
+    TRL: a reward would be noise otherwise.
 
     Args:
         args: The options of the recipe.
