@@ -11,10 +11,11 @@ WAVES = {"tensor_parallel": {"size": 2}, "wavelet": {"mode": "sync"}}
 CASES = {
     "ZeRO 1": {"zero": 1},
     "ZeRO 3, whole": {"zero": 3, "lora": False},
+    "auxiliary loss": {"zero": 0, "moe": True, "lora": False},
     "1f1b": {"stages": 2},
     "zbv, whole": {"stages": 2, "lora": False, "section": {"pipeline": {"schedule": "zbv"}}},
-    "auxiliary loss": {"zero": 0, "moe": True, "lora": False},
     "auxiliary loss in stages": {"stages": 2, "moe": True, "lora": False},
+    # The last: DeepSpeed does not forget whom a split model's ranks were.
     "split": {"section": {"tensor_parallel": {"size": 2}}},
     "split, waves": {"section": WAVES, "lora": False},
 }

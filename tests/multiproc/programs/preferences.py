@@ -11,7 +11,7 @@ import sys
 import peft
 import torch
 import transformers
-from common import build_moe, difference, leave, own_groups
+from common import build_moe, difference, leave
 from torch import distributed as dist
 from torch.nn.functional import logsigmoid
 
@@ -167,8 +167,4 @@ def furthest(found, expected):
 
 if __name__ == "__main__":
     wavemare.init_distributed()
-    results = {}
-    for name, case in json.loads(sys.argv[2]).items():
-        with own_groups():
-            results[name] = train(**case)
-    leave(results)
+    leave({name: train(**case) for name, case in json.loads(sys.argv[2]).items()})
