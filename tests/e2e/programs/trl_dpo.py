@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import datasets
-import peft
 import transformers
 import trl
+
+from wavemare.recipes.llama.dpo import DpoArguments
+from wavemare.training.preferences import load_pair_model
 
 STEPS, RATE, BETA, SEED, LENGTH = 4, 1e-3, 0.5, 1234, 64
 
@@ -20,14 +22,16 @@ if __name__ == "__main__":
     rows = datasets.Dataset.from_list(
         [json.loads(line) for line in Path(file).read_text().splitlines()]
     )
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    transformers.set_seed(SEED)  # adapters
-    lora = peft.LoraConfig(
-        r=int(rank) or 1, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
+    transformers.set_seed(SEED)
+    if int(rank):  # adapters of the same random numbers
+        _, model = load_pair_model(DpoArguments(model=folder, lora_r=int(rank)))
+        others = {}
+    else:
+        kind = transformers.AutoModelForCausalLM
+        model, reference = (kind.from_pretrained(folder, dtype="float32") for _ in range(2))
+        others = {"ref_model": reference}
     trainer = trl.DPOTrainer(
         model=model,
-        ref_model=None if int(rank) else type(model).from_pretrained(folder, dtype="float32"),
         args=trl.DPOConfig(
             output_dir=f"{result}-trl",
             use_cpu=True,
@@ -45,7 +49,7 @@ if __name__ == "__main__":
         ),
         train_dataset=rows,
         processing_class=transformers.AutoTokenizer.from_pretrained(folder),
-        peft_config=lora if int(rank) else None,
+        **others,
     )
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
