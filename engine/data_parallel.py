@@ -31,7 +31,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
 
     Attributes:
         loss_fn: From what calls the model, and a micro-batch on the device, to the loss in
-            ``train_batch``; None for what the model returns.
+            ``train_batch`` and ``eval_batch``; None for what the model returns.
     """
 
     loss_fn: Callable[[Callable[..., Any], Any], torch.Tensor] | None = None
@@ -230,7 +230,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         try:
             with torch.no_grad(), PROGRESS.doing("evaluation"):
                 for _ in range(num_micro_batches or self.gradient_accumulation_steps()):
-                    output = self._run(next(data_iter))
+                    output = self._evaluated(next(data_iter))
                     checkpointing.reset()  # no backward pass will free the buffers
                     losses.append(_loss_of(output))
                 mean = self._mean_loss(losses)
@@ -278,7 +278,10 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             self._own_batches = iter(RepeatingLoader(self.training_dataloader))
         return self._own_batches
 
-    def _run(self, batch: Any) -> Any:
+    def _evaluated(self, batch: Any) -> Any:
+        """Return what the model returns for a micro-batch, or the loss alone by `loss_fn`."""
+        if self.loss_fn is not None:
+            return self._loss(batch, self)
         args, kwargs = self._arguments(batch)
         return self(*args, **kwargs)
 

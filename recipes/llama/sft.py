@@ -25,12 +25,10 @@ from typing import Any, ClassVar
 import wavemare
 from wavemare.data.loader import ResumableLoader
 from wavemare.engine import Interruption
-from wavemare.errors import ConfigError
-from wavemare.extras import require
 from wavemare.failure import run_main
 from wavemare.observe import print_rank_0
 from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
-from wavemare.training.chats import read_chats, use_token_mean
+from wavemare.training.chats import check_chat_options, read_chats, use_token_mean
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import evaluate, keep_best, read_best
 from wavemare.training.models import check_model, export, load_chat_model
@@ -74,7 +72,7 @@ def main() -> None:
     """Load, format, train, evaluate, export and answer."""
     # Options and configuration. Most mistakes are refused here, before torch is imported.
     args = parse_arguments(SftArguments)
-    check_options(args)
+    check_chat_options(args)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
     check_model(args)
@@ -147,28 +145,6 @@ def main() -> None:
         results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
         recording.finish({**results, "parameters": count_parameters(setup, model)})
     disconnect()
-
-
-def check_options(args: SftArguments) -> None:
-    """Refuse options that cannot work here.
-
-    Raises:
-        ConfigError: ``--balance`` is given, ``--long_rows`` is another word, or LoRA is to be
-            written for Megatron.
-        LaunchError: peft is not installed.
-    """
-    if args.balance != "none":
-        reason = "rows of fine-tuning are shared equally"
-        raise ConfigError("--balance", args.balance, reason, "Leave it out")
-    if args.long_rows not in ("cut", "skip"):
-        reason = "there is no such way to treat them"
-        raise ConfigError("--long_rows", args.long_rows, reason, "Give cut or skip")
-    if args.save_megatron is not None and args.lora_r is not None:
-        reason = "Megatron's checkpoints have no adapters"
-        remedy = f"Leave it out, give --merge, and convert {args.output}/model"
-        raise ConfigError("--save-megatron", args.save_megatron, reason, remedy)
-    if args.lora_r is not None:
-        require("peft", "--lora_r")
 
 
 def fill_in_auto(setup: Setup, args: SftArguments) -> Setup:

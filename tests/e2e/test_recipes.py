@@ -2,6 +2,7 @@
 """Each recipe, under both engines by configuration alone, from text to a model that is used."""
 
 import json
+import math
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +14,9 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    set_seed,
 )
 
 from wavemare.data.indexed import IndexedWriter
@@ -223,6 +227,68 @@ def test_llama_pretraining_and_fine_tuning(
             ended = recipe("llama/sft", "--deepspeed_config", config, *words).check()
             assert f"resumed after step {done}" in ended.output
             assert read_run(tuned).summary["results"]["best step"] == 22
+
+
+def write_preferences(folder):
+    """Write a small model with its tokenizer, another one of its size, and pairs."""
+    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    rows = [
+        {"prompt": f"{n} is", "chosen": f" {names[n % 10]}", "rejected": f" {names[n % 7 - 1]}."}
+        for n in range(60)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = train_tokenizer([json.dumps(row) for row in rows], 300, kind="gpt")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_attention_heads=4, **sizes)
+    for number, name in enumerate(("model", "other")):
+        set_seed(number)
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("pipeline", {"lora_r": 4}),
+        pytest.param("zero", {"reference": "other"}, marks=SLOW),
+        pytest.param("wave", {}, marks=SLOW),
+        pytest.param("pipemare", {"lora_r": 4, "merge": True}, marks=SLOW),
+    ],
+)
+def test_preference_tuning(recipe, small_options, recipe_config, tmp_path, engine, options):
+    if "lora_r" in options:
+        pytest.importorskip("peft")
+    write_preferences(tmp_path)
+    run, config = tmp_path / "run", recipe_config("llama/dpo", engine)
+    values = {
+        **{"model": tmp_path / "model", "data": tmp_path / "pairs.jsonl", "vocab_size": None},
+        **{"model_config": None, "lr": 5e-3, **options},
+    }
+    if "reference" in options:
+        values["reference"] = tmp_path / "other"
+    words = small_options("llama", run, **values)
+    if engine == "pipemare":
+        words += ["--set", "wavemare.pipeline.stages=2"]
+    ended = recipe("llama/dpo", "--deepspeed_config", config, *words).check()
+    assert "the answer in »«" in ended.output
+    losses, results = check_run_folder(run, batch=16)
+    # The learning rate begins at 0, and the model as its own reference.
+    assert (losses[0] == pytest.approx(math.log(2), abs=1e-6)) == ("reference" not in options)
+    lines = [line for line in read_run(run).metrics if "eval_loss" in line]
+    assert lines[-1]["eval_rewards/margins"] > lines[0]["eval_rewards/margins"]
+    assert results["eval_loss"] == pytest.approx(min(line["eval_loss"] for line in lines))
+    adapted = (run / "model" / "adapter_config.json").exists()
+    assert adapted == ("lora_r" in options and "merge" not in options)
+    AutoModelForCausalLM.from_pretrained(run / "model")
+
+    if engine == "pipeline":  # it does not ask the reference again
+        before = (run / "reference.npz").stat().st_mtime_ns
+        words = [*small_options("llama", run, **{**values, "max_steps": 22}), "--resume"]
+        ended = recipe("llama/dpo", "--deepspeed_config", config, *words).check()
+        assert "resumed after step 20" in ended.output
+        assert (run / "reference.npz").stat().st_mtime_ns == before
+        more = [line["loss"] for line in read_run(run).metrics if "loss" in line][20:]
+        assert max(more) < losses[0] - 0.02
 
 
 @pytest.mark.parametrize("engine", BERT_ENGINES)

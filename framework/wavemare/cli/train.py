@@ -50,6 +50,7 @@ RECIPES = {
         "bert/finetune",
         "llama/pretrain",
         "llama/sft",
+        "llama/dpo",
     )
 }
 WHOLE_MODELS = ("wavemare={}", "train_micro_batch_size_per_gpu=null")

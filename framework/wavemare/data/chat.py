@@ -9,7 +9,7 @@ import re
 import shutil
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from wavemare.data.encode import definition_of
@@ -56,6 +57,8 @@ LEFT_OUT = (
 _BATCH_ROWS = 100
 _ROWS_PER_WORKER = 1000  # fewer are formatted sooner than a process starts
 _VALIDATION = 0.05
+_Iterate = Callable[[Source, int], Iterator[dict[str, Any]]]
+"""Yields the rows of a split of some data."""
 _DOCUMENTED = re.compile(r'^ *(def \w+\([^\n]*\):)\n +"""(\w[^\n"\\]{8,70}\.)', re.MULTILINE)
 
 
@@ -93,6 +96,13 @@ class EncodedRows(Sequence[Row]):
         return Row(np.where(tokens < 0, ~tokens, tokens).tolist(), labels.tolist())
 
 
+def lengths_of(rows: Sequence[Row]) -> NDArray[np.int32]:
+    """Return the tokens of each row, int32 [number of rows]."""
+    if isinstance(rows, EncodedRows):
+        return rows.lengths
+    return np.array([len(row.ids) for row in rows], np.int32)
+
+
 def describe_fates(parts: Sequence[EncodedRows], max_length: int) -> str | None:
     """Say how many rows were too long, had nothing to train, do not end, or lack something.
 
@@ -126,6 +136,7 @@ def prepare_chats(
     long_rows: str = "cut",
     workers: int | None = None,
     template_arguments: Mapping[str, Any] | None = None,
+    pairs: bool = False,
 ) -> tuple[EncodedRows, EncodedRows]:
     """Return the rows to train on and to validate on, formatted and tokenized once for each host.
 
@@ -145,6 +156,8 @@ def prepare_chats(
             none of these is trained; ``skip``: it is left out.
         workers: Processes that format; by default as many as there are cores.
         template_arguments: What the chat template is given with each chat.
+        pairs: Whether the data are preferences. Each becomes two rows, which follow each other, and
+            are left out together.
 
     Raises:
         DataError: The data cannot be read, its columns are unknown, a row has another form, no row
@@ -161,11 +174,17 @@ def prepare_chats(
         str(tokenizer.special_tokens_map),
     )
     given = json.dumps(template_arguments, sort_keys=True)
-    settings = ("rows", str(_FORMAT_VERSION), *own, given, str(max_length), long_rows)
-    folder = Path(cache_dir) / f"rows-{content_key((*settings, source_key(source)))[:32]}"
-    encode = partial(_encode_batch, rows=rows, max_length=max_length, mode=long_rows)
+    kind = "pairs" if pairs else "rows"
+    settings = (kind, str(_FORMAT_VERSION), *own, given, str(max_length), long_rows)
+    folder = Path(cache_dir) / f"{kind}-{content_key((*settings, source_key(source)))[:32]}"
+    iterate, split = iterate_rows, _alone
+    if pairs:
+        from wavemare.data.preferences import iterate_pairs, sides_of  # which imports this module
+
+        iterate, split = iterate_pairs, sides_of
+    encode = partial(_encode_batch, rows=rows, max_length=max_length, mode=long_rows, split=split)
     workers = workers or len(os.sched_getaffinity(0))
-    build_once(folder, lambda target: _build_rows(source, target, encode, workers))
+    build_once(folder, lambda target: _build_rows(source, target, iterate, encode, workers))
     return _open_rows(folder / "train"), _open_rows(folder / "validation")
 
 
@@ -174,9 +193,11 @@ def _open_rows(prefix: Path) -> EncodedRows:
     return EncodedRows(open_indexed(prefix), facts["counts"], facts["first"])
 
 
-def _build_rows(source: Source, target: Path, encode: Callable[..., Any], workers: int) -> None:
+def _build_rows(
+    source: Source, target: Path, iterate: _Iterate, encode: Callable[..., Any], workers: int
+) -> None:
     scratch = target / "scratch"
-    parts = zip(("train", "validation"), read_chats(source, scratch), strict=True)
+    parts = zip(("train", "validation"), read_chats(source, scratch, iterate), strict=True)
     for name, rows in parts:
         encoded = rows.map(
             encode,
@@ -216,12 +237,18 @@ def _write_rows(source: Source, prefix: Path, rows: Any, encoded: Any) -> None:
             reason = f"none of the {place} rows for the {prefix.name} part has a trained token"
             remedy = "Give rows with answers, or a larger --sequence_length"
             raise DataError("--data", source.name, reason, remedy)
-    facts = {"counts": counts, "first": json.loads(rows[first]["row"])}
+    each = len(encoded) // len(rows)  # a pair becomes two rows
+    facts = {"counts": counts, "first": json.loads(rows[first // each]["row"])}
     prefix.with_suffix(".json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def read_chats(source: Source, cache_dir: Path) -> tuple[Any, Any]:
+def read_chats(source: Source, cache_dir: Path, iterate: _Iterate | None = None) -> tuple[Any, Any]:
     """Return the rows to train on and to validate on, each with one of the known sets of columns.
+
+    Args:
+        source: The data.
+        cache_dir: Where the rows will lie.
+        iterate: Yields the rows of a split; `iterate_rows` if omitted.
 
     Returns:
         Two ``datasets.Dataset``, which lie in a folder, with the column ``row``: its JSON.
@@ -235,7 +262,7 @@ def read_chats(source: Source, cache_dir: Path) -> tuple[Any, Any]:
         with one_error(source):
             return Dataset.from_generator(
                 _row_texts,
-                gen_kwargs={"source": source, "part": part},
+                gen_kwargs={"source": source, "part": part, "iterate": iterate or iterate_rows},
                 features=Features({"row": Value("large_string")}),
                 cache_dir=str(cache_dir),
                 fingerprint=f"part-{part}",
@@ -254,8 +281,8 @@ def read_chats(source: Source, cache_dir: Path) -> tuple[Any, Any]:
     return rows.select(first), rows.select(second)
 
 
-def _row_texts(source: Source, part: int) -> Iterator[dict[str, str]]:
-    for row in iterate_rows(source, part):
+def _row_texts(source: Source, part: int, iterate: _Iterate) -> Iterator[dict[str, str]]:
+    for row in iterate(source, part):
         yield {"row": json.dumps(row, default=str)}
 
 
@@ -267,9 +294,7 @@ def iterate_rows(source: Source, part: int = 0) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: The data cannot be read, or its columns are unknown.
     """
-    if source.kind is Kind.MEGATRON:
-        reason = "Megatron data holds tokens, not rows"
-        raise DataError("--data", source.name, reason, "Give a .jsonl file")
+    check_kind(source)
     if source.kind is Kind.DEFAULT:
         found = (pair for text in read_stdlib()["text"] for pair in _DOCUMENTED.findall(text))
         for head, line in found:
@@ -278,7 +303,8 @@ def iterate_rows(source: Source, part: int = 0) -> Iterator[dict[str, Any]]:
     # A prompt may be a list of messages, but not where each value is written as text.
     texts = source.kind in (Kind.CSV, Kind.TSV)
     choices = ({"messages": texts}, {"prompt": texts, "completion": texts}, {"text": True})
-    for row in iterate_records(source, part, *choices, optional=CHAT_COLUMNS):
+    records = iterate_records(source, part, *choices, optional=CHAT_COLUMNS)
+    for row in optional_columns(records):
         for name in ("prompt", "completion"):
             value = row.get(name)
             if not isinstance(value, str | list | None):
@@ -286,14 +312,44 @@ def iterate_rows(source: Source, part: int = 0) -> Iterator[dict[str, Any]]:
                 reason = f"the column {name!r} has a value of the type {kind}"
                 remedy = "Write texts, or lists of messages"
                 raise DataError("--data", source.name, reason, remedy)
+        yield row
+
+
+def check_kind(source: Source) -> None:
+    """Refuse data that has no rows.
+
+    Raises:
+        DataError: It is Megatron data.
+    """
+    if source.kind is Kind.MEGATRON:
+        reason = "Megatron data holds tokens, not rows"
+        raise DataError("--data", source.name, reason, "Give a .jsonl file")
+
+
+def optional_columns(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield rows without those of the columns `CHAT_COLUMNS` that hold nothing."""
+    for row in records:
         yield {k: v for k, v in row.items() if v is not None or k not in CHAT_COLUMNS}
 
 
+def _alone(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row]
+
+
 def _encode_batch(
-    batch: Mapping[str, Sequence[str]], rows: RowFormat, max_length: int, mode: str
+    batch: Mapping[str, Sequence[str]],
+    rows: RowFormat,
+    max_length: int,
+    mode: str,
+    split: Callable[[dict[str, Any]], list[dict[str, Any]]],
 ) -> dict[str, list[Any]]:
-    formatted = [rows.encode(json.loads(text)) for text in batch["row"]]
-    fitted = [fit_row(each.row, max_length, mode) for each in formatted]
+    formatted, fitted = [], []
+    for text in batch["row"]:
+        parts = [rows.encode(each) for each in split(json.loads(text))]
+        fits = [fit_row(each.row, max_length, mode) for each in parts]
+        lost = next((fit for fit in fits if not fit[0].ids), None)
+        formatted += parts
+        fitted += fits if lost is None else [lost] * len(fits)  # they are left out together
     tokens = [
         [i if label != IGNORED else ~i for i, label in zip(*row, strict=True)] for row, _ in fitted
     ]
@@ -376,7 +432,7 @@ class ChatSamples(Dataset[dict[str, torch.Tensor]]):
         positions: bool,
         chosen: Sequence[int] | None = None,
     ) -> None:
-        known = rows.lengths if isinstance(rows, EncodedRows) else [len(row.ids) for row in rows]
+        known = lengths_of(rows)
         used = range(len(rows)) if chosen is None else chosen
         lengths = [int(known[i]) for i in used]
         if max(lengths, default=0) > max_length:

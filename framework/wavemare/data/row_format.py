@@ -125,7 +125,7 @@ class RowFormat:
     def _encode_texts(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         for name in ("prompt", "completion", "text"):
             if name in row and not isinstance(row[name], str):
-                raise _error(row, f"the {name} of this row is no text", "Give texts")
+                raise row_error(row, f"the {name} of this row is no text", "Give texts")
         end = self._tokenizer.eos_token_id
         if "text" in row:
             before, after = [], self._begin(row["text"])
@@ -170,7 +170,7 @@ class RowFormat:
                 turns = [first, *turns]
             elif turns[0] != first:
                 reason = "the row has a system column, and its messages begin with another one"
-                raise _error(row, reason, "Leave one of them out")
+                raise row_error(row, reason, "Leave one of them out")
         own = _template_arguments("--data", _parsed(row, "chat_template_kwargs"))
         tools = _parsed(row, "tools") or None
         return _Chat(turns, {**self._arguments, **own, "tools": tools})
@@ -338,7 +338,7 @@ def _runs(trained: Sequence[bool]) -> Iterator[tuple[int, int]]:
             yield run[0], run[-1] + 1
 
 
-def _error(row: Mapping[str, Any], reason: str, remedy: str) -> DataError:
+def row_error(row: Mapping[str, Any], reason: str, remedy: str) -> DataError:
     """Return the error of a row, which it names by its beginning."""
     text = json.dumps(row, ensure_ascii=False, default=str)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
@@ -394,7 +394,7 @@ def _parsed(row: Mapping[str, Any], column: str) -> Any:
         return json.loads(value)
     except ValueError as error:
         reason = f"the column {column} of this row is no JSON ({error})"
-        raise _error(row, reason, "Give a list or an object") from None
+        raise row_error(row, reason, "Give a list or an object") from None
 
 
 def _turns(row: Mapping[str, Any], column: str) -> Turns:
@@ -402,7 +402,7 @@ def _turns(row: Mapping[str, Any], column: str) -> Turns:
     if not isinstance(turns, list) or not all(map(_is_turn, turns)):
         reason = f"the column {column} of this row is no list of objects with a role"
         remedy = 'Give [{"role": "user", "content": "..."}, ...]'
-        raise _error(row, reason, remedy)
+        raise row_error(row, reason, remedy)
     return [{key: value for key, value in turn.items() if value is not None} for turn in turns]
 
 
@@ -450,4 +450,4 @@ def _template_errors(row: Mapping[str, Any]) -> Iterator[None]:
     except Exception as error:
         reason = f"the chat template does not take this row ({error})"
         remedy = "Give messages with role and content, or another --chat_template"
-        raise _error(row, reason, remedy) from error
+        raise row_error(row, reason, remedy) from error

@@ -55,6 +55,8 @@ class TrainArguments(MegatronArguments):
 
     megatron_checkpoints: ClassVar[bool] = False
     """Whether the recipe's model continues text, so that Megatron's checkpoints can hold it."""
+    rows_per_sample: ClassVar[int] = 1
+    """Rows of the sequence length in a sample."""
 
     deepspeed_config: str = option("", "JSON configuration (DeepSpeed's and ours)")
     set: list[str] = field(

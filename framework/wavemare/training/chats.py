@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wavemare.errors import ConfigError
+from wavemare.extras import require
+
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
@@ -106,22 +109,68 @@ def read_chats(source: Source, arguments: Any, tokenizer: Any) -> TrainingChats:
     Raises:
         DataError: See `wavemare.data.chat.prepare_chats`.
     """
-    from wavemare.data.chat import ChatSamples, prepare_chats
-    from wavemare.data.row_format import parse_arguments
+    from wavemare.data.chat import ChatSamples
 
     length, packs = arguments.sequence_length, not arguments.no_packing
-    cache, given = (
-        Path(arguments.cache).expanduser(),
-        parse_arguments(arguments.chat_template_kwargs),
-    )
-    rows, validation_rows = prepare_chats(
-        source, tokenizer, length, cache, long_rows=arguments.long_rows, template_arguments=given
-    )
-    fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    rows, validation_rows = prepare_rows(source, arguments, tokenizer)
+    fill, given = fill_token(tokenizer), template_arguments_of(arguments)
     train = ChatSamples(rows, length, fill, packs=packs, positions=packs)
     return TrainingChats(
         source, tokenizer, length, given, rows, validation_rows, train, fill, packs
     )
+
+
+def prepare_rows(
+    source: Source, arguments: Any, tokenizer: Any, *, pairs: bool = False
+) -> tuple[EncodedRows, EncodedRows]:
+    """Return the rows to train on and to validate on, by the options; see `prepare_chats`."""
+    from wavemare.data.chat import prepare_chats
+
+    return prepare_chats(
+        source,
+        tokenizer,
+        arguments.sequence_length,
+        Path(arguments.cache).expanduser(),
+        long_rows=arguments.long_rows,
+        template_arguments=template_arguments_of(arguments),
+        pairs=pairs,
+    )
+
+
+def template_arguments_of(arguments: Any) -> Mapping[str, Any] | None:
+    """Return what the options give to the chat template with each chat."""
+    from wavemare.data.row_format import parse_arguments
+
+    found: Mapping[str, Any] | None = parse_arguments(arguments.chat_template_kwargs)
+    return found
+
+
+def fill_token(tokenizer: Any) -> int:
+    """Return the token that fills samples up."""
+    fill = tokenizer.pad_token_id
+    return int(tokenizer.eos_token_id if fill is None else fill)
+
+
+def check_chat_options(args: Any) -> None:
+    """Refuse options that cannot work with rows of fine-tuning.
+
+    Raises:
+        ConfigError: ``--balance`` is given, ``--long_rows`` is another word, or LoRA is to be
+            written for Megatron.
+        LaunchError: peft is not installed.
+    """
+    if args.balance != "none":
+        reason = "rows of fine-tuning are shared equally"
+        raise ConfigError("--balance", args.balance, reason, "Leave it out")
+    if args.long_rows not in ("cut", "skip"):
+        reason = "there is no such way to treat them"
+        raise ConfigError("--long_rows", args.long_rows, reason, "Give cut or skip")
+    if args.save_megatron is not None and args.lora_r is not None:
+        reason = "Megatron's checkpoints have no adapters"
+        remedy = f"Leave it out, give --merge, and convert {args.output}/model"
+        raise ConfigError("--save-megatron", args.save_megatron, reason, remedy)
+    if args.lora_r is not None:
+        require("peft", "--lora_r")
 
 
 def use_token_mean(engine: Any, loader: ResumableLoader) -> TokenMean:

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     from wavemare.training.text import TrainingText
 
 
-def check_model_folder(folder: str, sequence_length: int, *, causal: bool = False) -> None:
+def check_model_folder(
+    folder: str, sequence_length: int, *, causal: bool = False, key: str = "--model"
+) -> None:
     """Check that a folder holds a configuration and weights of a model that is long enough.
 
     Args:
         folder: The folder.
         sequence_length: Tokens per sample.
         causal: Whether the model has to continue text, from left to right.
+        key: The option that names the folder, for messages.
 
     Raises:
         ModelError: A file is missing, or the model reads in both directions.
@@ -42,19 +45,19 @@ def check_model_folder(folder: str, sequence_length: int, *, causal: bool = Fals
             "Name a folder that save_pretrained wrote, for example the 'model' folder of a run of "
             "the pretraining recipe"
         )
-        raise ModelError("--model", folder, reason, remedy)
+        raise ModelError(key, folder, reason, remedy)
     weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]
     if not (path / "config.json").is_file() or not weights:
         missing = "weights" if (path / "config.json").is_file() else "config.json"
-        raise ModelError("--model", folder, f"it has no {missing}", "Name a complete folder")
-    values = read_model_config(str(path / "config.json"), sequence_length, key="--model")
+        raise ModelError(key, folder, f"it has no {missing}", "Name a complete folder")
+    values = read_model_config(str(path / "config.json"), sequence_length, key=key)
 
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as READERS
 
     if causal and values["model_type"] in READERS and not values.get("is_decoder"):
         reason = f"a {values['model_type']} model fills gaps in text, and does not continue it"
         remedy = "Name the folder of a GPT, or use wavemare train bert/finetune"
-        raise ModelError("--model", folder, reason, remedy)
+        raise ModelError(key, folder, reason, remedy)
 
 
 def read_model_config(

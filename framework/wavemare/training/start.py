@@ -60,7 +60,8 @@ def _groups(
 ) -> dict[str, Mapping[str, object]]:
     """Return rows (name and value) by their group."""
     config, batch, section = model.config, setup.batch, setup.section
-    length, samples = setup.arguments.sequence_length, str(batch["train_batch_size"])
+    length = setup.arguments.rows_per_sample * setup.arguments.sequence_length
+    samples = str(batch["train_batch_size"])
     if section.parallel.given:  # the engine makes its layout, which is shown then
         layout = {"processes": str(setup.world_size), "layout": "wavemare.parallel's, see below"}
     else:

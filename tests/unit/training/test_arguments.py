@@ -19,6 +19,7 @@ from wavemare.recipes.bert.finetune import FinetuneArguments as Classification
 from wavemare.recipes.bert.pretrain import PretrainArguments as BertArguments
 from wavemare.recipes.gpt.finetune import FinetuneArguments
 from wavemare.recipes.gpt.pretrain import PretrainArguments
+from wavemare.recipes.llama.dpo import DpoArguments
 from wavemare.recipes.llama.pretrain import PretrainArguments as LlamaArguments
 from wavemare.recipes.llama.sft import SftArguments
 from wavemare.training.arguments import parse_arguments
@@ -31,6 +32,7 @@ from wavemare.training.models import (
     model_config_of,
     read_model_config,
 )
+from wavemare.training.preferences import load_pair_model
 from wavemare.training.text import find_data
 
 CONFIG = str(files("wavemare.recipes") / "gpt" / "finetune.json")
@@ -51,6 +53,7 @@ RECIPES = {
     "gpt/finetune": FinetuneArguments,
     "llama/pretrain": LlamaArguments,
     "llama/sft": SftArguments,
+    "llama/dpo": DpoArguments,
     "bert/pretrain": BertArguments,
     "bert/finetune": Classification,
 }
@@ -281,6 +284,7 @@ NO_CORPUS = SimpleNamespace(label_names=("a", "b"))
 LOADERS = {
     "bert/finetune": (Classification, lambda args: make_or_load_classifier(args, NO_CORPUS, 1)),
     "llama/sft": (SftArguments, load_chat_model),
+    "llama/dpo": (DpoArguments, load_pair_model),
 }
 
 

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the ``--data`` option to pairs for preference tuning, and to what the reference says."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from wavemare.engine.launch.group import gather
+from wavemare.errors import ConfigError
+from wavemare.training.chats import fill_token, prepare_rows, template_arguments_of
+from wavemare.training.models import (
+    check_model_folder,
+    load_chat_model,
+    open_start,
+    reraise_model_errors,
+    tokenizer_folder_of,
+)
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from wavemare.data.chat import EncodedRows
+    from wavemare.data.preferences import PairSamples
+    from wavemare.data.sources import Source
+    from wavemare.hf.preferences import PreferenceLoss
+    from wavemare.training.setup import Setup
+
+_SIZES = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
+)
+_FILE = "reference.npz"
+"""Of the run folder: what the reference says of all pairs, for a run that resumes."""
+
+
+@dataclass(frozen=True)
+class TrainingPairs:
+    """Pairs to train on and to validate on, with their tokenizer.
+
+    Attributes:
+        source: Origin of the pairs.
+        tokenizer: Has formatted them.
+        arguments: The options of the recipe.
+        rows: To train on, two for each pair.
+        validation_rows: To validate on, likewise.
+        train: Samples of the rows.
+        validation: Samples of the validation rows.
+    """
+
+    source: Source
+    tokenizer: Any
+    arguments: Any
+    rows: EncodedRows
+    validation_rows: EncodedRows
+    train: PairSamples
+    validation: PairSamples
+
+    def describe(self) -> dict[str, object]:
+        """Return the panel's rows about the data."""
+        counts = f"{len(self.train)} to train, {len(self.validation)} for validation"
+        return {"name": self.source.name, "pairs": counts}
+
+    def preview(self) -> str:
+        """Return the texts of the first pair with trained tokens in »«, and what was cut."""
+        from wavemare.data.chat import describe_fates, mark_trained
+
+        parts = (self.rows, self.validation_rows)
+        fates = describe_fates(parts, self.arguments.sequence_length)
+        texts = (mark_trained(self.rows[side], self.tokenizer) for side in range(2))
+        shown = "\n\n".join(
+            f"The first pair, {name}, with the answer in »«:\n{text}"
+            for name, text in zip(("chosen", "rejected"), texts, strict=True)
+        )
+        return f"{fates or ''}\n\n{shown}\n".lstrip("\n")
+
+    def evaluation_loader(self, engine: Any, limit: int | None = None) -> DataLoader[Any]:
+        """Return this rank's micro-batches of validation pairs, equally many on every rank.
+
+        Args:
+            engine: Of `wavemare.initialize`.
+            limit: Pairs over all ranks at most, spread over the whole set; None for all.
+
+        Raises:
+            DataError: The pairs are fewer than the data-parallel ranks.
+        """
+        from wavemare.training.evaluation import evaluation_loader
+
+        return evaluation_loader(engine, self.validation, limit)
+
+    def question(self) -> str:
+        """Return what the assistant is asked by the first validation pair."""
+        from wavemare.data.chat import last_question
+        from wavemare.data.preferences import sides_of
+
+        chosen, _ = sides_of(self.validation_rows.first)
+        return last_question(chosen, self.tokenizer, template_arguments_of(self.arguments))
+
+    def refer_to(self, loss: PreferenceLoss, setup: Setup) -> None:
+        """Ask a model for the reference's log-probabilities of all pairs; all ranks call this.
+
+        The run folder keeps them.
+
+        Args:
+            loss: Of an engine whose model is the reference.
+            setup: Of the run.
+        """
+        import numpy as np
+
+        known = {}
+        for name, samples in self._parts().items():
+            samples.reference = loss.log_probs_of(samples)
+            known |= {name: samples.reference, f"{name}_lengths": samples.lengths}
+        if setup.rank == 0:
+            np.savez(setup.folder / _FILE, **known)
+
+    def refer_to_other(self, setup: Setup) -> bool:
+        """Ask the model of ``--reference``, in an engine of its own; return that it has answered.
+
+        All ranks call this.
+        """
+        import wavemare
+
+        _, model = load_pair_model(self.arguments, self.arguments.reference)
+        engine, *_ = wavemare.initialize(model=model, config=copy.deepcopy(setup.config))
+        self.refer_to(use_preferences(engine, self.arguments.beta), setup)
+        engine.destroy()
+        del engine, model
+        gc.collect()  # the engine and its loss refer to each other
+        return True
+
+    def recall_reference(self, setup: Setup) -> bool:
+        """Take what `refer_to` has found before the run was interrupted; all ranks call this.
+
+        Returns:
+            Whether there was such, of these pairs.
+        """
+        import numpy as np
+
+        file, known = setup.folder / _FILE, {}
+        if setup.resume and setup.rank == 0 and file.is_file():
+            with np.load(file) as opened:
+                known = dict(opened)
+        known = gather(known)[0]  # hosts may have a folder each
+        for name, samples in self._parts().items():
+            if not np.array_equal(known.get(f"{name}_lengths"), samples.lengths):
+                return False
+            samples.reference = known[name]
+        return True
+
+    def _parts(self) -> dict[str, PairSamples]:
+        return {"train": self.train, "validation": self.validation}
+
+
+def read_pairs(source: Source, arguments: Any, tokenizer: Any) -> TrainingPairs:
+    """Format and tokenize pairs, or open those of the same data from the cache.
+
+    Args:
+        source: Of `wavemare.training.text.find_data`.
+        arguments: The options of the recipe.
+        tokenizer: With a chat template where the rows are chats.
+
+    Raises:
+        DataError: See `wavemare.data.chat.prepare_chats`; or a row lacks an answer.
+    """
+    from wavemare.data.preferences import PairSamples
+
+    length, fill = arguments.sequence_length, fill_token(tokenizer)
+    rows, validation_rows = prepare_rows(source, arguments, tokenizer, pairs=True)
+    train, validation = (PairSamples(part, length, fill) for part in (rows, validation_rows))
+    return TrainingPairs(source, tokenizer, arguments, rows, validation_rows, train, validation)
+
+
+def use_preferences(engine: Any, beta: float) -> PreferenceLoss:
+    """Make the loss of an engine's steps and evaluations DPO's; see `PreferenceLoss`."""
+    from wavemare.hf.preferences import PreferenceLoss
+
+    return PreferenceLoss(engine, beta=beta)
+
+
+def check_preferences(args: Any) -> None:
+    """Check ``--beta``, and the folder of ``--reference`` before torch is imported.
+
+    Raises:
+        ConfigError: Beta is no positive number, or the reference has another size than the model.
+        ModelError: See `wavemare.training.models.check_model_folder`.
+    """
+    if not 0 < args.beta < float("inf"):
+        reason = "without a positive number the loss does not depend on the answers"
+        raise ConfigError("--beta", args.beta, reason, "Give a number above 0, such as 0.1")
+    if args.reference is None:
+        return
+    from transformers import AutoConfig
+
+    check_model_folder(args.reference, args.sequence_length, causal=True, key="--reference")
+    with reraise_model_errors("--reference", args.reference):
+        other = AutoConfig.from_pretrained(args.reference)
+    is_megatron = args.pretrained_checkpoint is not None
+    own = open_start(args).config if is_megatron else AutoConfig.from_pretrained(args.model)
+    for name in _SIZES:
+        size, wanted = getattr(other, name, None), getattr(own, name, None)
+        if size != wanted:
+            reason = f"its {name} is {size}, and that of --model {wanted}"
+            remedy = "Name the folder that --model was trained from, or leave it out"
+            raise ConfigError("--reference", args.reference, reason, remedy)
+
+
+def load_pair_model(args: Any, folder: str | None = None) -> tuple[Any, Any]:
+    """Return the tokenizer and the model to start from, or the model of another folder.
+
+    Adapters begin as zero, so that the model says what its base says. Dropout layers are off, as in
+    TRL: a reward would be noise otherwise.
+
+    Args:
+        args: The options of the recipe.
+        folder: In place of ``--model``.
+    """
+    from torch import nn
+
+    if folder is not None:
+        tokenizer = tokenizer_folder_of(args) or args.model
+        others = {"pretrained_checkpoint": None, "save_megatron": None}
+        args = replace(args, model=folder, tokenizer=tokenizer, **others)
+    tokenizer, model = load_chat_model(args)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return tokenizer, model
