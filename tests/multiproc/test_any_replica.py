@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica with local steps may be a pipeline, split, or have divided experts: as the slow twin."""
+"""A replica with local steps may be a pipeline, split, or divide experts: beside a slow twin."""
 
 import json
 from functools import partial

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from common import (
     ACCUMULATION,
-    HIDDEN,
     QUIET,
     build_gpt2,
     build_moe,
