@@ -142,7 +142,7 @@ class OptimizerAdapter:
         masters = self.masters()
         for group, places in self._owners():
             ranks, sizes = dist.get_world_size(group), [masters[place][0] for place in places]
-            if ranks == 1:
+            if ranks == 1 or not places:
                 continue
             size = -(-sum(sizes) // ranks)
             own = torch.cat([masters[place][1] for place in places])

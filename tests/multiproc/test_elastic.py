@@ -213,7 +213,7 @@ def test_replicas_of_parts_are_the_fixed_run_bit_for_bit(start, tmp_path, sectio
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
-    "given", [{"shapes": dict.fromkeys("01", {"n_layer": 6}), "section": ZBV}, {"own": True}]
+    "given", [{"shapes": {n: {"n_layer": 6} for n in "01"}, "section": ZBV}, {"own": True}]
 )
 def test_a_killed_pipeline_costs_an_exchange_and_comes_back(start, given):
     """Of layers of one's own, too: in a job of one replica its cut is that of all ranks."""

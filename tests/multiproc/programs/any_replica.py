@@ -42,8 +42,9 @@ MODELS = {
 
 
 def begin(local, section, model, **changes):
-    sections = {**section, **changes.pop("wavemare", {})}
-    return start(local, model=MODELS[model](), wavemare=sections, **changes)
+    whole = MODELS[model]()
+    freeze(whole, changes.pop("frozen", ()))
+    return start(local, model=whole, wavemare=section, **changes)
 
 
 def batches(rank):
@@ -85,9 +86,13 @@ def fragments(engine, count, model):
     held = [None] * distributed.get_world_size()
     distributed.all_gather_object(held, names)
     parts = [set() for _ in range(count)]
+    size = len(held) // engine.num_replicas
+    ends = engine.settings.pipeline.stages > 1 and set(held[0]) & set(held[size - 1])
     for own in held:
         whole = [(name, dict(named)[name].numel()) for name in own]
-        for place, (name, _) in enumerate(sorted(whole, key=lambda pair: -pair[1])):
+        # What two stages tie comes first.
+        by_size = sorted(whole, key=lambda pair: (pair[0] not in (ends or ()), -pair[1]))
+        for place, (name, _) in enumerate(by_size):
             parts[place % count].add(name)
     assert not set.intersection(*parts) or count == 1
     index = {n: np.arange(starts[n], starts[n] + p.numel()) for n, p in named}
@@ -130,9 +135,7 @@ def twin(local, section, model="gpt2", *, zero=0, steps=9, optimizer=SGD):
 
 def train(local, section, model="gpt2", *, steps=6, zero=0, frozen=(), **changes):
     """Train; return the whole model's weights in the end, of all ranks alike."""
-    engine = begin(local, section, model, zero=zero, **changes)
-    if frozen:
-        freeze(engine.module, frozen)
+    engine = begin(local, section, model, zero=zero, frozen=frozen, **changes)
     data = batches(engine.data_rank)
     losses = [float(engine.train_batch(data)) for _ in range(steps)]
     metrics = engine.step_metrics()
