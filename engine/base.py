@@ -121,7 +121,9 @@ class EngineMixin(CheckpointMixin):
             self.sparse = attach_sparse_gradients(self, settings.sparse_collective, timeout_s)
         replicas = None
         if self._replicas is not None and self.basic_optimizer is not None:
-            replicas = self._attach_replicas(timeout_s)
+            limit_s = settings.watchdog.timeout_s if self.is_elastic else timeout_s
+            kind = ElasticSteps if self.is_elastic else LocalSteps
+            replicas = kind(self, settings.local_steps, limit_s)
         self.same_batches = attach_same_batches(self)
         # The guard is the last: it looks at the gradients that the step takes.
         features = (self.same_batches, balance, self.sparse, replicas, self.guard)
@@ -159,12 +161,6 @@ class EngineMixin(CheckpointMixin):
             return mean
         dist.all_reduce(mean, group=self._replicas.group)
         return mean / self.num_replicas
-
-    def _attach_replicas(self, timeout_s: float) -> LocalSteps:
-        local = self.settings.local_steps
-        if not local.elastic.replicas:
-            return LocalSteps(self, local, timeout_s)
-        return ElasticSteps(self, local, self.settings.watchdog.timeout_s)
 
     def join_replicas(self) -> int:
         """Meet the replicas of other jobs (``wavemare.local_steps.elastic``), and catch up.
