@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
@@ -347,6 +348,9 @@ def _replicas(ours: WavemareConfig, model: Any, mpu: Any) -> int:
         reason = "the ranks of a replica are those that the configuration names"
         remedy = "Leave out mpu, mesh_param and DeepSpeed's layers of experts"
         raise ConfigError(f"{key}.mode", settings.mode, reason, remedy)
+    if isinstance(model, DualPipeVModule):
+        reason = "DeepSpeed's DualPipeV was not tried with replicas"
+        raise ConfigError(f"{key}.mode", settings.mode, reason, "Use the schedule zbv")
     if isinstance(model, deepspeed.PipelineModule) and not settings.elastic.replicas:
         reason = "a PipelineModule is cut for all ranks before it is known which are a replica"
         remedy = f"Give a transformers model, or make each replica a job of its own ({key}.elastic)"
