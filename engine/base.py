@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
+import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import ROUTE_TRAIN
@@ -120,7 +121,9 @@ class EngineMixin(CheckpointMixin):
             self.sparse = attach_sparse_gradients(self, settings.sparse_collective, timeout_s)
         replicas = None
         if self._replicas is not None and self.basic_optimizer is not None:
-            replicas = self._attach_replicas(timeout_s)
+            limit_s = settings.watchdog.timeout_s if self.is_elastic else timeout_s
+            kind = ElasticSteps if self.is_elastic else LocalSteps
+            replicas = kind(self, settings.local_steps, limit_s)
         self.same_batches = attach_same_batches(self)
         # The guard is the last: it looks at the gradients that the step takes.
         features = (self.same_batches, balance, self.sparse, replicas, self.guard)
@@ -134,15 +137,30 @@ class EngineMixin(CheckpointMixin):
             own.data = own.data.view(1)
         try:
             super()._broadcast_model()
+            if self.num_replicas > 1 and not self.is_elastic:  # of which it reaches one
+                for own in self.module.parameters():
+                    own.data = own.data.contiguous()  # masters are flat views of it
+                    whole = own.data.view(-1).view(torch.uint8)
+                    dist.broadcast(whole, self._replicas.first, group=self._replicas.group)
         finally:
             for own in scalars:
                 own.data = own.data.view(())
 
-    def _attach_replicas(self, timeout_s: float) -> LocalSteps:
-        local = self.settings.local_steps
-        if not local.elastic.replicas:
-            return LocalSteps(self, local, timeout_s)
-        return ElasticSteps(self, local, self.settings.watchdog.timeout_s)
+    def leave_out(self, data_iter: Any, samples: int) -> None:
+        """Go on in the data after what other replicas have read meanwhile; None is no data."""
+        if samples and hasattr(data_iter, "consumed_samples"):
+            data_iter.consumed_samples += samples
+        elif samples and data_iter is not None:
+            steps = samples // self.train_batch_size()
+            for _ in range(steps * self.gradient_accumulation_steps()):
+                next(data_iter)
+
+    def over_replicas(self, mean: Tensor) -> Tensor:
+        """Return the mean over the replicas of an evaluation, for which a rank may wait."""
+        if self.num_replicas == 1 or self.is_elastic:
+            return mean
+        dist.all_reduce(mean, group=self._replicas.group)
+        return mean / self.num_replicas
 
     def join_replicas(self) -> int:
         """Meet the replicas of other jobs (``wavemare.local_steps.elastic``), and catch up.
@@ -546,17 +564,34 @@ class EngineMixin(CheckpointMixin):
         """How many processes train the same model on other data."""
         return self.ranks.data_world_size
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of an optimizer step of all replicas; all ranks must call it.
+
+        Raises:
+            ConfigError: It is no multiple of the replicas.
+        """
+        own, rest = divmod(train_batch_size, self.num_replicas)
+        if rest:
+            reason = f"it is not a multiple of the {self.num_replicas} replicas"
+            raise ConfigError("train_batch_size", train_batch_size, reason, "Give a multiple")
+        super().set_train_batch_size(own)
+
     def train_batch_size(self) -> int:
         """Samples of an optimizer step of all replicas."""
         return self.num_replicas * int(super().train_batch_size())
 
     @property
+    def stage_lead(self) -> int:
+        """How many optimizer steps more than the first stage another one may have done."""
+        return 0
+
+    @property
     def step_lead(self) -> int:
         """How many optimizer steps more than rank 0 another rank may have done."""
-        local = self.settings.local_steps
-        if self.num_replicas == 1:
-            return 0
-        return local.every // local.fragments + local.overlap - 1  # then it waits for a message
+        local, lead = self.settings.local_steps, self.stage_lead
+        if self.num_replicas == 1 or self.is_elastic:  # whose ranks step together
+            return lead
+        return lead + local.every // local.fragments + local.overlap - 1  # then it waits
 
     def step_metrics(self) -> dict[str, float]:
         """Return what the features have measured of the last step on this rank, by name."""

@@ -40,31 +40,6 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         super().__init__(*args, **kwargs)
         self._wavelet = attach_wavelet(self, self.settings.wavelet, self._loss_in_waves)
 
-    def _broadcast_model(self) -> None:
-        """Give all ranks the weights of the first, where DeepSpeed's method reaches one replica."""
-        if self._replicas is None:
-            super()._broadcast_model()
-            return
-        for parameter in self.module.parameters():
-            parameter.data = parameter.data.contiguous()  # masters are flat views of it
-            dist.broadcast(parameter.data.view(-1).view(torch.uint8), 0)
-
-    def _get_ckpt_name(self, path: str, tag: str, *args: Any, **kwargs: Any) -> str:
-        """Return a file of weights as DeepSpeed's method of that name, of this replica."""
-        return str(super()._get_ckpt_name(path, self._of_replica(tag), *args, **kwargs))
-
-    def _get_rank_zero_ckpt_name(
-        self, checkpoints_path: str, tag: str, *args: Any, **kwargs: Any
-    ) -> str:
-        """Return a file of the optimizer as DeepSpeed's method of that name, of this replica."""
-        name = super()._get_rank_zero_ckpt_name
-        return str(name(checkpoints_path, self._of_replica(tag), *args, **kwargs))
-
-    def _of_replica(self, tag: str) -> str:
-        """Return the folder of this replica's files; those of the first lie where all look."""
-        own = self.replica and self.reads_own_replica and not self.is_elastic
-        return f"{tag}/replicas/{self.replica}" if own else str(tag)
-
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train one optimizer step.
 
@@ -79,19 +54,10 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             steps that of this replica: the others' is ``replica_loss`` among `step_metrics`.
         """
         data_iter = data_iter if data_iter is not None else self._training_batches()
-        self._leave_out(data_iter, self.join_replicas())
+        self.leave_out(data_iter, self.join_replicas())
         self.train()
         with self.training_step():
             return self._train_step(PROGRESS.reading(data_iter))
-
-    def _leave_out(self, data_iter: Iterator[Any], samples: int) -> None:
-        """Go on in the data after what other replicas have read meanwhile."""
-        if samples and hasattr(data_iter, "consumed_samples"):
-            data_iter.consumed_samples += samples
-            return
-        steps = samples // self.train_batch_size()
-        for _ in range(steps * self.gradient_accumulation_steps()):
-            next(data_iter)
 
     def _train_step(self, data_iter: Iterator[Any]) -> torch.Tensor:
         count = self.gradient_accumulation_steps()
@@ -233,11 +199,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
                     output = self._evaluated(next(data_iter))
                     checkpointing.reset()  # no backward pass will free the buffers
                     losses.append(_loss_of(output))
-                mean = self._mean_loss(losses)
-                if self.num_replicas > 1 and not self.is_elastic:
-                    # A step must not wait for the others; this may.
-                    dist.all_reduce(mean, group=self._replicas.group)
-                    mean = mean / self.num_replicas
+                mean = self.over_replicas(self._mean_loss(losses))
         finally:  # data may end too early
             self.train(training)
         return (mean, _logits_of(output)) if return_logits else mean
@@ -248,16 +210,12 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         Raises:
             ConfigError: It is no multiple of the replicas, or a step has begun.
         """
-        own, rest = divmod(train_batch_size, self.num_replicas)
-        if rest:
-            reason = f"it is not a multiple of the {self.num_replicas} replicas"
-            raise ConfigError("train_batch_size", train_batch_size, reason, "Give a multiple")
         before = self.gradient_accumulation_steps()
         counts = self.managed_gradient_accumulation() and not self._is_told_boundaries
         if counts and (done := self.micro_steps % before):
             reason = f"{done} of {before} micro-batches of a step have been trained"
             raise ConfigError("train_batch_size", train_batch_size, reason, "Call it after a step")
-        super().set_train_batch_size(own)
+        super().set_train_batch_size(train_batch_size)
         # DeepSpeed ends a step where this is a multiple of the new number.
         self.micro_steps += -self.micro_steps % self.gradient_accumulation_steps()
 

@@ -28,6 +28,11 @@ def expert_group(parameters: Iterable[Any]) -> Any:
     return next((p.expert_group for p in parameters if is_divided(p)), None)
 
 
+def same_experts(parameter: Any) -> Any:
+    """Return the group of ranks that hold the same experts as this one's, of a divided weight."""
+    return groups._get_expert_data_parallel_group(parameter.group_name)
+
+
 def counts_once(parameter: Any, rank: int, tensor_ranks: int) -> bool:
     """Whether a weight counts on a rank where squares are added up over ranks that share a model.
 

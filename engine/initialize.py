@@ -249,12 +249,13 @@ def _with_sizes(
 ) -> tuple[dict[str, Any], WavemareConfig]:
     """Return the configuration with batch sizes, and with the optimizer of the policy."""
     world_size = dist.get_world_size()
-    replicas = getattr(getattr(mpu, "replicas", None), "size", 1)
+    grid = model.mpu() if isinstance(model, deepspeed.PipelineModule) else mpu
+    replicas = getattr(getattr(grid, "replicas", None), "size", 1)
     shares_samples = config.get("sequence_parallel_size", 1) > 1 or config.get("tensor_parallel")
     if mpu is not None:
         data_ranks = _data_ranks_of(mpu, world_size) * replicas
     elif mesh_param is None and not shares_samples:
-        data_ranks = world_size // _stages(model, ours)
+        data_ranks = world_size * _jobs(ours) // _stages(model, ours)
     elif not ours.balance.is_active:
         # DeepSpeed counts the data ranks of its own tensor and sequence parallelism.
         return config, ours
@@ -303,7 +304,7 @@ def homes_of_stages(
         ConfigError: Batch sizes do not multiply, or there are two plans.
         PlanError: The plan is wrong.
     """
-    data_ranks = max(dist.get_world_size() // ours.model_ranks, 1)
+    data_ranks = max(dist.get_world_size() // ours.model_ranks, 1) * _jobs(ours)
     sizes = check_batch_sizes(config, data_world_size=data_ranks)
     micro_batches = sizes["gradient_accumulation_steps"]
     return agreed_plan(
@@ -353,6 +354,11 @@ def _check_no_grid(model: Any) -> None:
             "DeepSpeed still holds the process grid of another engine of this process",
             "Call that engine's destroy() before this one is made",
         )
+
+
+def _jobs(ours: WavemareConfig) -> int:
+    """Return how many jobs train the model, each a replica that comes and goes."""
+    return max(ours.local_steps.elastic.replicas, 1)
 
 
 def _data_ranks_of(mpu: Any, world_size: int) -> int:

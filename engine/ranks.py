@@ -30,7 +30,7 @@ class Ranks:
         model_group: The processes of ``model``; None before an engine has made the groups, or if
             this process holds a model alone.
         replica_group: The processes of ``replicas``; None before an engine has made the groups.
-            With ``wavemare.local_steps`` it holds those that step together.
+            With ``wavemare.local_steps`` it holds those of them that step together.
         job: The place of this job among those that train the same model on other data.
         jobs: Their number; more than 1 with ``wavemare.local_steps.elastic``.
     """
@@ -44,24 +44,31 @@ class Ranks:
     jobs: int = 1
 
     @classmethod
-    def planned(cls, ours: WavemareConfig, *, rank: int, world_size: int) -> Ranks:
+    def planned(cls, ours: WavemareConfig, *, rank: int, world_size: int, count: int = 1) -> Ranks:
         """Return the place of a process before there is an engine.
 
-        Neighbours share tensors, then come replicas, and stages are the farthest apart.
+        Neighbours share tensors, then come replicas, and stages are the farthest apart; with
+        ``wavemare.local_steps`` so within those that step alone.
 
         Args:
             ours: The section ``wavemare``.
             rank: Of the process.
-            world_size: Number of processes; a multiple of ``ours.model_ranks``.
+            world_size: Number of processes; ``count`` times a multiple of ``ours.model_ranks``.
+            count: Of the replicas that step alone.
         """
         tensor, stages = ours.tensor_parallel.size, ours.pipeline.stages
-        stride = world_size // stages  # from a stage to the next one
-        stage, place = divmod(rank, stride)
+        size = world_size // count
+        start, stride = rank // size * size, size // stages  # from a stage to the next one
+        stage, place = divmod(rank - start, stride)
         replica, part = divmod(place, tensor)
-        first = replica * tensor
+        first = start + replica * tensor
         return cls(
             model=[s * stride + first + t for s in range(stages) for t in range(tensor)],
-            replicas=list(range(stage * stride + part, (stage + 1) * stride, tensor)),
+            replicas=[
+                other + r
+                for other in range(0, world_size, size)
+                for r in range(stage * stride + part, (stage + 1) * stride, tensor)
+            ],
             rank=rank,
         )
 
@@ -73,12 +80,16 @@ class Ranks:
         model_group = None if find is None else find()
         model = [rank] if model_group is None else _members(model_group)
         replica_group = engine.data_parallel_group
-        replicas = _members(replica_group)
-        if getattr(grid, "replicas", None) is not None:  # the grid is that of one of them
-            replicas = list(range(distributed.get_world_size()))
+        replicas, jobs = _members(replica_group), {}
+        if engine.is_elastic:
+            jobs = {"job": engine.replica, "jobs": engine.num_replicas}
+        elif engine.num_replicas > 1:  # the grid is that of one of them
+            size = distributed.get_world_size() // engine.num_replicas
+            first = engine.replica * size
+            starts = range(0, engine.num_replicas * size, size)
+            replicas = [other - first + start for start in starts for other in replicas]
         if len(model) == 1:
             model_group = None
-        jobs = {"job": engine.replica, "jobs": engine.num_replicas} if engine.is_elastic else {}
         return cls(model, replicas, rank, model_group, replica_group, **jobs)
 
     @property

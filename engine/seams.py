@@ -63,7 +63,8 @@ FUNCTIONS = {
     "runtime.fp16.fused_optimizer.FP16_Optimizer": "refresh_fp32_params=909279",
     "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "refresh_fp32_params=d36b9d",
     "runtime.pipe.engine.PipelineEngine": """
-        _aggregate_total_loss=562a55 _bf16_reduce_grads=9b1ca8 _build_data_iter=238ef4
+        _aggregate_total_loss=562a55 _bcast_pipe_scalar=13b548 _bf16_reduce_grads=9b1ca8
+        _build_data_iter=238ef4 module_state_dict=32d14a
         _exec_backward_pass=ae2eef _exec_forward_pass=cf4dfb _exec_load_micro_batch=2243e2
         _exec_optimizer_step=6eb521 _exec_recv_activations=04213b _exec_recv_grads=b0c95d
         _exec_reduce_grads=3620e2 _exec_reduce_tied_grads=00d7e6 _exec_schedule=f16256
@@ -78,6 +79,9 @@ FUNCTIONS = {
         _precompute_checkpointable_values=b8207b _set_bounds=fb08a3
         _synchronize_tied_weights=324986 ckpt_layer_path=3977f9 ckpt_layer_path_list=63ceac
         compile=b61b74 load_state_dir=8ff8a5 save_state_dict=44e467 stage_owner=28dcf9""",
+    "runtime.pipe.topology.PipelineParallelGrid": """
+        __init__=ed9044 stage_to_global=ddc28c""",
+    "runtime.pipe.topology.ProcessTopology": "get_rank_repr=b67fe4",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
         _get_compact_grad_partition_slice=386a91 average_tensor=6fd000 get_flat_partition=77f7f3
         independent_gradient_partition_epilogue=26ceef reduce_ipg_grads=a41525
@@ -110,7 +114,8 @@ ATTRIBUTES = {
         _running_engine_backward_count _running_engine_step has_moe_layers save_non_zero_checkpoint
         _is_gradient_accumulation_boundary _manual_backward_expected _unmanaged_backward_count
         engine_timers""",
-    "runtime.pipe.engine.PipelineEngine": "_compute_loss eval_return_logits fwd_outputs",
+    "runtime.pipe.engine.PipelineEngine": """_compute_loss _curr_ckpt_path eval_return_logits
+        fwd_outputs""",
     "runtime.pipe.module.PipelineModule": "_layer_specs _local_start _local_stop tied_comms",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """all_grad_tensors averaged_gradients
         bit16_groups clip_grad compute_grad_norm cpu_offload grad_start_offset ipg_buckets

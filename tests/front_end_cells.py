@@ -20,9 +20,17 @@ LAYOUTS = {
         "tensor_parallel": {"size": 2},
         "expert_parallel": {"size": 2},
     },
+    "local steps of zbv": {
+        "pipeline": {"stages": 2, "schedule": "zbv"},
+        "local_steps": {"mode": "average", "every": 1, "replica": 2},
+    },
+    "local steps of split layers": {
+        "tensor_parallel": {"size": 2},
+        "local_steps": {"mode": "average", "every": 1, "replica": 2},
+    },
 }
-"""Their sections of ``wavemare``. DeepSpeed keeps the groups of the last two for later engines."""
-STAGES = ("1f1b", "zbv", "pipemare")
+"""Their sections of ``wavemare``. DeepSpeed keeps some groups of an engine for later ones."""
+STAGES = ("1f1b", "zbv", "pipemare", "local steps of zbv")
 MIXTURES = ("experts", "tensor parallelism and experts")
 """Layouts of a mixture of experts."""
 ROWS, FEATURES = FRONT_ENDS, tuple(LAYOUTS)
@@ -36,6 +44,11 @@ DATA = ("equal", "lengths", "ignored", "smoothing", "short", "packed", "sizes", 
 """Rows of one length, of several, with micro-batches without labels, with smoothed labels, a last
 step of fewer batches, rows that hold several texts, evaluation of other sizes, and a Trainer's own
 ``compute_loss``, which reads the logits."""
+
+
+def is_local(layout: str) -> bool:
+    """Whether its replicas have the mean of their weights after each step."""
+    return layout.startswith("local steps")
 
 
 def _exists(front: str, layout: str, model: str, data: str) -> bool:
@@ -52,7 +65,7 @@ def _exists(front: str, layout: str, model: str, data: str) -> bool:
     return front != "loop" or not (
         data == "short"
         or (data == "smoothing" and whole_steps)
-        or (data == "ignored" and layout == "local steps")
+        or (data == "ignored" and is_local(layout))
     )
 
 
@@ -70,19 +83,27 @@ def twin_of(cell: str) -> str:
     """The cell that transformers and PyTorch train in one process, with the same result."""
     front, layout, model, data = cell.split("/")
     front = "loop" if front in ("loop", "accelerate") else "trainer"
-    if layout != "local steps":
+    if is_local(layout):
+        layout = "local steps"
+    else:
         layout = "experts" if layout in MIXTURES else "ZeRO 0"
     return f"{front}/{layout}/{model}/{data}"
 
 
+def ranks_of(layout: str) -> int:
+    """Number of ranks that train it."""
+    return 4 if layout.startswith("local steps of") else 2
+
+
 def replicas_of(layout: str) -> int:
-    """Number of models that two ranks train with batches of their own."""
-    return 1 if layout in STAGES or layout.startswith("tensor parallelism") else 2
+    """Number of models that its ranks train with batches of their own."""
+    one = layout in STAGES or layout.startswith("tensor parallelism")
+    return 1 if one and not is_local(layout) else 2
 
 
 def refusal_of(cell: str) -> str | None:
     """How the refusal of a cell begins; None for those that train."""
     front, layout, model, _ = cell.split("/")
-    if model == "DoRA" and layout.startswith("tensor parallelism"):
+    if model == "DoRA" and "tensor_parallel" in LAYOUTS[layout]:
         return "ModelError: use_dora"
     return REFUSED.get(f"{front}/{layout}")

@@ -33,6 +33,9 @@ FEATURES = (
     "tensor parallelism and experts, sparse collective",
     "sparse collective",
     "local steps",
+    "local steps, ZeRO 1",
+    "local steps, bf16",
+    "local steps, frozen stage",
     "LoRA",
     "DoRA",
     "frozen stage",
@@ -59,6 +62,9 @@ FEATURES = (
 )
 OF_STAGES = (
     "local steps",
+    "local steps, ZeRO 1",
+    "local steps, bf16",
+    "local steps, frozen stage",
     "float without gradient",
     "reentrant checkpoints",
     "checkpoints",
@@ -78,7 +84,15 @@ CELLS = [
     if feature not in (OF_STAGES if row in WITHOUT_STAGES else OF_DATA)
 ]
 REFUSED = {
-    **{f"{s}/local steps": "ConfigError: wavemare.pipeline.stages" for s in SCHEDULES},
+    **{
+        f"pipemare/{feature}": "ConfigError: wavemare.pipeline.schedule"
+        for feature in (
+            "local steps",
+            "local steps, ZeRO 1",
+            "local steps, bf16",
+            "local steps, frozen stage",
+        )
+    },
     "pipemare/autocast": "ConfigError: torch_autocast.enabled",
     **{
         f"pipemare/{feature}": "ConfigError: fp16.enabled"

@@ -223,6 +223,22 @@ class CheckpointMixin(DeepSpeedEngine):
             save.complete()
         return True
 
+    def _get_ckpt_name(self, path: str, tag: str, *args: Any, **kwargs: Any) -> str:
+        """Return a file of weights as DeepSpeed's method of that name, of this replica."""
+        return str(super()._get_ckpt_name(path, self.of_replica(tag), *args, **kwargs))
+
+    def _get_rank_zero_ckpt_name(
+        self, checkpoints_path: str, tag: str, *args: Any, **kwargs: Any
+    ) -> str:
+        """Return a file of the optimizer as DeepSpeed's method of that name, of this replica."""
+        name = super()._get_rank_zero_ckpt_name
+        return str(name(checkpoints_path, self.of_replica(tag), *args, **kwargs))
+
+    def of_replica(self, tag: str) -> str:
+        """Return the folder of this replica's files; those of the first lie where all look."""
+        own = self.replica and self.reads_own_replica and not self.is_elastic
+        return f"{tag}/replicas/{self.replica}" if own else str(tag)
+
     def _of_job(self, folder: str) -> str:
         """Return the folder of this replica's checkpoints, if each replica is a job of its own."""
         return os.path.join(folder, f"replica_{self.replica}") if self.is_elastic else folder
@@ -423,7 +439,7 @@ class CheckpointMixin(DeepSpeedEngine):
             return
         part, divided = part_of(self), any(map(is_divided, self.module.parameters()))
         # Of other parts DeepSpeed says so itself, and ``ds_to_universal`` needs the shapes.
-        wrong = part is not None and not part.is_cut and (part.is_copy or divided)
+        wrong = part is not None and not part.is_cut and (self.num_replicas > 1 or divided)
         self.checkpoint_engine.current = files
         self.checkpoint_engine.part = part.reason if part is not None and wrong else None
         try:
@@ -534,7 +550,7 @@ def _read_own(
     if saved != topology(engine):
         if "replicas" not in saved or without_replicas(saved) != without_replicas(topology(engine)):
             return {}
-        rank %= saved["data"]
+        rank %= saved["data"] * saved["pipe"] * saved["model"]
     own = read_file(folder / rank_file(rank))
     check_shapes(folder, own.get("shapes"), engine, strict=strict)
     check_held(folder, own.get("held"), engine, whole=whole)

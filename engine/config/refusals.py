@@ -154,10 +154,10 @@ _BESIDE_REPLICAS: _Beside = {
     "checkpoint.load_universal": (_OFF, _UNTESTED),
     "checkpoint.writer.decoupled": (_OFF, "it does not save the common weights"),
     "datastates_ckpt": ((None,), "it does not save the common weights"),
-    "wavemare.pipeline.stages": ((1,), "weights may not change between a micro-batch's passes"),
-    "wavemare.pipeline.schedule": (("1f1b",), "replicas have no pipeline stages"),
-    "wavemare.tensor_parallel.size": ((1,), _UNTESTED),
-    "wavemare.expert_parallel.size": ((1,), _UNTESTED),
+    "wavemare.pipeline.schedule": (
+        tuple(name for name, row in SCHEDULES.items() if row.flushes),
+        "weights may not change between a micro-batch's passes",
+    ),
     f"{SECTION}.parallel": ((ParallelConfig().model_dump(),), _UNTESTED),
     "wavemare.sparse_collective.mode": (("off",), "it would sum gradients of one replica alone"),
     "wavemare.balance.shares": ((None,), "they are given for the ranks of all replicas"),
@@ -456,6 +456,10 @@ def _replicas(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     yield from _elastic(local, f"{key}.elastic")
     optimizer = section_of(config, "optimizer").get("type")
     half = is_enabled(config, "bf16") and not zero_section(config).get("stage", 0)
+    half = half and ours.pipeline.stages == 1  # else DeepSpeed keeps fp32 masters
+    copies = ours.tensor_parallel.size > 1 and local.bits < 32  # noqa: PLR2004
+    rounded = "ranks that split layers would each round their copies of the others"
+    yield copies, f"{key}.bits", local.bits, rounded, f"{_REMOVE}, or {SECTION}.tensor_parallel"
     rounding = "without ZeRO 1 or 2 the changes of bf16 weights are mostly rounding"
     for refused, name, found, reason in (
         (half, "bf16.enabled", True, rounding),

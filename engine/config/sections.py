@@ -111,7 +111,7 @@ class LocalStepsConfig(Section):
 
     replica: Literal["host", "rank"] | PositiveInt = "host"
     """Which ranks form a replica and reduce gradients in each step: those of a host, each rank
-    alone, or so many consecutive ranks."""
+    alone, or so many consecutive ranks. A replica holds one or more whole models."""
 
     fragments: int = Field(default=1, ge=1)
     """In how many parts the weights are exchanged, one after the other. The number must divide

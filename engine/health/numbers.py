@@ -83,11 +83,12 @@ def consensus_of(engine: EngineMixin, *, stage: bool = False) -> StepConsensus:
         stage: In a pipeline, return only the ranks that share a stage's optimizer: its replicas
             and slices. They have equal gradients unless a machine is at fault.
     """
-    if engine.settings.local_steps.mode != "off":
-        # All ranks would wait for the slow links; the others learn it from the next message.
-        return StepConsensus([engine.data_parallel_group] if engine.dp_world_size > 1 else [])
     if not (stage and engine.pipeline_parallelism):
-        return StepConsensus([None] if dist.get_world_size() > 1 else [])
+        if engine.num_replicas == 1 or engine.is_elastic:
+            return StepConsensus([None] if dist.get_world_size() > 1 else [])
+        # All ranks would wait for the slow links; the others learn it from the next message.
+        own = engine.data_parallel_group if engine.dp_world_size > 1 else None
+        return StepConsensus(filter(None, (own, engine.ranks.model_group)))
     grid, groups = engine.grid, []
     # DeepSpeed has no group for a single rank.
     if engine.dp_world_size > 1:
@@ -234,7 +235,7 @@ class NumericsGuard(Feature):
         """
         try:
             # By then each stage has made that step, however far it may be ahead.
-            self._stop_for_earlier(self._engine.global_steps - self._engine.step_lead)
+            self._stop_for_earlier(self._engine.global_steps - self._engine.stage_lead)
             if not self._is_bad():
                 self._skips = 0
                 return True

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from torch import Tensor
+from torch import distributed as dist
 
+from wavemare.engine.checkpoint.compatibility import topology
 from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.launch.environment import LIGHTHOUSE
 from wavemare.engine.launch.group import gather
@@ -56,7 +58,7 @@ class ElasticSteps(LocalSteps):
     """
 
     def __init__(self, engine: EngineMixin, config: LocalStepsConfig, timeout_s: float) -> None:
-        if norms(engine):
+        if any(gather(bool(norms(engine)))):  # of a stage
             reason = "statistics of batch normalization differ by replica"
             remedy = "Use another normalization, or replicas of one job"
             raise ConfigError(f"{_KEY}.replicas", config.elastic.replicas, reason, remedy)
@@ -164,13 +166,12 @@ class ElasticSteps(LocalSteps):
 
         elastic, engine = self._config.elastic, self._engine
         address = elastic.lighthouse or os.environ.get(LIGHTHOUSE, "")
-        check_lighthouse(address, engine.data_parallel_group)
+        check_lighthouse(address)
         return Members(
             address,
             replica=engine.replica,
             replicas=elastic.replicas,
             least=elastic.min_replicas,
-            group=engine.data_parallel_group,
             timeout_s=elastic.timeout_s,
             state=self._state,
             digests=(_of_model(engine), _of_settings(engine)),
@@ -247,9 +248,7 @@ class ElasticSteps(LocalSteps):
         numbers = range(self._config.fragments)
         sums = [own.sum() for number in numbers for own in self._own(number)]
         own = not sums or bool(torch.stack(sums).isfinite().all())
-        if self._engine.dp_world_size == 1:
-            return own
-        return all(gather(own, self._engine.data_parallel_group))
+        return own if dist.get_world_size() == 1 else all(gather(own))
 
     def _send(self, number: int, step: int) -> None:
         self._take_part(self._meet(self._header(number, EXACT)))
@@ -367,5 +366,4 @@ def _of_model(engine: EngineMixin) -> int:
 def _of_settings(engine: EngineMixin) -> int:
     given = {name: engine.config.get(name) for name in _SETTINGS}
     local = engine.settings.local_steps.model_dump(exclude={"copies": True, "elastic": True})
-    ranks = [engine.zero_optimization_stage(), engine.dp_world_size]
-    return _digest([given, local, ranks, engine.settings.local_steps.elastic.replicas])
+    return _digest([given, local, topology(engine)])

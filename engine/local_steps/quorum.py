@@ -155,7 +155,6 @@ class Members:
         replica: Number of this replica.
         replicas: How many there are when all are present.
         least: How many an exchange needs.
-        group: The ranks of this replica.
         timeout_s: Limit of a meeting, and of an exchange.
         state: Returns what a replica that is behind gets.
         digests: Of the model and the settings, as in `Row`.
@@ -171,16 +170,15 @@ class Members:
         replica: int,
         replicas: int,
         least: int,
-        group: Any,
         timeout_s: float,
         state: Callable[[], dict[str, Any]],
         digests: tuple[int, int],
     ) -> None:
-        self._replicas, self._digests, self._inner = replicas, digests, group
+        self._replicas, self._digests = replicas, digests
         self._replica, self.address = replica, address
         self._received: dict[str, Any] | None = None
         host = _own_host(address)
-        self._store, store_port = _shared_store(host, group)
+        self._store, store_port = _shared_store(host)
         self._group = _Group(timeout_s)
         self.link = ElasticLink(self._group)
         limit = timedelta(seconds=timeout_s)
@@ -193,8 +191,8 @@ class Members:
             timeout=limit,
             quorum_timeout=limit,
             connect_timeout=timedelta(seconds=_CONNECT_S),
-            rank=dist.get_rank(group),
-            world_size=dist.get_world_size(group),
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
             store_addr=host,
             store_port=store_port,
             lighthouse_addr=address,
@@ -338,12 +336,10 @@ class Members:
 
     def _any(self, holds: bool) -> bool:
         """Whether it holds on any rank of this replica."""
-        if dist.get_world_size(self._inner) == 1:
-            return holds
-        return any(gather(holds, self._inner))
+        return holds if dist.get_world_size() == 1 else any(gather(holds))
 
 
-def check_lighthouse(address: str, group: Any) -> None:
+def check_lighthouse(address: str) -> None:
     """Check on all ranks of a replica that the lighthouse answers.
 
     Raises:
@@ -363,7 +359,7 @@ def check_lighthouse(address: str, group: Any) -> None:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError as error:
         said = str(error)
-    found = gather(said, group)
+    found = gather(said)
     if any(found):
         reason = f"no lighthouse answers there ({next(filter(None, found))})"
         remedy = (
@@ -384,12 +380,12 @@ def _own_host(address: str) -> str:
     return host_address(os.environ) if own.startswith("127.") else own
 
 
-def _shared_store(host: str, group: Any) -> tuple[Any, int]:
+def _shared_store(host: str) -> tuple[Any, int]:
     """Return the store of a replica, which its first rank holds, and its port."""
     store = None
-    if dist.get_rank(group) == 0:
+    if dist.get_rank() == 0:
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    ports = gather(None if store is None else store.port, group)
+    ports = gather(None if store is None else store.port)
     return store, int(ports[0])
 
 

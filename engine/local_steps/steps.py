@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.feature import Feature
+from wavemare.engine.launch.group import gather
 from wavemare.engine.local_steps.codec import Code
 from wavemare.engine.local_steps.wire import Header, Message, ReplicaLink
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.optim.adapter import adapt
+from wavemare.engine.pipe.chunks import tied_on_several
 from wavemare.errors import CheckpointError, ConfigError, NumericsError
 
 if TYPE_CHECKING:
@@ -59,11 +61,19 @@ class LocalSteps(Feature):
     key = "local_steps"
 
     def __init__(self, engine: EngineMixin, config: LocalStepsConfig, timeout_s: float) -> None:
-        if config.warmup_steps and any(getattr(m, "sparse", 0) for m in engine.module.modules()):
+        sparse = any(getattr(module, "sparse", False) for module in engine.module.modules())
+        if engine.pipeline_parallelism:
+            sparse = any(gather(sparse))  # of any stage
+        if config.warmup_steps and sparse:
             reason = "replicas have sparse gradients of different rows, which have no mean"
             remedy = "Leave it out, or build embeddings without sparse=True"
             raise ConfigError(f"{_KEY}.warmup_steps", config.warmup_steps, reason, remedy)
         self._engine, self._config = engine, config
+        self._tied = tied_on_several(engine.module)
+        if self._tied and config.bits != EXACT.bits:
+            reason = f"stages hold copies of a weight ({self._tied[0]}), each rounded by its own"
+            remedy = 'Set wavemare.pipeline.untie to true, or leave "bits" out'
+            raise ConfigError(f"{_KEY}.bits", config.bits, reason, remedy)
         self._adapter = adapt(engine)
         self._device = engine.device if config.copies == "device" else torch.device("cpu")
         replicas = engine.mpu.replicas
@@ -87,8 +97,7 @@ class LocalSteps(Feature):
     def _begin(self) -> None:
         """Take the present weights, the same on all replicas, as the common ones."""
         self._adapter.hold_trained()
-        sizes = [size for size, _ in self._adapter.masters()]
-        self._parts = fragments_of(sizes, self._config.fragments)
+        self._parts = self._fragments()
         self._common = [self._read(number) for number in range(self._config.fragments)]
         self._momentum = [torch.zeros_like(c) for c in self._common if self._momentum_rate]
         coded = [] if self._code.is_exact else self._common
@@ -98,6 +107,19 @@ class LocalSteps(Feature):
         self._flights.clear()
         self._common_since = -1
         self._loss, self._losses = torch.zeros((), device=self._engine.device), 0
+
+    def _fragments(self) -> list[int]:
+        """Return the fragment of each held weight; copies within a replica travel at one step.
+
+        These are weights that stages tie, and what ranks that split layers all hold.
+        """
+        held = self._adapter.held()
+        modules = getattr(self._engine.module, "tied_modules", {})
+        tied = [p for key in self._tied if key in modules for p in modules[key].parameters()]
+        first = {id(weight): place for place, weight in enumerate(tied)}
+        sizes = [getattr(weight, "whole_numel", weight.numel()) for weight in held]
+        places = [first.get(id(weight), len(tied)) for weight in held]
+        return fragments_of(sizes, self._config.fragments, places)
 
     # --- called by engines ------------------------------------------------------------------------
 
@@ -115,8 +137,8 @@ class LocalSteps(Feature):
         step = self._engine.global_steps + 1
         if step == 1:  # weights may have been loaded into the module since
             self._common = [self._read(number) for number in range(self._config.fragments)]
-        if step <= self._config.warmup_steps:
-            gradients = self._adapter.gradients()
+        gradients = self._adapter.gradients() if step <= self._config.warmup_steps else []
+        if gradients:
             flat = torch.cat([g.reshape(-1).float() for g in gradients]).to(self._device)
             mean = self._link.send(Header(step, -1, flat.numel(), EXACT.bits), flat).wait()
             if not self._engine.gradient_average:
@@ -160,9 +182,11 @@ class LocalSteps(Feature):
 
     def synchronize(self) -> None:
         """Apply all messages, then let all replicas have their mean."""
-        for buffer in norms(self._engine):
-            dist.all_reduce(buffer)
-            buffer.div_(dist.get_world_size())
+        engine = self._engine
+        for buffer in norms(engine):
+            for group in (engine.data_parallel_group, engine.mpu.replicas.group):
+                dist.all_reduce(buffer, group=group)
+            buffer.div_(engine.dp_world_size * self._replicas)
         if self._engine.global_steps <= self._config.warmup_steps:
             return
         self._deliver(math.inf)
@@ -210,19 +234,25 @@ class LocalSteps(Feature):
         change = torch.sub(self._common[number], local, out=None if carries else local)
         norm = float(self._common[number].norm())
         self._figures["drift"] = float(change.norm()) / norm if norm else 0.0
-        loss = self._loss / max(self._losses, 1)
-        if self._engine.dp_world_size > 1:
-            dist.all_reduce(loss, group=self._engine.data_parallel_group)
-            loss /= self._engine.dp_world_size
-        self._loss, self._losses = torch.zeros_like(loss), 0
+        header, note = self._header(number, self._code), self._mean_loss()
         self._bytes = self._link.bytes_sent  # no other message is on its way
-        header, note = self._header(number, self._code), float(loss)
         if self._residual:
             residuals = self._residual[number], self._owed[number]
             message = self._link.send_coded(header, change, residuals, note)
         else:
             message = self._link.send(header, change, note)
         self._flights.append(Flight(message, step + overlap, local if carries else None))
+
+    def _mean_loss(self) -> float:
+        """Return the mean loss of this replica since the last message; one stage alone knows it."""
+        engine = self._engine
+        known = torch.full_like(self._loss, float(self._losses > 0))
+        total = torch.stack([self._loss / max(self._losses, 1), known])
+        for group in (engine.data_parallel_group, engine.ranks.model_group):
+            if group is not None and dist.get_world_size(group) > 1:
+                dist.all_reduce(total, group=group)
+        self._loss, self._losses = torch.zeros_like(self._loss), 0
+        return float(total[0] / total[1].clamp(min=1))
 
     def _header(self, number: int, code: Code) -> Header:
         common, step = self._common[number], self._engine.global_steps
@@ -373,10 +403,18 @@ def outer_step(
     weights -= mean.mul_(rate)
 
 
-def fragments_of(sizes: list[int], count: int) -> list[int]:
-    """Return the fragment of each parameter: by size, dealt in turns."""
-    parts = [0] * len(sizes)
-    by_size = sorted(range(len(sizes)), key=lambda number: (-sizes[number], number))
+def fragments_of(
+    sizes: Sequence[int], count: int, places: Sequence[int] | None = None
+) -> list[int]:
+    """Return the fragment of each parameter: by size, dealt in turns.
+
+    Args:
+        sizes: Of the parameters.
+        count: Fragments.
+        places: Of the parameters; those of smaller ones come first, whatever their size.
+    """
+    parts, first = [0] * len(sizes), places or [0] * len(sizes)
+    by_size = sorted(range(len(sizes)), key=lambda n: (first[n], -sizes[n], n))
     for place, number in enumerate(by_size):
         parts[number] = place % count
     return parts

@@ -126,6 +126,8 @@ class ReplicaLink:
                 means of `own_range`. The second one changes until the message has come.
             note: A number for all replicas.
         """
+        if not header.numel:  # of a stage that trains nothing
+            return self.send(header, values, note)
         code, (waiting, owed) = Code(header.bits), residuals
         parts = encode_ranges(code, values, waiting, self._transport.size)
         mean = partial(self._coded_mean, code, header.numel, parts, owed)

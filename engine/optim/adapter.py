@@ -8,7 +8,7 @@ No other module reads these attributes of the optimizers. Tested with the versio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from wavemare.engine.experts import expert_group, is_divided
+from wavemare.engine.experts import expert_group, is_divided, same_experts
 from wavemare.engine.seams import replaced
 from wavemare.pipeline.optim.matrix_optimizer import Partition
 
@@ -116,40 +116,57 @@ class OptimizerAdapter:
         """Have `masters` be those of the parameters that are trained now."""
         self._held = self.trained()
 
+    def held(self) -> list[Any]:
+        """Return the model's parameters whose masters are `masters`, in their order."""
+        return self._held
+
     def masters(self) -> list[tuple[int, Tensor]]:
         """Return of each held parameter its size and this rank's part of its fp32 master.
 
         Held are those that were trained when this was made, or at the last `hold_trained`. Ranks of
-        a replica have different parts, flat and perhaps empty. Ranks at one place of several
-        replicas have the same ones.
+        a replica that hold the same weights have different parts of their masters, flat and perhaps
+        empty. Ranks at one place of several replicas have the same ones.
         """
         weights = [parameter.detach().view(-1) for parameter in self._held]
-        own = self._share(sum(weight.numel() for weight in weights))
-        starts = [0, *accumulate(weight.numel() for weight in weights)]
-        return [
-            (weight.numel(), weight[_overlap(own, start, weight.numel())])
-            for weight, start in zip(weights, starts, strict=False)
-        ]
+        parts = [weight[:0] for weight in weights]
+        for group, places in self._owners():
+            start, own = 0, self._share(sum(weights[place].numel() for place in places), group)
+            for place in places:
+                size = weights[place].numel()
+                parts[place] = weights[place][_overlap(own, start, size)]
+                start += size
+        return [(weight.numel(), part) for weight, part in zip(weights, parts, strict=True)]
 
     def publish_masters(self) -> None:
         """Give the ranks of this replica the masters that their owners have changed."""
-        engine, sizes = self._engine, [size for size, _ in self.masters()]
-        if engine.dp_world_size == 1:
-            return
-        size = -(-sum(sizes) // engine.dp_world_size)
-        own = torch.cat([part for _, part in self.masters()])
-        whole = own.new_empty(size * engine.dp_world_size)
-        padded = torch.nn.functional.pad(own, (0, size - own.numel()))
-        dist.all_gather_into_tensor(whole, padded, group=engine.data_parallel_group)
-        parts = whole[: sum(sizes)].split(sizes)
-        for parameter, part in zip(self._held, parts, strict=True):
-            parameter.detach().view(-1).copy_(part)
+        masters = self.masters()
+        for group, places in self._owners():
+            ranks, sizes = dist.get_world_size(group), [masters[place][0] for place in places]
+            if ranks == 1 or not places:
+                continue
+            size = -(-sum(sizes) // ranks)
+            own = torch.cat([masters[place][1] for place in places])
+            whole = own.new_empty(size * ranks)
+            padded = torch.nn.functional.pad(own, (0, size - own.numel()))
+            dist.all_gather_into_tensor(whole, padded, group=group)
+            for place, part in zip(places, whole[: sum(sizes)].split(sizes), strict=True):
+                self._held[place].detach().view(-1).copy_(part)
 
-    def _share(self, total: int) -> range:
-        """Return the elements that this rank owns where each rank of a replica has all."""
-        ranks = self._engine.dp_world_size
-        rank = dist.get_rank(group=self._engine.data_parallel_group)
-        size = -(-total // ranks)
+    def _owners(self) -> Iterator[tuple[Any, list[int]]]:
+        """Yield groups of ranks of a replica with the places of the held weights that they share.
+
+        Experts that ranks have divided are the same on fewer ranks than other weights.
+        """
+        places = range(len(self._held))
+        divided = [place for place in places if is_divided(self._held[place])]
+        yield self._engine.data_parallel_group, [n for n in places if n not in divided]
+        if divided:
+            yield same_experts(self._held[divided[0]]), divided
+
+    def _share(self, total: int, group: Any) -> range:
+        """Return the elements that this rank owns where each rank of a group has all."""
+        size = -(-total // dist.get_world_size(group))
+        rank = dist.get_rank(group)
         return range(min(rank * size, total), min((rank + 1) * size, total))
 
     def detach_stage(self, group: Any, rank: int) -> None:
@@ -259,6 +276,15 @@ class _PartitionedMasters(OptimizerAdapter):
                 found.append((size, flat.detach()[part.start + shift : part.stop + shift]))
         return found
 
+    def held(self) -> list[Any]:
+        """Return the model's parameters whose masters are `masters`, in their order."""
+        return [tensor for group in self._groups for tensor in group]
+
+    @property
+    def _groups(self) -> Sequence[Sequence[Any]]:
+        """The parameters of each flat master, in the order in which it holds them."""
+        raise NotImplementedError
+
     def publish_masters(self) -> None:
         """Give the ranks of this replica the masters that their owners have changed."""
         self._optimizer.update_lp_params()
@@ -297,11 +323,15 @@ class ZeroAdapter(_PartitionedMasters):
         """Yield each flat parameter that the basic optimizer steps, and which tensors it holds."""
         optimizer = self._optimizer
         for index, group in enumerate(optimizer.real_dp_process_group):
-            # Sorted as in memory, also under round_robin_gradients.
-            tensors = optimizer.round_robin_bit16_groups[index]
+            tensors = self._groups[index]
             offsets = optimizer.round_robin_bit16_offsets[index]
             flat = optimizer.single_partition_of_fp32_groups[index]
             yield flat, _partition(flat, tensors, offsets, group)
+
+    @property
+    def _groups(self) -> Sequence[Sequence[Any]]:
+        # Sorted as in memory, also under round_robin_gradients.
+        return self._optimizer.round_robin_bit16_groups  # type: ignore[no-any-return]
 
     def detach_stage(self, group: Any, rank: int) -> None:
         """Make the optimizer's steps reduce norms and overflow flags within one stage."""
@@ -441,10 +471,14 @@ class _Bf16Adapter(_PartitionedMasters):
         """Yield each flat parameter that the basic optimizer steps, and which tensors it holds."""
         optimizer = self._optimizer
         for index, group in enumerate(optimizer.real_dp_process_group):
-            tensors = optimizer.bf16_groups[index]
+            tensors = self._groups[index]
             flat = optimizer.fp32_groups_flat_partition[index]
             offsets = [0, *accumulate(tensor.numel() for tensor in tensors)][:-1]
             yield flat, _partition(flat, tensors, offsets, group)
+
+    @property
+    def _groups(self) -> Sequence[Sequence[Any]]:
+        return self._optimizer.bf16_groups  # type: ignore[no-any-return]
 
     def detach_stage(self, group: Any, rank: int) -> None:
         """Make the optimizer's steps reduce norms and overflow flags within one stage."""

@@ -166,7 +166,7 @@ class GradientNorm:
             self._sums.start([float(not made), 0.0 if squared is None else float(squared)])
             self._steps.append(self._engine.global_steps)
             # By now each stage has made the steps before, however far it may be ahead.
-            self._read_sums(keep=1 + self._engine.step_lead)
+            self._read_sums(keep=1 + self._engine.stage_lead)
 
     # --- what is known later ----------------------------------------------------------------------
 

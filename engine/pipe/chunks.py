@@ -10,6 +10,7 @@ from deepspeed import DualPipeVModule
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
+from wavemare.engine.pipe.replicas import grid_of, groups_of_each
 from wavemare.engine.seams import replaced
 from wavemare.errors import ConfigError, ModelError
 from wavemare.pipeline.plan.partition import balanced_cuts
@@ -30,14 +31,19 @@ class ChunkedPipelineModule(PipelineModule):
             has several stages, ``partition_method`` balances the ranks, then the stages; it may
             also be the bounds of all stages.
         homes: For each stage its rank; one stage for each rank if omitted.
-        kwargs: Those of ``PipelineModule``.
+        kwargs: Those of ``PipelineModule``; the topology may be a `ReplicaTopology`.
     """
 
     homes: tuple[int, ...] = ()
 
     def __init__(self, *args: Any, homes: Sequence[int] | None = None, **kwargs: Any) -> None:
         self._given_homes = homes
-        super().__init__(*args, **kwargs)
+        with grid_of(kwargs.get("topology")):
+            super().__init__(*args, **kwargs)
+
+    def _index_tied_modules(self) -> Any:
+        with groups_of_each(self._topo):
+            return super()._index_tied_modules()
 
     def _partition_layers(self, method: Any = "uniform") -> None:
         given, ranks = self._given_homes, self._topo.get_dim("pipe")
@@ -171,6 +177,19 @@ def check_shared(layers: Iterable[Any], owner: Callable[[int], int]) -> None:
                     "(wavemare.pipeline.partition); in a PipelineModule, write both as "
                     "TiedLayerSpec",
                 )
+
+
+def tied_on_several(pipeline: Any) -> list[str]:
+    """Return the keys of ``TiedLayerSpec`` whose layers are on several ranks, on all ranks alike.
+
+    Args:
+        pipeline: Any module; of others than pipelines there are none.
+    """
+    owners: dict[str, set[int]] = {}
+    for number, spec in enumerate(getattr(pipeline, "_layer_specs", ())):
+        if isinstance(spec, TiedLayerSpec):
+            owners.setdefault(spec.key, set()).add(pipeline.stage_owner(number))
+    return sorted(key for key, ranks in owners.items() if len(ranks) > 1)
 
 
 def numbered_layers(pipeline: PipelineModule) -> Iterator[tuple[int, nn.Module]]:

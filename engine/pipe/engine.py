@@ -578,8 +578,8 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
             forget_updates(optimizer)
 
     @property
-    def step_lead(self) -> int:
-        """How many optimizer steps more than rank 0 another rank may have done."""
+    def stage_lead(self) -> int:
+        """How many optimizer steps more than the first stage another one may have done."""
         return int(self.update.lead)
 
     def step_metrics(self) -> dict[str, float]:

@@ -38,10 +38,30 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
     """Whether every activation carries the marks of its batch, or only the first of a step."""
     _has_groups = True
     """Whether the groups of ranks that share a stage are open."""
+    _is_built = False
+    """Whether DeepSpeed's constructor has run."""
+    _folder: str | None = None
+    """Of the layers' files, while they are written or read."""
 
     def __init__(self, *args: Any, given: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._given = given
         super().__init__(*args, **kwargs)
+        self._is_built = True
+
+    def train_batch_size(self) -> int:
+        """Samples of an optimizer step of all replicas."""
+        size = super().train_batch_size()
+        # DeepSpeed's constructor compares it with its grid, which is that of one replica.
+        return size if self._is_built else size // self.num_replicas
+
+    @property
+    def _curr_ckpt_path(self) -> str | None:
+        """Where DeepSpeed's save or load has the layers' files: those of this replica."""
+        return self._folder
+
+    @_curr_ckpt_path.setter
+    def _curr_ckpt_path(self, folder: str | None) -> None:
+        self._folder = None if folder is None else self.of_replica(folder)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if self._given is not None:  # copies: optimizers and ZeRO change the groups
@@ -166,6 +186,7 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
         own = self._own_batches
         if data_iter is None and own is not None and self.data_iterator is own:
             self.warn_of_own_data()
+        self.leave_out(self.data_iterator if data_iter is None else data_iter, self.join_replicas())
         with self.training_step():
             self.has_begun = True  # other stages wait for this one, whatever fails from here on
             return super().train_batch(data_iter)
@@ -178,6 +199,10 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
                 return super().eval_batch(*args, **kwargs)
         finally:
             self.reset_activation_shape()
+
+    def _bcast_pipe_scalar(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss of an evaluation as DeepSpeed's method of that name, of all replicas."""
+        return self.over_replicas(super()._bcast_pipe_scalar(*args, **kwargs))
 
     def _abort_groups(self) -> None:
         """Let the ranks of other replicas fail that would wait for this one in a collective."""

@@ -14,6 +14,7 @@ import functools
 import inspect
 import math
 import os
+import socket
 import sys
 import threading
 import weakref
@@ -56,6 +57,7 @@ from wavemare.errors import ConfigError
 from wavemare.failure import watch_failures
 from wavemare.lazy import Proxy
 from wavemare.models import whole_state_dict
+from wavemare.parallel.layout.grid import count_replicas
 
 _EUCLIDEAN = 2
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
@@ -142,7 +144,9 @@ class Accelerator(accelerate.Accelerator):
         self._planned = None
         if ours.model_ranks > 1 and self.num_processes % ours.model_ranks == 0:
             own, count = int(self.process_index), int(self.num_processes)
-            self._planned = Ranks.planned(ours, rank=own, world_size=count)
+            hosts = gather(socket.gethostname()) if count > 1 else [""]
+            replicas = count_replicas(ours, hosts)
+            self._planned = Ranks.planned(ours, rank=own, world_size=count, count=replicas)
         self.stages = ours.pipeline.stages
         self.weighs_losses = ours.balance.is_active
 
@@ -312,6 +316,8 @@ def _parts(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
     if ranks.data_world_size == 1:
         return [own]
     group = ranks.replica_group
+    if group is not None and dist.get_world_size(group) < ranks.data_world_size:  # local steps
+        group = None
     count = ranks.data_world_size if group is not None else dist.get_world_size()
     parts = [torch.empty_like(own) for _ in range(count)]
     dist.all_gather(parts, own, group=group)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
@@ -20,7 +21,6 @@ from wavemare import engine
 from wavemare.engine import build_engine
 from wavemare.engine.config.refusals import check_sequence_parallel
 from wavemare.engine.config.resolve import SECTION, WavemareConfig, check_config
-from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.config.shape import check_complete
 from wavemare.engine.experts import forget_expert_groups
 from wavemare.engine.health.watchdog import acquire
@@ -35,10 +35,10 @@ from wavemare.models.deferred import is_deferred, read_weights
 from wavemare.parallel import ProcessGrid
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
 from wavemare.parallel.layout.grid import (
+    count_replicas,
     is_sequence_parallel,
     process_grid,
-    replica_number,
-    replica_size,
+    replicas_axis,
     same_grid,
 )
 from wavemare.pipeline.plan.files import GivenPlan
@@ -222,16 +222,20 @@ def _laid_out(
         ours = WavemareConfig.of(values)
     if mpu is not None and is_sequence_parallel(mpu):
         check_sequence_parallel(values, ours, getattr(model, "num_stages", ours.pipeline.stages))
+    replicas, local = 1, ours.local_steps
+    if local.mode != "off":
+        check_config(values, world_size=dist.get_world_size())
+        replicas = _replicas(ours, model, mpu or arguments["mesh_param"])
     if max(ours.tensor_parallel.size, ours.expert_parallel.size) > 1:
         check_config(values, world_size=dist.get_world_size())
         model, mpu, optimizer, model_parameters = _shared(
-            ours, model, mpu, optimizer, model_parameters, made
+            ours, model, mpu, optimizer, model_parameters, replicas, made
         )
     if ours.pipeline.stages > 1 and not isinstance(model, deepspeed.PipelineModule):
         check_config(values, world_size=dist.get_world_size())
         homes = homes_of_stages(values, ours, plan)
         with noting_groups(made):
-            whole, model = model, _converted(model, ours, homes)
+            whole, model = model, _converted(model, ours, homes, replicas)
         # An untied head is trained wherever the embedding that it was tied to was meant to be.
         copies = {id(whole.get_parameter(n)): p for n, p in model.untied_parameters().items()}
         optimizer, model_parameters = _of_this_stage(
@@ -248,10 +252,11 @@ def _laid_out(
         from wavemare.megatron.core import prepare_core
 
         prepare_core(model, mpu)
-    if ours.local_steps.mode != "off":
-        check_config(values, world_size=dist.get_world_size())
+    if local.mode != "off":
         with noting_groups(made):
-            mpu = _replicas(ours.local_steps, model, mpu or arguments["mesh_param"])
+            staged = isinstance(model, deepspeed.PipelineModule)
+            mpu = mpu if staged else mpu or ProcessGrid.of(replicas=replicas)
+            (model.mpu() if staged else mpu).replicas = replicas_axis(local, replicas)
     _read_late(model)
     result = build_engine(
         values,
@@ -299,7 +304,7 @@ def _by_layout(model: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]
     return layout, values
 
 
-def _converted(model: Any, ours: WavemareConfig, homes: Sequence[int]) -> Any:
+def _converted(model: Any, ours: WavemareConfig, homes: Sequence[int], replicas: int) -> Any:
     from transformers import PreTrainedModel
 
     from wavemare.models import to_pipeline
@@ -321,6 +326,7 @@ def _converted(model: Any, ours: WavemareConfig, homes: Sequence[int]) -> Any:
         dynamic_shape=ours.pipeline.dynamic_shape,
         untie=ours.pipeline.unties,
         homes=homes,
+        replicas=replicas,
     )
 
 
@@ -335,28 +341,36 @@ def _check_cut(ours: WavemareConfig) -> None:
         )
 
 
-def _replicas(settings: LocalStepsConfig, model: Any, mpu: Any) -> ProcessGrid:
-    """Return the grid of a replica; all ranks find the same one, or fail alike."""
-    key = "wavemare.local_steps"
-    parts = (deepspeed.PipelineModule, MoE)
-    if mpu is not None or any(isinstance(module, parts) for module in model.modules()):
-        reason = "replicas are made of whole models of one rank"
-        remedy = "Leave out mpu, mesh_param, pipelines and DeepSpeed's layers of experts"
+def _replicas(ours: WavemareConfig, model: Any, mpu: Any) -> int:
+    """Return how many replicas of local steps this job has; all ranks agree, or fail alike."""
+    key, settings = "wavemare.local_steps", ours.local_steps
+    if mpu is not None or any(isinstance(module, MoE) for module in model.modules()):
+        reason = "the ranks of a replica are those that the configuration names"
+        remedy = "Leave out mpu, mesh_param and DeepSpeed's layers of experts"
+        raise ConfigError(f"{key}.mode", settings.mode, reason, remedy)
+    if isinstance(model, DualPipeVModule):
+        reason = "DeepSpeed's DualPipeV was not tried with replicas"
+        raise ConfigError(f"{key}.mode", settings.mode, reason, "Use the schedule zbv")
+    if isinstance(model, deepspeed.PipelineModule) and not settings.elastic.replicas:
+        reason = "a PipelineModule is cut for all ranks before it is known which are a replica"
+        remedy = f"Give a transformers model, or make each replica a job of its own ({key}.elastic)"
         raise ConfigError(f"{key}.mode", settings.mode, reason, remedy)
     found = gather((settings.model_dump_json(), socket.gethostname()))
     for rank, (other, _) in enumerate(found):
         if other != found[0][0]:
             reason = f"rank {rank} has {other} instead"
             raise ConfigError(key, found[0][0], reason, "Give all ranks the same configuration")
-    if settings.elastic.replicas:
-        return ProcessGrid.of_job(
-            replica_number(settings.elastic.replicas), settings.elastic.replicas
-        )
-    return ProcessGrid.of_replicas(replica_size(settings, [host for _, host in found]))
+    return count_replicas(ours, [host for _, host in found])
 
 
 def _shared(
-    ours: WavemareConfig, model: Any, mpu: Any, optimizer: Any, parameters: Any, made: list[Any]
+    ours: WavemareConfig,
+    model: Any,
+    mpu: Any,
+    optimizer: Any,
+    parameters: Any,
+    replicas: int,
+    made: list[Any],
 ) -> tuple[Any, Any, Any, Any]:
     """Split the layers of a model over ranks, and divide its experts.
 
@@ -377,7 +391,7 @@ def _shared(
         from wavemare.parallel.tensor.split import split_model
 
         with noting_groups(made):
-            mesh = ProcessGrid.of(tensor=tensor)
+            mesh = ProcessGrid.of(tensor=tensor, replicas=replicas)
         group = mesh.get_model_parallel_group()
         wholes = dict(model.named_parameters(remove_duplicate=False))
         model = split_model(model, group, experts=experts == 1)
@@ -385,9 +399,9 @@ def _shared(
         optimizer, parameters = _of_parts(parts, optimizer, parameters)
         mpu = mesh if stages == 1 else None  # a pipeline's is its grid
     if experts > 1:
-        forget_expert_groups(experts, stages)
-        # DeepSpeed's engine looks for them there.
-        groups._create_expert_and_data_parallel(experts, pp_size=stages)
+        forget_expert_groups(experts, replicas * stages)
+        # DeepSpeed's engine looks for them there. Each stage of each replica has its own.
+        groups._create_expert_and_data_parallel(experts, pp_size=replicas * stages)
         sharing = groups._get_expert_parallel_group(f"ep_size_{experts}")
         model = split_experts(model, sharing, group)
     return model, mpu, optimizer, parameters

@@ -194,6 +194,44 @@ def test_replicas_of_two_ranks_are_the_fixed_run_bit_for_bit(start, tmp_path):
     assert len(run.digests(4) | twin.digests(4)) == 1
 
 
+ZBV = {"pipeline": {"stages": 2, "schedule": "zbv"}}
+SPLIT = {"tensor_parallel": {"size": 2}}
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("section", [{"pipeline": {"stages": 2}}, SPLIT])
+def test_replicas_of_parts_are_the_fixed_run_bit_for_bit(start, tmp_path, section):
+    given = {"zero": 1, "section": section}
+    run = start(2, {"local": {**STREAM, **elastic(2)}, **given}, ranks=2).wait()
+    twin = fixed(tmp_path, 4, {"local": {**STREAM, "replica": 2}, **given})
+    for rank in range(4):
+        assert losses(run, rank) == losses(twin, rank)
+    for place in (0, 1):
+        ends = [one.rows(rank)[-1]["digest"] for one in (run, twin) for rank in (place, place + 2)]
+        assert len(set(ends)) == 1
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(
+    "given", [{"shapes": {n: {"n_layer": 6} for n in "01"}, "section": ZBV}, {"own": True}]
+)
+def test_a_killed_pipeline_costs_an_exchange_and_comes_back(start, given):
+    """Of layers of one's own, too: in a job of one replica its cut is that of all ranks."""
+    run = start(2, {"events": {"1": {"11": "kill"}}, **WAITS, **given}, ranks=2).wait()
+    for rank in (0, 1):
+        rows = run.steps(rank)
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        present = [row["replicas"] for row in rows if "replicas" in row]
+        assert present[0] == present[-1] == 2.0
+        assert 1.0 in present
+    begun = {next(row["step"] for row in run.steps(r) if row["attempt"]) for r in (2, 3)}
+    assert len(begun) == 1
+    assert begun.pop() % 4 == 1  # after an exchange
+    for place in (0, 1):
+        ends = [run.rows(rank)[-1]["digest"] for rank in (place, place + 2)]
+        assert ends[0] == ends[1]
+
+
 @pytest.mark.world_size(3)
 def test_a_killed_replica_costs_an_exchange_and_comes_back(start):
     """The others never stop; it takes their weights, their step and its place in the data."""

@@ -9,13 +9,23 @@ import random
 import pytest
 import torch
 
-from front_end_cells import CELLS, FRONT_ENDS, LAYOUTS, refusal_of, replicas_of, twin_of
+from front_end_cells import (
+    CELLS,
+    FRONT_ENDS,
+    LAYOUTS,
+    is_local,
+    ranks_of,
+    refusal_of,
+    replicas_of,
+    twin_of,
+)
 
 pytestmark = pytest.mark.timeout(1800)  # two programs, one after the other
 GROUPS = (
     ("ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "waves", "local steps"),
     ("1f1b", "zbv", "pipemare"),
     ("experts", "tensor parallelism", "tensor parallelism and experts"),
+    ("local steps of zbv", "local steps of split layers"),
 )
 
 
@@ -43,7 +53,7 @@ def check(cell, ranks, found, twin, expected):
         wanted = {**twin, "evaluated": evaluated, "predicted": evaluated}
         names = {"loss", "grad_norm", "eval_loss", "evaluated", "predicted"} & rank.keys()
         # Between exchanges each replica has its own norm.
-        for name in names - ({"grad_norm"} if layout == "local steps" else set()):
+        for name in names - ({"grad_norm"} if is_local(layout) else set()):
             assert rank[name] == pytest.approx(wanted[name], rel=1e-4), name
         if "learning_rate" in twin:
             assert rank["learning_rate"] == pytest.approx(twin["learning_rate"])
@@ -56,7 +66,7 @@ def check(cell, ranks, found, twin, expected):
 
 @pytest.fixture
 def train(launch, tmp_path):
-    """Train cells on two ranks, and their twins in one process."""
+    """Train cells, all on as many ranks, and their twins in one process."""
 
     def run(cells):
         program, failed = "front_ends.py", {}
@@ -67,8 +77,9 @@ def train(launch, tmp_path):
         if twins:
             alone = launch(program, *twins, ranks=1, folder=tmp_path / "alone").check()
             expected = alone.result(0)
-        shared = launch(program, *cells, folder=tmp_path / "ranks").check()
-        ranks = [shared.result(rank) for rank in range(2)]
+        (count,) = {ranks_of(cell.split("/")[1]) for cell in cells}
+        shared = launch(program, *cells, ranks=count, folder=tmp_path / "ranks").check()
+        ranks = [shared.result(rank) for rank in range(count)]
         for cell in cells:
             try:
                 refusal = refusal_of(cell)
@@ -89,14 +100,14 @@ def train(launch, tmp_path):
     return run
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(4)
 @pytest.mark.parametrize("group", range(len(GROUPS)))
 def test_a_sample_of_all_cells(train, group):
     train([cell for cell in SAMPLE if cell.split("/")[1] in GROUPS[group]])
 
 
 @pytest.mark.nightly
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(4)
 @pytest.mark.parametrize("front", ["trainer", "patch", "loop", "accelerate"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_cells_of_a_layout(train, layout, front):

@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from wavemare.engine.pipe.replicas import ReplicaTopology
 from wavemare.errors import ConfigError, LaunchError, ModelError
 from wavemare.models.adapted import AdaptedPipeline
 from wavemare.models.adapters import (
@@ -57,6 +58,7 @@ def to_pipeline(
     dynamic_shape: bool = False,
     untie: bool = False,
     homes: Sequence[int] | None = None,
+    replicas: int = 1,
 ) -> TransformerPipeline:
     """Turn a transformers model into a pipeline; every process calls this with the same model.
 
@@ -84,6 +86,7 @@ def to_pipeline(
             itself; rank 0 then warns of it. ``model`` stays tied.
         homes: For each stage its rank, where ranks have several: the model is then cut into as many
             stages, and ``num_stages`` is the number of ranks. One for each if omitted.
+        replicas: Of ``wavemare.local_steps``, each of consecutive ranks, in which pipelines end.
 
     Returns:
         The stage of this process, or its stages.
@@ -96,7 +99,7 @@ def to_pipeline(
     """
     _check_launch()
     model_ranks = _model_ranks(model)
-    _check_stages(num_stages, model_ranks)
+    _check_stages(num_stages, model_ranks, replicas)
     conversion = take_apart(model, inputs, untie=untie)
     if verify and not is_deferred(base_of(model)):
         prove(base_of(model), conversion.chain, conversion.inputs, conversion.loss)
@@ -111,7 +114,7 @@ def to_pipeline(
         conversion,
         cuts,
         homes=homes,
-        topology=_topology(num_stages, model_ranks) if len(model_ranks) > 1 else None,
+        topology=_topology(num_stages, model_ranks, replicas),
         loss_fn=loss_fn,
         activation_checkpoint_interval=activation_checkpoint_interval,
         dynamic_shape=dynamic_shape,
@@ -161,18 +164,25 @@ def _model_ranks(model: Any) -> list[int]:
     return torch.distributed.get_process_group_ranks(split_embedding(model).group)
 
 
-def _topology(stages: int, model_ranks: list[int]) -> Any:
-    """Return the topology of a split model's pipeline: consecutive ranks share each layer."""
-    replicas = dist.get_world_size() // (stages * len(model_ranks))
-    topology = PipeModelDataParallelTopology(stages, len(model_ranks), replicas)
-    if model_ranks not in topology.get_axis_comm_lists("model"):
+def _topology(stages: int, model_ranks: list[int], replicas: int) -> Any:
+    """Return the topology of a split model's pipeline, or of replicas; None for DeepSpeed's own.
+
+    Consecutive ranks share each layer.
+    """
+    tensor = len(model_ranks)
+    data = dist.get_world_size() // (replicas * stages * tensor)
+    if replicas > 1:
+        topology: Any = ReplicaTopology(replicas, stages, data, tensor)
+    else:
+        topology = PipeModelDataParallelTopology(stages, tensor, data) if tensor > 1 else None
+    if tensor > 1 and model_ranks not in topology.get_axis_comm_lists("model"):
         reason = "the ranks that share the model's layers are not consecutive"
         raise ConfigError("model", model_ranks, reason, "Split it over consecutive ranks")
     return topology
 
 
-def _check_stages(stages: int, model_ranks: list[int]) -> None:
-    processes = dist.get_world_size()
+def _check_stages(stages: int, model_ranks: list[int], replicas: int) -> None:
+    processes = dist.get_world_size() // replicas
     places = processes // len(model_ranks)
     if stages < 1 or places % stages:
         shared = f", each stage on {len(model_ranks)} ranks" if len(model_ranks) > 1 else ""

@@ -192,6 +192,9 @@ def _of_stages(pipeline: PipelineModule, names: Collection[str] | None) -> Any:
     grid, (mine, held) = pipeline.mpu(), _held(pipeline)
     if grid.get_data_parallel_rank() >= getattr(pipeline, "expert_ranks", 1):
         return None
+    replicas = getattr(grid, "replicas", None)
+    if replicas is not None and dist.get_rank() != replicas.first:  # all have the same weights
+        return None
     if names is not None:
         held = {name: key for name, key in held.items() if name in names}
     needed = set(held.values())

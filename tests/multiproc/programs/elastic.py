@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from common import QUIET, build_gpt2, configuration, weights_digest
+from common import QUIET, build_gpt2, build_pipeline, configuration, weights_digest
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -35,6 +35,13 @@ class Rows:
         return {"input_ids": row, "labels": row}
 
 
+class Pairs(Rows):
+    """Inputs and labels, for a pipeline of one's own."""
+
+    def __getitem__(self, number):
+        return (*super().__getitem__(number).values(),)
+
+
 def start(given):
     torch.manual_seed(given.get("seed", 7))
     config = configuration(given.get("zero", 0), optimizer=ADAMW, gradient_clipping=0.0)
@@ -42,9 +49,11 @@ def start(given):
     local = {"mode": "diloco", "every": 4, **given["local"]}
     local |= given.get("unlike", {}).get(os.environ.get("WAVEMARE_REPLICA"), {})
     config["wavemare"] = {"local_steps": local, "guard": {"nonfinite": "off"}}
+    config["wavemare"] |= given.get("section", {})
     config["wavemare"]["watchdog"] = given.get("watchdog", {})
     shape = given.get("shapes", {}).get(os.environ.get("WAVEMARE_REPLICA"), {})
-    return wavemare.initialize(model=build_gpt2(**QUIET, **shape), config=config)[0]
+    model = build_pipeline() if given.get("own") else build_gpt2(**QUIET, **shape)
+    return wavemare.initialize(model=model, config=config)[0]
 
 
 def die_in_exchange():
@@ -60,11 +69,12 @@ def die_in_exchange():
 
 def main(folder, given):
     engine = start(given)
-    loader = ResumableLoader.of(engine, Rows(), seed=1)
+    loader = ResumableLoader.of(engine, Pairs() if given.get("own") else Rows(), seed=1)
     if given.get("load"):
         engine.load_checkpoint(str(folder))
         loader.consumed_samples = engine.global_samples
-    name = str(engine.data_rank)
+    ranks = engine.ranks
+    name = str(engine.data_rank * ranks.model_world_size + ranks.model.index(ranks.rank))
     tried = folder / f"{name}.tried"
     attempt = len(tried.read_text()) if tried.exists() else 0
     tried.write_text("x" * (attempt + 1))

@@ -25,7 +25,7 @@ from hf_common import pad
 from safetensors.torch import load_file
 from transformers import DataCollatorWithFlattening
 
-from front_end_cells import LAYOUTS, MIXTURES, STAGES, replicas_of
+from front_end_cells import LAYOUTS, MIXTURES, STAGES, is_local, replicas_of
 
 SIZE, MICRO, STEPS, RATE, CLIP = 2, 4, 3, 0.5, 0.5
 ALONE = os.environ["WORLD_SIZE"] == "1"
@@ -115,7 +115,7 @@ def data_ranks(layout):
 
 
 def clip_of(layout):
-    return 0.0 if layout == "local steps" else CLIP
+    return 0.0 if is_local(layout) else CLIP
 
 
 def section_of(layout, data):
@@ -299,7 +299,8 @@ def configuration(layout, data):
 
 def own_batches(layout, data, batches):
     ranks = data_ranks(layout)
-    return batches[int(os.environ["RANK"]) % 2 :: 2] if ranks == 2 else batches
+    place = int(os.environ["RANK"]) * ranks // int(os.environ["WORLD_SIZE"])
+    return batches[place::2] if ranks == 2 else batches
 
 
 def by_loop(layout, kind, data, folder):
@@ -311,7 +312,7 @@ def by_loop(layout, kind, data, folder):
         weighs = data == "ignored"
         feed = TokenMean(engine, batches) if weighs else batches
         if weighs or layout in STAGES or layout == "waves":
-            return [float(engine.train_batch(feed)) for _ in range(steps)]
+            return [mean(float(engine.train_batch(feed))) for _ in range(steps)]
         losses = []
         for _ in range(steps):
             total = 0.0

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -76,15 +77,27 @@ def flat(model):
 def inner(model, optimizer):
     if optimizer == ADAMW:
         return torch.optim.AdamW(model.parameters(), **ADAM)
+    if optimizer["type"] == "SGD":
+        return torch.optim.SGD(model.parameters(), **optimizer["params"])
     return make_muon(model, optimizer["params"])(model.parameters())
 
 
 class Twin:
-    """All replicas in one process, by the equations of local steps."""
+    """All replicas in one process, by the equations of local steps.
 
-    def __init__(self, replicas, ranks, local, optimizer):
+    Args:
+        replicas: Their number.
+        ranks: Of a replica, which read other data.
+        local: The section.
+        optimizer: The section.
+        build: Makes the model.
+        parts: The elements of each fragment; by the sizes of the whole model's weights if omitted.
+    """
+
+    def __init__(self, replicas, ranks, local, optimizer, build=None, parts=None):
         self.local, self.flights = local, []
-        self.models = [build_gpt2(**QUIET).to(DEVICE) for _ in range(replicas)]
+        build = build or partial(build_gpt2, **QUIET)
+        self.models = [build().to(DEVICE) for _ in range(replicas)]
         self.optimizers = [inner(m, optimizer) for m in self.models]
         self.data = [
             [batches(replica * ranks + rank) for rank in range(ranks)]
@@ -96,7 +109,7 @@ class Twin:
         count = local.get("fragments", 1)
         order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
         starts = np.cumsum([0, *sizes])
-        self.parts = [
+        self.parts = parts or [
             np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sorted(order[f::count])])
             for f in range(count)
         ]

@@ -5,6 +5,7 @@ import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from wavemare.engine.config.resolve import WavemareConfig
+from wavemare.engine.pipe.replicas import ReplicaTopology
 from wavemare.engine.ranks import Ranks
 
 
@@ -21,6 +22,24 @@ def test_the_plan_is_deepspeeds_grid(stages, tensor, data):
         assert [found.data_rank, found.data_world_size] == [place.data, data]
         assert found.model_world_size == stages * tensor
         assert found.is_first == (place.pipe == place.model == 0)
+
+
+@pytest.mark.parametrize(("stages", "tensor", "data"), [(2, 1, 2), (2, 2, 1)])
+def test_the_plan_of_replicas_is_their_grid(stages, tensor, data):
+    section = {"pipeline": {"stages": stages}, "tensor_parallel": {"size": tensor}}
+    ours = WavemareConfig.of({"wavemare": section})
+    grid = ReplicaTopology(3, stages, data, tensor)
+    for rank in range(3 * stages * tensor * data):
+        found = Ranks.planned(ours, rank=rank, world_size=3 * stages * tensor * data, count=3)
+        place = grid.get_coord(rank)._asdict()
+        inner = {name: place[name] for name in ("replica", "data")}
+        assert list(found.model) == sorted(grid.filter_match(**inner))
+        part = {name: n for name, n in place.items() if name not in inner}
+        assert list(found.replicas) == sorted(grid.filter_match(**part))
+        assert [found.data_rank, found.data_world_size] == [
+            place["replica"] * data + place["data"],
+            3 * data,
+        ]
 
 
 def test_jobs_of_replicas_follow_each_other():

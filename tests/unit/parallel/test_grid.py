@@ -24,6 +24,13 @@ def test_the_order_is_deepspeeds(tensor, pipeline, data):
         assert sorted(found[ours]) == sorted(expected or [[r] for r in range(len(found[ours]))])
 
 
+def test_replicas_that_step_alone_have_such_a_grid_each():
+    alone, both = (rank_lists(n, tensor=2, pipeline=2, replicas=n // 8) for n in (8, 16))
+    for axis in ("tensor", "pipeline", "data", "model"):
+        assert both[axis] == [[8 * r + n for n in ranks] for r in (0, 1) for ranks in alone[axis]]
+    assert both["replicas"] == [[rank, 8 + rank] for rank in range(8)]
+
+
 @pytest.mark.parametrize("rank", range(12))
 def test_both_dialects(rank, as_rank):
     with as_rank(rank, 12):

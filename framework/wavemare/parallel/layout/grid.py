@@ -9,6 +9,7 @@ that share tensors are neighbours, then come replicas, and stages are the farthe
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import distributed as dist
 
+from wavemare.engine.config.resolve import WavemareConfig
 from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.launch.environment import REPLICA
 from wavemare.errors import ConfigError, LaunchError
@@ -83,18 +85,31 @@ def _read(find: Callable[[ProcessGrid], Any]) -> Callable[..., Any]:
 
 
 def rank_lists(
-    world_size: int, *, tensor: int = 1, pipeline: int = 1
+    world_size: int, *, tensor: int = 1, pipeline: int = 1, replicas: int = 1
 ) -> dict[str, list[list[int]]]:
-    """Return the ranks of every group, by axis: tensor, pipeline, data and model.
+    """Return the ranks of every group, by axis: tensor, pipeline, data, model and replicas.
 
     Args:
         world_size: All processes.
         tensor: Ranks that share each layer.
         pipeline: Stages.
+        replicas: That step alone, each of consecutive ranks, in which all other axes end.
 
     Raises:
         ConfigError: The processes cannot be divided so.
     """
+    size = world_size // replicas
+    if replicas > 1:
+        inner = rank_lists(size, tensor=tensor, pipeline=pipeline)
+        found = {
+            axis: [
+                [first + r for r in ranks]
+                for first in range(0, world_size, size)
+                for ranks in lists
+            ]
+            for axis, lists in inner.items()
+        }
+        return {**found, "replicas": [list(range(r, world_size, size)) for r in range(size)]}
     if tensor < 1 or pipeline < 1 or world_size % (tensor * pipeline):
         divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         reason = f"{world_size} ranks cannot be cut into models of {tensor} x {pipeline}"
@@ -113,6 +128,7 @@ def rank_lists(
             [first + r + t for first in range(0, world_size, stage) for t in range(tensor)]
             for r in range(0, stage, tensor)
         ],
+        "replicas": [[rank] for rank in range(world_size)],
     }
 
 
@@ -143,46 +159,22 @@ class ProcessGrid:
         self.replicas = replicas
 
     @classmethod
-    def of(cls, *, tensor: int = 1, pipeline: int = 1) -> ProcessGrid:
+    def of(cls, *, tensor: int = 1, pipeline: int = 1, replicas: int = 1) -> ProcessGrid:
         """Make the groups; all ranks do so together, after ``torch.distributed`` is initialized.
 
         Args:
             tensor: Number of consecutive ranks that share each layer.
             pipeline: Number of stages.
+            replicas: Of local steps, in which the other axes end; `replicas_axis` makes their own.
 
         Raises:
             ConfigError: The processes cannot be divided so.
         """
-        lists = rank_lists(dist.get_world_size(), tensor=tensor, pipeline=pipeline)
+        sizes = {"tensor": tensor, "pipeline": pipeline, "replicas": replicas}
+        lists = rank_lists(dist.get_world_size(), **sizes)
         axes = {name: own_axis(lists[name]) for name in ("tensor", "pipeline", "data")}
         model = own_axis(lists["model"]) if pipeline > 1 else axes["tensor"]
         return cls(**axes, model=model)
-
-    @classmethod
-    def of_replicas(cls, size: int) -> ProcessGrid:
-        """Make the groups of replicas that step alone; all ranks do so together.
-
-        Args:
-            size: Consecutive ranks of a replica, at which the data axis ends.
-        """
-        world = dist.get_world_size()
-        alone = own_axis([[rank] for rank in range(world)])
-        data = own_axis([list(range(r, r + size)) for r in range(0, world, size)])
-        replicas = own_axis([list(range(r, world, size)) for r in range(size)])
-        return cls(tensor=alone, pipeline=alone, data=data, model=alone, replicas=replicas)
-
-    @classmethod
-    def of_job(cls, place: int, count: int) -> ProcessGrid:
-        """Make the groups of a replica that is a job of its own.
-
-        Args:
-            place: Of the job among the replicas.
-            count: Number of replicas.
-        """
-        world = list(range(dist.get_world_size()))
-        alone, data = own_axis([[rank] for rank in world]), own_axis([world])
-        replicas = JobAxis(None, (dist.get_rank(),), place, count)
-        return cls(tensor=alone, pipeline=alone, data=data, model=alone, replicas=replicas)
 
     # Megatron's names. Its flags count context-parallel ranks, of which there are none.
     get_tensor_model_parallel_group = _read(attrgetter("tensor.group"))
@@ -220,16 +212,45 @@ class ProcessGrid:
     get_global_rank = _read(lambda grid: dist.get_rank())
 
 
-def replica_size(config: LocalStepsConfig, hosts: Sequence[str]) -> int:
-    """Return how many consecutive ranks form a replica.
+def replicas_axis(config: LocalStepsConfig, count: int) -> Axis:
+    """Return the ranks at this one's place in all replicas; all ranks make the groups together.
 
     Args:
         config: The section.
+        count: Replicas of this job; 1 if each is a job of its own.
+    """
+    if config.elastic.replicas:
+        jobs = config.elastic.replicas
+        return JobAxis(None, (dist.get_rank(),), replica_number(jobs), jobs)
+    return own_axis(rank_lists(dist.get_world_size(), replicas=count)["replicas"])
+
+
+def count_replicas(ours: WavemareConfig, hosts: Sequence[str]) -> int:
+    """Return how many replicas the ranks of this job form: 1 if each is a job of its own.
+
+    Args:
+        ours: The section ``wavemare``.
         hosts: The host of each rank.
 
     Raises:
-        ConfigError: Hosts are unequal, or there is but one replica.
+        ConfigError: Hosts are unequal, there is but one replica, or a model does not fit into one.
     """
+    local, models, experts = ours.local_steps, ours.model_ranks, ours.expert_parallel.size
+    if local.mode == "off" or local.elastic.replicas:
+        return 1
+    key, size = "wavemare.local_steps.replica", _replica_size(local, hosts)
+    share = math.lcm(models, ours.pipeline.stages * experts)
+    if size % share:
+        reason = (
+            f"a replica of {size} ranks does not hold whole models, of which each needs {share}"
+        )
+        remedy = f"Give a multiple of {share}, and start as many ranks for each replica"
+        raise ConfigError(key, local.replica, reason, remedy)
+    return len(hosts) // size
+
+
+def _replica_size(config: LocalStepsConfig, hosts: Sequence[str]) -> int:
+    """Return how many consecutive ranks form a replica."""
     key, ranks, size = "wavemare.local_steps.replica", len(hosts), config.replica
     if size == "rank":
         size = 1

@@ -7,16 +7,17 @@ import pytest
 import torch
 
 from support.refusals import refuses
-from wavemare.engine.config.resolve import check_config
+from wavemare.engine.config.resolve import WavemareConfig, check_config
 from wavemare.engine.config.sections import LocalStepsConfig
 from wavemare.engine.local_steps.steps import LocalSteps, fragments_of
 from wavemare.errors import ConfigError
-from wavemare.parallel.layout.grid import replica_size
+from wavemare.parallel.layout.grid import count_replicas
 
 KEY = "wavemare.local_steps"
 ON = {"mode": "diloco"}
 BF16 = {"bf16": {"enabled": True}}
 CPU = {"device": "cpu"}
+PIPEMARE = {"stages": 2, "schedule": "pipemare"}
 
 
 def check(local, config=None, **ours):
@@ -70,9 +71,7 @@ def test_keys_without_effect_and_values_that_cannot_be_are_refused(local, key):
         ({"hybrid_engine": {"enabled": True}}, {}, "hybrid_engine.enabled"),
         ({"checkpoint": {"load_universal": True}}, {}, "checkpoint.load_universal"),
         ({"checkpoint": {"writer": {"decoupled": True}}}, {}, "checkpoint.writer.decoupled"),
-        ({}, {"pipeline": {"stages": 2}}, "wavemare.pipeline.stages"),
-        ({}, {"tensor_parallel": {"size": 2}}, "wavemare.tensor_parallel.size"),
-        ({}, {"expert_parallel": {"size": 2}}, "wavemare.expert_parallel.size"),
+        ({}, {"pipeline": PIPEMARE}, "wavemare.pipeline.schedule"),
         ({}, {"sparse_collective": {"mode": "auto"}}, "wavemare.sparse_collective.mode"),
         ({}, {"balance": {"mean": "tokens"}}, "wavemare.balance.mean"),
         ({}, {"guard": {"nonfinite": "skip"}}, "wavemare.guard.nonfinite"),
@@ -89,6 +88,9 @@ def test_what_replicas_cannot_go_with_is_refused_by_name(config, ours, key):
 def test_what_replicas_go_with_passes():
     check(ON, {**zero(2), **BF16})
     check(ON, wavelet={"mode": "sync"})
+    check(ON, BF16, pipeline={"stages": 2})
+    check(ON, pipeline={"stages": 2, "schedule": "zbv"}, tensor_parallel={"size": 2})
+    check(ON, zero(1), expert_parallel={"size": 2})
     check({**ON, "every": 8, "fragments": 4, "overlap": 2, "mixing": "replace", "bits": 4})
     check({**ON, "every": 8, "fragments": 4, "overlap": 2, "elastic": {"replicas": 4}})
 
@@ -98,7 +100,25 @@ def test_what_replicas_go_with_passes():
     [("host", "aabb", 2), ("host", "aaabbb", 3), ("rank", "aaaa", 1), (2, "aaaa", 2)],
 )
 def test_consecutive_ranks_form_replicas(replica, hosts, size):
-    assert replica_size(LocalStepsConfig(mode="diloco", replica=replica), list(hosts)) == size
+    assert count_replicas(ours(replica), list(hosts)) == len(hosts) // size
+
+
+def ours(replica, **sections):
+    return WavemareConfig.of({"wavemare": {**sections, "local_steps": {**ON, "replica": replica}}})
+
+
+@pytest.mark.parametrize(
+    ("replica", "sections"),
+    [
+        ("rank", {"pipeline": {"stages": 2}}),
+        (2, {"pipeline": {"stages": 2}, "tensor_parallel": {"size": 2}}),
+        (2, {"pipeline": {"stages": 2}, "expert_parallel": {"size": 2}}),
+    ],
+)
+def test_a_replica_holds_whole_models(replica, sections):
+    with refuses(ConfigError, f"{KEY}.replica", replica):
+        count_replicas(ours(replica, **sections), list("aaaabbbb"))
+    assert count_replicas(ours("host", **sections), list("aaaabbbb")) == 2
 
 
 @pytest.mark.parametrize(
@@ -114,11 +134,12 @@ def test_consecutive_ranks_form_replicas(replica, hosts, size):
 )
 def test_unequal_hosts_and_a_single_replica_are_refused(replica, hosts):
     with refuses(ConfigError, f"{KEY}.replica", replica):
-        replica_size(LocalStepsConfig(mode="diloco", replica=replica), list(hosts))
+        count_replicas(ours(replica), list(hosts))
 
 
 def test_a_refused_model_opens_no_link():
-    engine = SimpleNamespace(module=torch.nn.Embedding(4, 2, sparse=True))  # and no group
+    module = torch.nn.Embedding(4, 2, sparse=True)
+    engine = SimpleNamespace(module=module, pipeline_parallelism=False)  # and no group
     with refuses(ConfigError, "wavemare.local_steps.warmup_steps", 1):
         LocalSteps(engine, LocalStepsConfig(mode="diloco", warmup_steps=1), 1.0)
 
@@ -126,3 +147,5 @@ def test_a_refused_model_opens_no_link():
 def test_parameters_are_dealt_to_fragments_by_size():
     assert fragments_of([5, 100, 7, 90, 7], 2) == [0, 0, 0, 1, 1]
     assert fragments_of([1, 2], 4) == [1, 0]
+    # Of weights that several stages hold, the first are the same on each.
+    assert fragments_of([5, 100, 7], 2, [0, 2, 1]) == [0, 0, 1]
