@@ -32,6 +32,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from wavemare.engine.checkpoint import resize
 from wavemare.engine.checkpoint.compatibility import (
     check_checkpoint_fits,
     check_held,
@@ -66,10 +67,9 @@ from wavemare.engine.checkpoint.manifest import (
     resolve_tag,
     verify_contents,
 )
-from wavemare.engine.checkpoint import resize
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
-from wavemare.engine.checkpoint.saved import Saved
 from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group, tidy
+from wavemare.engine.checkpoint.saved import Saved
 from wavemare.engine.checkpoint.universal import (
     universal_information,
     universal_tag,
@@ -342,11 +342,10 @@ class CheckpointMixin(DeepSpeedEngine):
         if whole:
             count_alone(self.basic_optimizer)
             self.load_extra_state(own.get("engine", {}))
-        for key, ours in universal_information(self).items():  # not the client's
-            if result[1] and result[1].get(key) == ours:
-                del result[1][key]
-        if load_optimizer_states and not states and result[1]:
-            result[1].pop("optimizer", None)  # nor is what DeepSpeed was told to leave
+        if result[1]:
+            _drop_ours(self, result[1])
+            if load_optimizer_states and not states:
+                result[1].pop("optimizer", None)  # nor is what DeepSpeed was told to leave
         return result
 
     def _resized(
@@ -358,7 +357,7 @@ class CheckpointMixin(DeepSpeedEngine):
         plan = agree(folder, partial(resize.check, saved, self, names, states=whole, strict=strict))
         if whole:
             resize.check_all_held(plan, self)
-        return str(folder), resize.load(plan, self, states=whole, schedule=schedule)
+        return str(saved.path), resize.load(plan, self, states=whole, schedule=schedule)
 
     @contextmanager
     def _reading(
@@ -491,6 +490,13 @@ def _check_client_state(engine: EngineMixin, state: Mapping[str, Any]) -> None:
         key = f"client_state[{taken[0]!r}]"
         raise CheckpointError(key, state[taken[0]], reason, "Use another name")
     check_client_state(state)
+
+
+def _drop_ours(engine: EngineMixin, client_state: dict[str, Any]) -> None:
+    """Take out of a client state what the save has put there for ``ds_to_universal``."""
+    for key, ours in universal_information(engine).items():
+        if client_state.get(key) == ours:
+            del client_state[key]
 
 
 def agree(folder: Path, check: Callable[[], _Result]) -> _Result:

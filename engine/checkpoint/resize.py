@@ -48,15 +48,15 @@ def weight_names(engine: EngineMixin) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     names: dict[int, str] = {}
-    for number, layer in numbered_layers(module):
-        given = getattr(layer, "weight_names", {})
-        for own, value in layer.state_dict(keep_vars=True).items():
-            name = given.get(own, f"{number}.{own}")
-            found[f"{number}.{own}"] = name
-            names.setdefault(id(value), name)
-    for own, parameter in module.named_parameters():
-        if id(parameter) in names:
-            found[own] = names[id(parameter)]
+    with own_part():
+        for number, layer in numbered_layers(module):
+            given = getattr(layer, "weight_names", {})
+            for own, value in layer.state_dict(keep_vars=True).items():
+                name = given.get(own, f"{number}.{own}")
+                found[f"{number}.{own}"] = name
+                names.setdefault(id(value), name)
+        held = module.state_dict(keep_vars=True)
+    found |= {own: names[id(value)] for own, value in held.items() if id(value) in names}
     whole: dict[str, str] = {}
     for part in gather(found):
         for own, name in part.items():  # of a tied layer, the first place
@@ -65,7 +65,7 @@ def weight_names(engine: EngineMixin) -> dict[str, str]:
 
 
 def _place(name: str) -> int:
-    number = name.split(".")[0]
+    number = name.partition(".")[0]
     return int(number) if number.isdigit() else 0
 
 
@@ -189,6 +189,8 @@ def load(plan: Resized, engine: EngineMixin, *, states: bool, schedule: bool) ->
             "global_samples", engine.global_steps * engine.train_batch_size()
         )
         engine.skipped_steps = common["skipped_steps"]
+        engine.loaded_checkpoint_dp_world_size = common["dp_world_size"]
+        engine.loaded_checkpoint_mp_world_size = common["mp_world_size"]
     return {key: value for key, value in common.items() if key not in _STATES}
 
 
@@ -220,6 +222,8 @@ def _load_states(plan: Resized, engine: EngineMixin) -> None:
         of = _partition_state if _is_partition(engine, each) else _state
         states[id(each.tensor)] = of(plan, basic, each)
     adapter.load_states(states)
+    if plan.saved.loss_scaler is not None and hasattr(engine.optimizer, "loss_scaler"):
+        engine.optimizer.loss_scaler = plan.saved.loss_scaler
 
 
 def _state(plan: Resized, basic: Any, each: Stepped) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights and optimizer states of a checkpoint, by weight, whatever ranks and stages wrote them.
+"""A checkpoint's weights and optimizer states, by weight, whatever ranks and stages wrote them.
 
 DeepSpeed's universal checkpoints have for each weight a file of its fp32 master and of each state.
 `Saved` gives the same values from the files of a save as they are, its own or stock DeepSpeed's.
@@ -25,6 +25,7 @@ from deepspeed.checkpoint.constants import (
     FP32_FLAT_GROUPS,
     FROZEN_PARAM_FRAGMENTS,
     FROZEN_PARAM_SHAPES,
+    LOSS_SCALER,
     OPTIMIZER_STATE_DICT,
     PARAM_SHAPES,
     PARAM_SLICE_MAPPINGS,
@@ -44,7 +45,7 @@ _LAYER = re.compile(r"layer_(\d+)-model_\d+-model_states\.pt|layer_(\d+)-model_s
 _COUNTS = {"step", "mu_product"}
 """States of one number, also of a weight that has a single element."""
 _MATRICES = "tensors"
-"""Where an optimizer of matrices keeps the states of a flat partition's tensors, by their number."""
+"""Where an optimizer of matrices keeps the states of the tensors of a partition, by number."""
 _WHOLE_FILE = "Resume from another checkpoint, or load the weights alone with load_module_only=True"
 _SAME_SIZES = "Resume with the ranks, stages and ZeRO stage of the run that saved it"
 
@@ -72,6 +73,8 @@ class Saved:
 
     Attributes:
         common: What the first file of weights has beside them: schedule, steps, client state.
+        path: This file.
+        loss_scaler: That of ZeRO in fp16; None without.
         shapes: By name, of all weights and buffers.
         held: The names of the weights that the optimizer steps.
 
@@ -97,6 +100,8 @@ class Saved:
             raise self._error("it has no file mp_rank_*_model_states.pt", _WHOLE_FILE)
         first = min(self._model_files)
         self.common = dict(self._model_files[first])
+        self.path = _places(folder, _MODEL)[first]
+        self.loss_scaler: Any = None
         self._optimizer_files = {
             place: _map(path) for place, path in _places(folder, _OPTIMIZER).items()
         }
@@ -192,8 +197,8 @@ class Saved:
         for number, path in self._layer_files():
             for own, value in _map(path).items():
                 self._take_weight(self._name(f"{number}.{own}"), value)
+        spread = self._zero_stage() == ZERO_WEIGHTS  # it has left empty tensors for weights
         for _, state in sorted(self._model_files.items()):
-            spread = self._zero_stage() == ZERO_WEIGHTS  # it has left empty tensors for weights
             for own, value in (state.get("module") or {}).items():
                 if isinstance(value, Tensor) and (value.numel() or not spread):
                     self._take_weight(self._name(own), value)
@@ -224,6 +229,7 @@ class Saved:
     def _read_optimizer(self, place: _Place, state: Mapping[str, Any]) -> None:
         """Take what one rank of ZeRO, or of a pipeline in bf16, has saved."""
         data, model = place
+        self.loss_scaler = self.loss_scaler or state.get(LOSS_SCALER)
         if isinstance(state.get(BASE_OPTIMIZER_STATE), list):
             reason = "it was saved with elastic_checkpoint, which keeps no learning rates"
             raise self._error(reason, "Save it without that key")
