@@ -32,16 +32,17 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from wavemare.engine.checkpoint import resize
 from wavemare.engine.checkpoint.compatibility import (
     check_checkpoint_fits,
     check_held,
-    check_kind,
     check_optimizer,
     check_shapes,
     check_universal,
     check_whole,
     count_alone,
     shapes,
+    stock_differs,
     topology,
     untied_weights,
     without_replicas,
@@ -68,6 +69,7 @@ from wavemare.engine.checkpoint.manifest import (
 )
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group, tidy
+from wavemare.engine.checkpoint.saved import Saved
 from wavemare.engine.checkpoint.universal import (
     universal_information,
     universal_tag,
@@ -206,13 +208,16 @@ class CheckpointMixin(DeepSpeedEngine):
             super().save_checkpoint(save_dir, partial, state, False, exclude_frozen_parameters)
         own = {**random_state(), "engine": self.extra_state(), "shapes": shapes(self)}
         own["held"] = adapt(self).held_names()
+        names = resize.weight_names(self)
         files.take(own, str(folder / partial / rank_file(self.global_rank)))
         save = Save(
             files=files,
             folder=folder,
             tag=tag,
             partial=folder / partial,
-            manifest=_manifest(self, [*self._earlier_runs, self._own_run]) if owner else None,
+            manifest=_manifest(self, [*self._earlier_runs, self._own_run], names)
+            if owner
+            else None,
             save_latest=save_latest,
             keep=self.settings.checkpoint.keep,
             node_local=self.use_node_local_storage(),
@@ -306,19 +311,20 @@ class CheckpointMixin(DeepSpeedEngine):
         load_dir = self._of_job(os.path.abspath(load_dir))
         universal = self.load_universal_checkpoint()
         whole = load_optimizer_states and not load_module_only
-        manifest = None
+        manifest, resizes = None, False
         if universal:
             check_universal(load_dir, self)
             tag = universal_tag(Path(load_dir), tag)
         else:
             find = partial(_find, Path(load_dir), tag, self, whole=whole)
-            tag, manifest = agree(Path(load_dir), find)
+            tag, manifest, differs = agree(Path(load_dir), find)
+            resizes = any(gather(differs))  # a rank alone may find that its stage has other layers
         own, folder = dict[str, Any](), Path(load_dir, str(tag))
         if tag is not None:  # before the weights that it held are compared
             written = agree(folder, partial(_check, folder, manifest, self, whole=whole))
             if written is not None:
                 self.replace_optimizer(written)
-        if manifest is not None:
+        if manifest is not None and not resizes:
             strict = load_module_strict and whole
             own = agree(
                 folder, partial(_read_own, folder, manifest, self, strict=strict, whole=whole)
@@ -327,16 +333,20 @@ class CheckpointMixin(DeepSpeedEngine):
         # Under ZeRO 3 DeepSpeed takes weights from the optimizer's files; with load_module_only it
         # does so only if told to leave the optimizer's states.
         states = load_optimizer_states and (whole or not self.zero_optimization_partition_weights())
-        with self._reading(load_dir, tag, same=same, universal=universal):
-            result = super().load_checkpoint(
-                load_dir,
-                tag,
-                load_module_strict=load_module_strict,
-                load_optimizer_states=states,
-                load_lr_scheduler_states=load_lr_scheduler_states,
-                load_module_only=load_module_only,
-                custom_load_fn=custom_load_fn,
-            )
+        if resizes:
+            keeps = load_lr_scheduler_states
+            result = self._resized(folder, manifest, whole, load_module_strict, schedule=keeps)
+        else:
+            with self._reading(load_dir, tag, same=same, universal=universal):
+                result = super().load_checkpoint(
+                    load_dir,
+                    tag,
+                    load_module_strict=load_module_strict,
+                    load_optimizer_states=states,
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                    load_module_only=load_module_only,
+                    custom_load_fn=custom_load_fn,
+                )
         if result[0] is None:  # no checkpoint: nothing changes
             return result
         self.loaded_samples = 0 if load_module_only else self.global_samples
@@ -348,12 +358,22 @@ class CheckpointMixin(DeepSpeedEngine):
         if whole:
             count_alone(self.basic_optimizer)
             self.load_extra_state(own.get("engine", {}))
-        for key, ours in universal_information(self).items():  # not the client's
-            if result[1] and result[1].get(key) == ours:
-                del result[1][key]
-        if load_optimizer_states and not states and result[1]:
-            result[1].pop("optimizer", None)  # nor is what DeepSpeed was told to leave
+        if result[1]:
+            _drop_ours(self, result[1])
+            if load_optimizer_states and not states:
+                result[1].pop("optimizer", None)  # nor is what DeepSpeed was told to leave
         return result
+
+    def _resized(
+        self, folder: Path, manifest: Any, whole: bool, strict: bool, *, schedule: bool
+    ) -> tuple[str, dict[str, Any]]:
+        """Load what a run of other sizes has saved; see `wavemare.engine.checkpoint.resize`."""
+        names = resize.weight_names(self)
+        saved = agree(folder, partial(Saved, folder, manifest))
+        plan = agree(folder, partial(resize.check, saved, self, names, states=whole, strict=strict))
+        if whole:
+            resize.check_all_held(plan, self)
+        return str(saved.path), resize.load(plan, self, states=whole, schedule=schedule)
 
     @contextmanager
     def _reading(
@@ -488,6 +508,13 @@ def _check_client_state(engine: EngineMixin, state: Mapping[str, Any]) -> None:
     check_client_state(state)
 
 
+def _drop_ours(engine: EngineMixin, client_state: dict[str, Any]) -> None:
+    """Take out of a client state what the save has put there for ``ds_to_universal``."""
+    for key, ours in universal_information(engine).items():
+        if client_state.get(key) == ours:
+            del client_state[key]
+
+
 def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
     """Check a folder on every rank; what one refuses, all refuse with its error."""
     refused, result = None, None
@@ -528,15 +555,19 @@ def _write_weights(file: Path, state: dict[str, Tensor] | None) -> None:
 
 def _find(
     load_dir: Path, tag: str | None, engine: EngineMixin, *, whole: bool
-) -> tuple[str | None, dict[str, Any] | None]:
-    """Return tag and list of files of a checkpoint that this engine can go on from."""
+) -> tuple[str | None, dict[str, Any] | None, bool]:
+    """Return tag and list of files of a checkpoint that this engine can go on from.
+
+    The last is whether its weights and states have to be brought to other sizes.
+    """
     tag = resolve_tag(load_dir, tag)
     manifest = read_manifest(load_dir / tag) if tag is not None else None
+    if tag is None:
+        return None, None, False
     if manifest is not None:
-        check_checkpoint_fits(load_dir / str(tag), manifest, engine, whole=whole)
-    elif tag is not None:
-        check_kind(load_dir / tag, engine)
-    return tag, manifest
+        fits = check_checkpoint_fits(load_dir / tag, manifest, engine, whole=whole)
+        return tag, manifest, fits
+    return tag, None, stock_differs(load_dir / tag, engine, whole=whole)
 
 
 def _read_own(
@@ -566,7 +597,7 @@ def _verify(folder: Path, manifest: Mapping[str, Any], engine: EngineMixin) -> N
     verify_contents(folder, manifest, part=part, parts=parts)
 
 
-def _manifest(engine: EngineMixin, runs: list[str]) -> dict[str, Any]:
+def _manifest(engine: EngineMixin, runs: list[str], names: dict[str, str]) -> dict[str, Any]:
     """Return what ``wavemare.json`` says beside the files."""
     plan = engine.layout
     layout = json.loads(plan.to_json()) if plan is not None else None
@@ -578,5 +609,6 @@ def _manifest(engine: EngineMixin, runs: list[str]) -> dict[str, Any]:
         "global_steps": engine.global_steps,
         "topology": topology(engine),
         "untied": untied_weights(engine),
+        "names": names,
         "plan": None if plan is None else {"digest": plan.digest, "layout": layout},
     }

@@ -14,7 +14,8 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from torch import Tensor
 
 from wavemare.engine.checkpoint.files import read_file
-from wavemare.engine.checkpoint.manifest import MANIFEST, rank_file
+from wavemare.engine.checkpoint.manifest import rank_file
+from wavemare.engine.checkpoint.saved import stock_names, stock_topology
 from wavemare.engine.config.shape import ZERO_WEIGHTS
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.optim.optimizers import is_added
@@ -30,6 +31,8 @@ _EXPORTED = "a model that save_pretrained exported (of an engine that has loaded
 _OF_REPLICAS = {"world_size", "replicas"}
 _WRAPPERS = ("optimizer", "optimizer_state_dict", "base_optimizer_state")
 _COMPILED = "bias_correction"
+_FOUR_BITS = "Params4bit"
+"""The class of bitsandbytes' weights in 4 bits."""
 WHOLE = "whole-tensors"
 """File in a universal checkpoint that was made from no split layers' files."""
 _ADDED = {"shampoo_beta": "SOAP", "ns_steps": "Muon", "momentum_decay": "NAdam"}
@@ -84,29 +87,26 @@ def keeps_adam_alone(engine: EngineMixin) -> bool:
 
 def check_checkpoint_fits(
     folder: Path, manifest: Mapping[str, Any], engine: EngineMixin, *, whole: bool
-) -> None:
+) -> bool:
     """Check a checkpoint of another run's engine against this one.
 
     With ``whole``, the optimizer's states are loaded, too; they depend on the topology. A manifest
     of an older version lacks some entries.
 
+    Returns:
+        Whether its weights and states have to be brought to other sizes.
+
     Raises:
-        CheckpointError: It was saved by another topology, layout or tying of weights.
+        CheckpointError: It was saved by another tying of weights, or by a topology from which
+            there is no way to this one.
     """
     plan, layout = manifest.get("plan"), engine.layout
     untied, own = manifest.get("untied"), untied_weights(engine)
     saved, current = manifest["topology"], topology(engine)
-    converts = keeps_adam_alone(engine) and engine.settings.expert_parallel.size == 1
-    converts = converts and not {"replicas"} & (saved.keys() | current.keys())
-    # A pipeline has other names, and without ZeRO there are no files to convert or to convert for.
-    converts = converts and (saved.get("cuts") is None) == (current["cuts"] is None)
-    stages = {saved["zero_stage"], current["zero_stage"]}  # ZeRO 3 reads files of its own alone
-    converts = converts and (stages <= {1, 2} or stages == {ZERO_WEIGHTS})
-    convert = _universal_remedy(folder) if converts else f"go on from {_EXPORTED}"
     sizes = [each.get("experts", 1) for each in (saved, current)]
     rows: list[tuple[object, str, str]] = [
         (
-            untied is not None and untied != own,
+            set(untied or ()) - set(own),
             f"its untied weights are {untied}, in this run {own}",
             "Resume with the schedule that saved it (pipemare unties heads, 1f1b does not unless "
             f'"untie" is set), or go on from {_EXPORTED}',
@@ -122,10 +122,6 @@ def check_checkpoint_fits(
             f"Load all of it with wavemare.local_steps, or go on from {_EXPORTED}",
         ),
     ]
-    if whole and plan is not None and layout is not None:
-        reason = f"it was saved under the layout {plan['digest']}, this run has {layout.digest}"
-        remedy = f"Resume with the same layout, which is in {MANIFEST}, or {convert}"
-        rows.append((plan["digest"] != layout.digest, reason, remedy))
     for refused, reason, remedy in rows:
         if refused:
             raise CheckpointError("checkpoint", str(folder), reason, remedy)
@@ -135,13 +131,101 @@ def check_checkpoint_fits(
         free = {"world_size", "data"}
     if "replicas" in current:  # synchronous training is that of one replica
         free = _OF_REPLICAS if "replicas" in saved else free | _OF_REPLICAS | {"fragments"}
-    saved, current = (
-        {key: value for key, value in each.items() if key not in free} for each in (saved, current)
-    )
-    if whole and saved != current:
-        reason = f"it was saved with the topology {_spell(saved)}, this run has {_spell(current)}"
-        remedy = f"Resume with the same topology, or {convert}"
+    other_plan = plan is not None and layout is not None and plan["digest"] != layout.digest
+    different = untied is not None and untied != own
+    if whole:
+        different |= other_plan or _without(saved, free) != _without(current, free)
+    else:  # DeepSpeed reads the files of its own kind
+        different |= (saved.get("cuts") is None) != (current["cuts"] is None)
+    if not different:
+        return False
+    refusal = resize_refusal(saved, current) or _engine_refusal(engine)
+    if refusal is not None:
+        spelled = _spell(_without(saved, free)), _spell(_without(current, free))
+        reason = "it was saved with the topology {}, this run has {}, and {}".format(
+            *spelled, refusal
+        )
+        remedy = f"Resume with the same topology, or {_way_out(folder, saved, current, engine)}"
         raise TopologyError("checkpoint", str(folder), reason, remedy)
+    return True
+
+
+def resize_refusal(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
+    """Return why a checkpoint cannot be brought to other sizes; None if it can.
+
+    Args:
+        saved: `topology` of the run that saved it; stock DeepSpeed's may lack keys.
+        current: That of the run that loads it.
+    """
+    rows = (
+        ("model", 1, "layers that ranks split (tensor_parallel) are not cut anew"),
+        ("experts", 1, "experts that ranks share (expert_parallel) are not divided anew"),
+        ("replicas", 0, "replicas with local_steps keep states of their own"),
+    )
+    for key, least, reason in rows:
+        if max(int(each.get(key) or least) for each in (saved, current)) > least:
+            return reason
+    return None
+
+
+def _engine_refusal(engine: EngineMixin) -> str | None:
+    rows = (
+        (engine.has_moe_layers, "DeepSpeed's MoE layers have files of their own"),
+        (
+            any(type(p).__name__ == _FOUR_BITS for p in engine.module.parameters()),
+            "weights in 4 bits are read as they were written alone",
+        ),
+        (engine.zero_nvme_offload_optimizer(), "the optimizer's states are on NVMe"),
+    )
+    return next((reason for refused, reason in rows if refused), None)
+
+
+def _way_out(
+    folder: Path, saved: Mapping[str, Any], current: Mapping[str, Any], engine: EngineMixin
+) -> str:
+    """Return how to go on from a checkpoint that a load does not bring to other sizes."""
+    converts = keeps_adam_alone(engine) and engine.settings.expert_parallel.size == 1
+    converts = converts and not {"replicas"} & (saved.keys() | current.keys())
+    # A pipeline has other names, and without ZeRO there are no files to convert or to convert for.
+    converts = converts and (saved.get("cuts") is None) == (current["cuts"] is None)
+    stages = {saved["zero_stage"], current["zero_stage"]}  # ZeRO 3 reads files of its own alone
+    converts = converts and (stages <= {1, 2} or stages == {ZERO_WEIGHTS})
+    return _universal_remedy(folder) if converts else f"go on from {_EXPORTED}"
+
+
+def stock_differs(folder: Path, engine: EngineMixin, *, whole: bool) -> bool:
+    """Return whether stock DeepSpeed's checkpoint has to be brought to other sizes.
+
+    One rank may find this where others do not: a stage has other layers.
+
+    Raises:
+        CheckpointError: There is no way from its sizes to these.
+    """
+    saved, current = stock_topology(folder), topology(engine)
+    if saved is None:
+        return False
+    own = {key: current[key] for key in saved}
+    if saved["zero_stage"] == own["zero_stage"] == 0:
+        saved, own = (_without(each, {"world_size", "data"}) for each in (saved, own))
+    layers = next(folder.glob("layer_*-model_states.pt"), None) is not None
+    different = layers != engine.pipeline_parallelism
+    if whole and not different:
+        place = dist.get_rank(group=engine.data_parallel_group), engine.checkpoint_mp_rank
+        names = stock_names(folder, place) if layers else None
+        held = {name for group in adapt(engine).held_names() for name in group}
+        different = saved != own or (names is not None and not names <= held)
+    if not different:
+        return False
+    refusal = resize_refusal(saved, current) or _engine_refusal(engine)
+    if refusal is not None:
+        reason = f"it was saved with the topology {_spell(saved)}, this run has {_spell(own)}, "
+        remedy = f"Resume with the same topology, or go on from {_EXPORTED}"
+        raise TopologyError("checkpoint", str(folder), reason + f"and {refusal}", remedy)
+    return True
+
+
+def _without(topology: Mapping[str, Any], keys: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in topology.items() if key not in keys}
 
 
 def shapes(engine: EngineMixin) -> dict[str, list[int]]:
@@ -325,22 +409,6 @@ def _name(settings: list[str]) -> str:
     if settings == _ADAM:
         return "torch's Adam or AdamW"
     return f"an optimizer with {' and '.join(settings) or 'neither betas nor momentum'}"
-
-
-def check_kind(folder: Path, engine: EngineMixin) -> None:
-    """Refuse stock DeepSpeed's checkpoint of a pipeline for another engine, and the reverse.
-
-    Raises:
-        CheckpointError: The files are of the other kind.
-    """
-    layers = next(folder.glob("layer_*-model_states.pt"), None) is not None
-    weights = next(folder.glob("*mp_rank_*_model_states.pt"), None) is not None
-    kinds = "an engine without stages", "a pipeline"
-    own = engine.pipeline_parallelism
-    if (layers or weights) and layers != own:
-        reason = f"{kinds[layers]} has saved it, and this is {kinds[own]}"
-        remedy = f"Load it with {kinds[layers]}, or go on from {_EXPORTED}"
-        raise CheckpointError("checkpoint", str(folder), reason, remedy)
 
 
 def check_universal(load_dir: str, engine: EngineMixin) -> None:

@@ -30,7 +30,8 @@ from wavemare.engine.config.sections import GuardConfig
 from wavemare.engine.feature import Feature
 from wavemare.engine.health.nonfinite_trace import Finding, explained, loss_of, trace
 from wavemare.engine.launch.group import gather
-from wavemare.engine.optim.adapter import adapt, is_tied_copy, squared_norm
+from wavemare.engine.optim.adapter import adapt
+from wavemare.engine.optim.gradients import is_tied_copy, squared_norm
 from wavemare.engine.optim.norm import scales_losses
 from wavemare.engine.seams import replaced
 from wavemare.errors import NumericsError

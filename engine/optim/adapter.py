@@ -8,7 +8,7 @@ No other module reads these attributes of the optimizers. Tested with the versio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from torch import Tensor
 
 from wavemare.engine.experts import expert_group, is_divided, same_experts
+from wavemare.engine.optim.gradients import gradient_values, is_tied_copy, squared_norm
+from wavemare.engine.optim.held import Held, Stepped
 from wavemare.engine.seams import replaced
 from wavemare.pipeline.optim.matrix_optimizer import Partition
 
@@ -231,6 +233,33 @@ class OptimizerAdapter:
         names = {id(p): name for name, p in self._engine.module.named_parameters()}
         return [[names.get(id(p), "a weight outside the model") for p in group] for group in groups]
 
+    def stepped(self) -> Iterator[Stepped]:
+        """Yield each tensor that the basic optimizer steps."""
+        held = next((g for name in _GROUPS if (g := getattr(self._optimizer, name, None))), None)
+        flats = getattr(self._optimizer, "fp32_groups_flat", None)
+        basic = [group["params"] for group in self._engine.basic_optimizer.param_groups]
+        for number, weights in enumerate(held or basic):
+            if flats is None:
+                for master, weight in zip(basic[number], weights, strict=True):
+                    own = Held(weight, 0, 0, weight.numel())
+                    yield Stepped(master, number, [weight], [own])
+                continue
+            starts = [0, *accumulate(weight.numel() for weight in weights)]
+            places = zip(weights, starts, strict=False)
+            parts = [Held(weight, start, 0, weight.numel()) for weight, start in places]
+            yield Stepped(flats[number], number, weights, parts)
+
+    def load_states(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Take over the basic optimizer's states, by the ``id`` of each tensor of `stepped`.
+
+        The masters have been changed in place; the model's weights become theirs, rounded.
+        """
+        basic = self._engine.basic_optimizer
+        tensors = enumerate(p for group in basic.param_groups for p in group["params"])
+        found = {number: states[id(p)] for number, p in tensors if states.get(id(p))}
+        groups = basic.state_dict()["param_groups"]
+        basic.load_state_dict({"state": found, "param_groups": groups})
+
     def refresh_masters(self) -> None:
         """Take the model's weights as the fp32 masters: other weights have been loaded."""
         refresh = getattr(self._optimizer, "refresh_fp32_params", None)
@@ -288,6 +317,21 @@ class _PartitionedMasters(OptimizerAdapter):
     def publish_masters(self) -> None:
         """Give the ranks of this replica the masters that their owners have changed."""
         self._optimizer.update_lp_params()
+
+    def stepped(self) -> Iterator[Stepped]:
+        """Yield each flat tensor that the basic optimizer steps."""
+        optimizer = self._optimizer
+        rows = getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
+        for number, (flat, partition) in enumerate(self.partitions()):
+            parts, row = partition.parts(lambda shape: False), rows[number]
+            held = [Held(row[n], part.start, part.first, part.count) for n, part in parts]
+            yield Stepped(flat, number, row, held)
+
+    def load_states(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Take over the basic optimizer's states, by the ``id`` of each tensor of `stepped`."""
+        super().load_states(states)
+        self._optimizer._link_all_hp_params()
+        self.publish_masters()
 
 
 class ZeroAdapter(_PartitionedMasters):
@@ -422,6 +466,33 @@ class ZeroAdapter(_PartitionedMasters):
 class _Zero3Adapter(OptimizerAdapter):
     """DeepSpeed's optimizer of ZeRO 3."""
 
+    def stepped(self) -> Iterator[Stepped]:
+        """Yield each flat tensor that the basic optimizer steps."""
+        rank = dist.get_rank(group=self._optimizer.dp_process_group)
+        groups = self._optimizer.sub_group_to_group_id
+        flats = self._optimizer.fp32_partitioned_groups_flat
+        for index, (flat, weights) in enumerate(
+            zip(flats, self._optimizer.fp16_groups, strict=True)
+        ):
+            held, start = [], 0
+            for weight in weights:
+                size = int(weight.ds_tensor.ds_numel)
+                first = min(rank * size, int(weight.ds_numel))
+                count = min(size, int(weight.ds_numel) - first)
+                held.append(Held(weight, start, first, count))
+                start += size
+            yield Stepped(flat, groups[index], weights, held)
+
+    def load_states(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Take over the basic optimizer's states, by the ``id`` of each tensor of `stepped`."""
+        optimizer = self._optimizer
+        own = optimizer.state_dict()
+        flats = enumerate(optimizer.fp32_partitioned_groups_flat)
+        found = {number: states[id(p)] for number, p in flats if states.get(id(p))}
+        own["optimizer_state_dict"]["state"] = found
+        ranks = dist.get_world_size(group=optimizer.dp_process_group)
+        optimizer.load_state_dict([own] * ranks)
+
     def gradients(self) -> list[Tensor]:
         """Return this rank's shares of the reduced gradients."""
         if self._optimizer.offload_optimizer:
@@ -529,42 +600,6 @@ class _Bf16Adapter(_PartitionedMasters):
         none = [torch.zeros(1, device=self._engine.device)]  # a stage may have none
         norm = get_global_norm_of_tensors(gradients or none, mpu=mpu)
         return torch.where(norm < 0, math.inf, norm)  # DeepSpeed returns -1 if it is not finite
-
-
-def is_tied_copy(parameter: Any) -> bool:
-    """Whether a weight is a copy of one on another stage, where it counts for the norm."""
-    return bool(getattr(parameter, "ds_pipe_replicated", False))
-
-
-def squared_norm(tensors: Iterable[Tensor], device: Any) -> Tensor:
-    """Return the sum of the squares of all elements: (), fp64, on a device.
-
-    Each tensor's norm is computed in fp32, or in its own type if that is larger: a norm in fp16
-    would overflow at 65,504. Above 1.8e19 it is not finite.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_type.setdefault(tensor.dtype, []).append(tensor.detach())
-    for dtype, alike in by_type.items():
-        norms = torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
-        total += torch.stack(norms).double().square().sum().to(device)
-    return total
-
-
-def gradient_values(parameters: Iterable[Any]) -> list[Tensor]:
-    """Return the gradients of those parameters that have one.
-
-    Sparse gradients are coalesced in place, so that each row counts once; their values are
-    returned.
-    """
-    held = [parameter for parameter in parameters if parameter.grad is not None]
-    for parameter in held:
-        if parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-    grads = (parameter.grad for parameter in held)
-    return [grad._values() if grad.is_sparse else grad for grad in grads]
 
 
 def _present(parts: Iterable[Any]) -> list[Tensor]:

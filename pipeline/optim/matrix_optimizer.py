@@ -183,6 +183,10 @@ class MatrixOptimizer(Optimizer, ABC):
         """Set the tensors of a flat parameter; before the first step."""
         self._partitions[parameter] = partition
 
+    def partition_of(self, parameter: Tensor) -> Partition | None:
+        """Return what `set_partition` was told of a parameter; None if it is a tensor itself."""
+        return self._partitions.get(parameter)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient.

@@ -50,9 +50,8 @@ def test_what_is_refused(launch_once):
         own, other, saved = result["plans"]
         assert own == saved != other
         assert result["layout"]
-        assert result["other plan"].startswith("CheckpointError")
-        for text in (own, other, "Resume with the same layout", "save_pretrained"):
-            assert text in result["other plan"]
+        found, expected = result["other plan"]
+        assert found == pytest.approx(expected, abs=EXACT)
         assert "wavemare.parallel with names and by annotations in the program" in result["twice"]
         assert "num_layers = 7: the model has 6 layers" in result["other model"]
         assert "the layout is for 4 processes" in result["more processes"]

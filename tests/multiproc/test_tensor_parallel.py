@@ -16,6 +16,7 @@ NAMES = [
     "bert-mlm-101",
     "bert-mlm-untied",
     "bert-cls",
+    "bert-qa",
     "bert-regression",
 ]
 FAMILIES = [*SPLIT_DECODERS, "llama-tied", "qwen3-tied", "gemma3_text-tied"]
@@ -24,7 +25,15 @@ LOADED = ["llama-tied", "qwen3", "phi3", "opt-tied"]
 NEAR = {"eager": ["llama", "gpt2"], "half": ["llama", "qwen3"]}
 FUSED = ["gpt2-101", "gpt2-untied", "llama"]
 CASES = json.dumps(
-    {"fused": FUSED, "loaded": LOADED, "equal": NAMES, "functions": [], "dropout": DROPPED, **NEAR}
+    {
+        "fused": FUSED,
+        "ignored": ["llama"],
+        "loaded": LOADED,
+        "equal": NAMES,
+        "functions": [],
+        "dropout": DROPPED,
+        **NEAR,
+    }
 )
 
 
@@ -52,6 +61,14 @@ def test_a_forward_pass_that_reads_the_head_gets_the_whole_of_it(launch_once):
     results = launch_once("tensor_parallel.py", CASES)
     for name in FUSED:
         check_equality([result["fused"][name] for result in results])
+
+
+@pytest.mark.world_size(2)
+def test_ignore_index_leaves_the_same_labels_out(launch_once):
+    for result in launch_once("tensor_parallel.py", CASES):
+        found, expected, of_all = result["ignored"]["llama"]
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert found != pytest.approx(of_all, rel=1e-2)
 
 
 @pytest.mark.world_size(2)

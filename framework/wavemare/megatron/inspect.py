@@ -45,11 +45,13 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _CONVERTIBLE = "fully_reshardable"
 
 
-def inspect(folder: str | Path) -> dict[str, Any]:
+def inspect(folder: str | Path, sizes: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Return what a folder holds, as plain values for JSON.
 
     Args:
         folder: Of Megatron, Hugging Face, DeepSpeed or this package.
+        sizes: Of a run that is to load an engine's checkpoint, as in its topology: ``world_size``,
+            ``pipe``, ``model``, ``experts``, ``zero_stage``. The others are those of the save.
 
     Raises:
         CheckpointError: It is none of these, or is damaged.
@@ -59,7 +61,7 @@ def inspect(folder: str | Path) -> dict[str, Any]:
     kind = kind_of(folder)
     if kind == "hf":
         return _hugging_face(folder)
-    return _engine(folder) if kind == "engine" else describe(open_store(folder))
+    return _engine(folder, sizes or {}) if kind == "engine" else describe(open_store(folder))
 
 
 def describe(store: Store) -> dict[str, Any]:
@@ -207,7 +209,7 @@ def _hugging_face(folder: Path) -> dict[str, Any]:
     }
 
 
-def _engine(folder: Path) -> dict[str, Any]:
+def _engine(folder: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return what an engine's checkpoint is; the engine itself reads it."""
     latest = folder / "latest"
     step = folder
@@ -224,12 +226,39 @@ def _engine(folder: Path) -> dict[str, Any]:
     kind = "DeepSpeed" if not manifest else "DeepSpeed, written by wavemare"
     if (step / "zero").is_dir():
         kind = "DeepSpeed universal"
+    told = {}
+    if kind != "DeepSpeed universal":
+        told["loads"] = _loading(step, manifest if isinstance(topology, dict) else None, sizes)
     return {
         "format": kind,
         "folder": str(step),
         "bytes": sum(file.stat().st_size for file in step.rglob("*") if file.is_file()),
         "files": sum(1 for file in step.rglob("*") if file.is_file()),
         "saved with": topology if isinstance(topology, dict) else {},
+        **told,
         "use": "load it with engine.load_checkpoint, then save with wavemare.save_pretrained",
         "missing": [],
     }
+
+
+def _loading(step: Path, manifest: Any, sizes: Mapping[str, int]) -> str:
+    """Return whether an engine of other sizes can load a checkpoint, and else the reason."""
+    from wavemare.engine.checkpoint.compatibility import resize_refusal
+    from wavemare.engine.checkpoint.manifest import read_manifest
+    from wavemare.engine.checkpoint.saved import Saved, stock_topology
+
+    saved = stock_topology(step) if manifest is None else manifest["topology"]
+    if saved is None:
+        return "no: it has no file mp_rank_*_model_states.pt"
+    current = {**saved, **sizes}
+    models = current["pipe"] * current["model"]
+    if current["world_size"] % models:
+        return f"no: {current['world_size']} ranks cannot be divided by {models} for each model"
+    refusal = resize_refusal(saved, current)
+    if refusal is not None:
+        return "yes" if sizes and current == saved else f"at the sizes of the save alone: {refusal}"
+    try:
+        Saved(step, read_manifest(step))
+    except CheckpointError as error:
+        return f"no: {error.reason}"
+    return "yes, at these sizes" if sizes else "yes, at any number of ranks, stages and ZeRO stage"

@@ -18,11 +18,10 @@ from wavemare.engine.launch.group import (
 )
 from wavemare.errors import ConfigError
 from wavemare.observe.quiet import quiet_libraries
-from wavemare.observe.screen import print_rank_0
 from wavemare.parallel.layout.layout import Layout
 from wavemare.training.arguments import ALL, TrainArguments
 from wavemare.training.balance import read_layout, with_layout
-from wavemare.training.checkpoints import check_resume, convert_checkpoint, resumes_after_restart
+from wavemare.training.checkpoints import check_resume, resumes_after_restart
 from wavemare.training.config import resolve_config
 
 
@@ -38,7 +37,6 @@ class Setup:
         section: The section ``"wavemare"`` of the configuration.
         batch: DeepSpeed's three batch sizes by their keys.
         resume: Whether the run continues from a checkpoint.
-        foreign: Tag of a checkpoint of another number of ranks, which `join_and_seed` converts.
         rank: Of this process.
         world_size: Number of processes.
     """
@@ -49,7 +47,6 @@ class Setup:
     section: WavemareConfig
     batch: dict[str, int]
     resume: bool
-    foreign: str | None
     rank: int
     world_size: int
 
@@ -126,12 +123,9 @@ def read_setup(arguments: TrainArguments) -> Setup:
         adapt_accumulation(config, data_ranks)
     batch = check_batch_sizes(config, data_world_size=data_ranks)
     quiet_libraries()
-    foreign = None
     if resume:
-        foreign = check_resume(folder / "checkpoints", config, world_size, section.model_ranks)
-    if foreign is not None:  # it is converted first, by `join_and_seed`
-        config = {**config, "checkpoint": {**config.get("checkpoint", {}), "load_universal": True}}
-    return Setup(arguments, config, layout, section, batch, resume, foreign, rank, world_size)
+        check_resume(folder / "checkpoints", config)
+    return Setup(arguments, config, layout, section, batch, resume, rank, world_size)
 
 
 def prefer_bf16(setup: Setup) -> Setup:
@@ -147,10 +141,7 @@ def prefer_bf16(setup: Setup) -> Setup:
 
 
 def join_and_seed(setup: Setup) -> None:
-    """Join the other processes, and seed the weights alike on all of them.
-
-    A checkpoint of another number of ranks is converted for these ones.
-    """
+    """Join the other processes, and seed the weights alike on all of them."""
     import transformers
 
     import wavemare
@@ -158,23 +149,17 @@ def join_and_seed(setup: Setup) -> None:
     wavemare.init_distributed()
     quiet_libraries()
     transformers.set_seed(setup.arguments.seed)
-    if setup.foreign is not None:
-        if setup.rank == 0:
-            print_rank_0(f"{setup.foreign} is converted for {setup.world_size} ranks")
-            convert_checkpoint(setup.checkpoints, setup.foreign)
-        _meet("wavemare/converted", setup.world_size)
 
 
 def wait_for_data(setup: Setup) -> None:
-    """Wait until every process has its data, which one host may read for hours."""
-    _meet("wavemare/data", setup.world_size)
+    """Wait until every process has its data, which one host may read for hours.
 
-
-def _meet(place: str, world_size: int) -> None:
-    """Wait for the other processes, without the time limit that ends a collective."""
+    The time limit that ends a collective does not count here.
+    """
     from torch import distributed
 
-    meet(distributed.distributed_c10d._get_default_store(), place, world_size)
+    store = distributed.distributed_c10d._get_default_store()
+    meet(store, "wavemare/data", setup.world_size)
 
 
 def seed_dropout(engine: Any, seed: int) -> None:

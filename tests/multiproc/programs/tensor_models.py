@@ -69,6 +69,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-mlm-101": ("bert-mlm", {"vocab_size": 101}),
     "bert-mlm-untied": ("bert-mlm", {"vocab_size": 101, "tie_word_embeddings": False}),
     "bert-cls": ("bert-cls", {"vocab_size": 101}),
+    "bert-qa": ("bert-qa", {"vocab_size": 101, "num_labels": 2}),
     "bert-regression": ("bert-cls", {"vocab_size": 96, "num_labels": 1}),
 }
 
@@ -95,7 +96,7 @@ def build(name, residual=0.0, attention=0.0):
         model: Any = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(**{**GPT2, **drop, **changes})
         )
-    elif kind not in ("bert-mlm", "bert-cls"):
+    elif kind not in ("bert-mlm", "bert-cls", "bert-qa"):
         drop = dict.fromkeys(("attention_dropout", "attention_probs_dropout_prob"), attention)
         drop |= {"dropout": residual, "hidden_dropout_prob": residual}
         model = of_family(kind, {**drop, **changes})
@@ -105,6 +106,7 @@ def build(name, residual=0.0, attention=0.0):
         heads = {
             "bert-mlm": transformers.BertForMaskedLM,
             "bert-cls": transformers.BertForSequenceClassification,
+            "bert-qa": transformers.BertForQuestionAnswering,
         }
         model = heads[kind](config)
     for parameter in model.parameters():
@@ -139,6 +141,9 @@ def batch(model, seed=13, texts=3):
     if "Classification" in type(model).__name__:
         labels = torch.arange(texts) % 3
         result["labels"] = labels if model.config.num_labels > 1 else labels.float()
+    elif "Question" in type(model).__name__:
+        result["start_positions"] = torch.arange(texts)
+        result["end_positions"] = torch.arange(texts) + 2
     else:
         result["labels"] = ids.masked_fill(mask == 0, -100)
     return {name: tensor.to(device) for name, tensor in result.items()}

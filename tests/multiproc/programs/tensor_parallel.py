@@ -85,21 +85,42 @@ def equality(name, attention=None, dtype=torch.float32, change=None):
         loss = model(**given, **extra).loss
         loss.backward()
     expected_loss = output.loss.item()
-    output = output if output.logits is not None else whole(**given)
+    output = output if scores(output) is not None else whole(**given)
     expected = own_part(gradients(whole), model, dist.get_rank(), dist.get_world_size())
     own = gradients(model)
-    without_labels = {key: value for key, value in given.items() if key != "labels"}
+    targets = ("labels", "start_positions", "end_positions")
+    without_labels = {key: value for key, value in given.items() if key not in targets}
     return {
         "loss": loss.item(),
         "loss_difference": abs(loss.item() - expected_loss),
         "gradient_difference": distance(own, expected),
         "gradient_size": max(float(value.abs().max()) for value in own.values() if value.numel()),
-        "logits_difference": float((model(**without_labels).logits - output.logits).abs().max()),
+        "logits_difference": float((scores(model(**without_labels)) - scores(output)).abs().max()),
         "merged": None if merged is None else same_bytes(merged, whole.state_dict()),
         "replicated": replicated_digest(model),
         "elements": sum(value.numel() for value in model.parameters()),
         "whole_elements": sum(value.numel() for value in whole.parameters()),
     }
+
+
+def scores(output):
+    """Return the logits, those of the first and of the last token of an answer for questions."""
+    if "start_logits" in output:
+        return torch.stack([output.start_logits, output.end_logits])
+    return output.logits
+
+
+def ignored(names):
+    """Return the losses of the split and of the whole model without the labels that are 7."""
+    result = {}
+    for name in names:
+        whole = build(name).to(DEVICE)
+        model = split_model(copy.deepcopy(whole), dist.group.WORLD)
+        given = batch(whole)
+        given["labels"] = given["labels"].masked_fill(given["labels"] < 40, 7)
+        losses = [each(**given, ignore_index=7).loss.item() for each in (model, whole)]
+        result[name] = [*losses, whole(**given).loss.item()]
+    return result
 
 
 def same_bytes(these, those):
@@ -296,7 +317,7 @@ def loaded(names):
 
 
 CASES = {"loaded": loaded, "equal": equal, "functions": functions, "dropout": dropout}
-CASES |= {"eager": eager, "half": half, "fused": fused}
+CASES |= {"eager": eager, "half": half, "fused": fused, "ignored": ignored}
 
 if __name__ == "__main__":
     init_distributed()

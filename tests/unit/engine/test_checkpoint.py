@@ -14,8 +14,8 @@ from support.refusals import refuses
 from wavemare.engine.checkpoint import compatibility as checkpoint_checks
 from wavemare.engine.checkpoint.compatibility import (
     check_checkpoint_fits,
-    check_kind,
     check_optimizer,
+    resize_refusal,
 )
 from wavemare.engine.checkpoint.manifest import (
     MANIFEST,
@@ -127,48 +127,47 @@ def check_topology(monkeypatch, folder, saved, current):
         zero_optimization_stage=lambda: current["zero_stage"],
         layout=None,
         settings=WavemareConfig.of({}),
+        has_moe_layers=False,
+        zero_nvme_offload_optimizer=lambda: False,
     )
+    engine.module.parameters = list
     monkeypatch.setattr(checkpoint_checks.dist, "get_world_size", lambda: current["world_size"])
-    check_checkpoint_fits(folder, {"topology": saved}, engine, whole=True)
+    return check_checkpoint_fits(folder, {"topology": saved}, engine, whole=True)
 
 
 @pytest.mark.parametrize("key", ["world_size", "data"])
 def test_without_zero_the_number_of_replicas_does_not_matter(checkpoints, monkeypatch, key):
     saved = {**TOPOLOGY, "zero_stage": 0}
     folder = checkpoints / "step-2"
-    check_topology(monkeypatch, folder, saved, {**saved, key: 99})
-    with pytest.raises(CheckpointError):
-        check_topology(monkeypatch, folder, saved, {**saved, "pipe": 1})
-
-
-KINDS = {
-    False: ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"],
-    True: ["layer_00-model_states.pt", "layer_01-model_00-model_states.pt"],
-}
-EXPERTS = "layer_0_expert_0_mp_rank_00_model_states.pt"
-
-
-@pytest.mark.parametrize("saved", KINDS)
-@pytest.mark.parametrize("own", KINDS)
-def test_stock_checkpoints_of_the_other_kind_are_refused(tmp_path, saved, own):
-    engine = SimpleNamespace(pipeline_parallelism=own)
-    check_kind(tmp_path, engine)  # of which nothing is known
-    for name in ("mp_rank_00_model_states.pt", EXPERTS, *KINDS[saved]):
-        (tmp_path / name).touch()
-    with nullcontext() if saved == own else refuses(CheckpointError, "checkpoint", str(tmp_path)):
-        check_kind(tmp_path, engine)
+    assert not check_topology(monkeypatch, folder, saved, {**saved, key: 99})
+    assert check_topology(monkeypatch, folder, saved, {**saved, "pipe": 1})
 
 
 @pytest.mark.parametrize("key", TOPOLOGY)
-def test_another_topology_is_refused_naming_both(checkpoints, monkeypatch, key):
+def test_another_topology_is_brought_to_this_one_unless_layers_are_split(
+    checkpoints, monkeypatch, key
+):
     changed = [0, 99] if key == "cuts" else 99
     folder = checkpoints / "step-2"
-    with refuses(CheckpointError, "checkpoint", str(folder)) as caught:
-        check_topology(monkeypatch, folder, TOPOLOGY, {**TOPOLOGY, key: changed})
-    assert f"{key} {TOPOLOGY[key]}" in caught.value.reason
-    assert f"{key} {changed}" in caught.value.reason
-    converts = "-m wavemare.universal --input_folder" in caught.value.remedy
-    assert converts == (key != "zero_stage")
+    for model in (1, 2):
+        saved = {**TOPOLOGY, "model": model}
+        if model == 1 and key != "model":
+            assert check_topology(monkeypatch, folder, saved, {**saved, key: changed})
+            continue
+        with refuses(CheckpointError, "checkpoint", str(folder)) as caught:
+            check_topology(monkeypatch, folder, saved, {**saved, key: changed})
+        assert f"{key} {saved[key]}" in caught.value.reason
+        assert f"{key} {changed}" in caught.value.reason
+        converts = "-m wavemare.universal --input_folder" in caught.value.remedy
+        assert converts == (key != "zero_stage")
+
+
+@pytest.mark.parametrize("key", ["experts", "replicas"])
+def test_experts_and_replicas_keep_their_numbers(key):
+    saved = {**TOPOLOGY, key: 2}
+    assert resize_refusal(saved, {**saved, "pipe": 1}) is not None
+    assert resize_refusal(TOPOLOGY, saved) is not None
+    assert resize_refusal(TOPOLOGY, {**TOPOLOGY, "pipe": 1}) is None
 
 
 def make(folder, tag, saved, sizes=(8,), runs=("run 1",)):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from wavemare.engine.optim.adapter import gradient_values, squared_norm
+from wavemare.engine.optim.gradients import gradient_values, squared_norm
 
 CPU = torch.device("cpu")
 

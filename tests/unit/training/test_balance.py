@@ -27,7 +27,7 @@ def balancing(folder, choice, config=None, plan=None, *, resume=False):
     arguments = TrainArguments(balance=choice, output=str(folder), sequence_length=8)
     layout = read_layout(arguments, config or {}, resume=resume)
     known = {"config": config or {}, "layout": layout, "section": None, "batch": {}}
-    return Setup(arguments, **known, resume=resume, foreign=None, rank=0, world_size=2)
+    return Setup(arguments, **known, resume=resume, rank=0, world_size=2)
 
 
 def ranks_that_read(monkeypatch, *digests):

@@ -100,7 +100,7 @@ def test_the_best_evaluation_is_that_of_rank_0_in_a_run_that_resumes(tmp_path, m
 def test_the_last_evaluation_is_bounded_unless_all_is_asked_for(words, samples):
     arguments = parse_arguments(PretrainArguments, ["--deepspeed_config=x", *words.split()])
     known = {"config": {}, "layout": None, "section": None, "batch": {"train_batch_size": 16}}
-    setup = Setup(arguments, **known, resume=False, foreign=None, rank=0, world_size=1)
+    setup = Setup(arguments, **known, resume=False, rank=0, world_size=1)
     assert setup.final_samples == samples
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What restarted ranks of a recipe resume from, and with which batches."""
 
-import threading
 import time
 from types import SimpleNamespace
 
@@ -13,24 +12,7 @@ from wavemare.errors import ConfigError
 from wavemare.training.arguments import TrainArguments
 from wavemare.training.checkpoints import load_checkpoint, resumes_after_restart
 from wavemare.training.evaluation import BEST, read_best
-from wavemare.training.setup import Setup, adapt_accumulation, join_and_seed
-
-
-def test_no_time_limit_counts_while_the_first_rank_converts(tmp_path, monkeypatch):
-    done, place = threading.Event(), {"world_size": 2, "checkpoints": tmp_path, "foreign": "tag"}
-    here = "wavemare.training.setup"
-    monkeypatch.setattr(f"{here}.convert_checkpoint", lambda *_: time.sleep(0.5) or done.set())
-    for name in ("wavemare.init_distributed", "transformers.set_seed", f"{here}.quiet_libraries"):
-        monkeypatch.setattr(name, lambda *_: None)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    place |= {"arguments": SimpleNamespace(seed=0)}
-    first, other = (SimpleNamespace(rank=rank, **place) for rank in range(2))
-    thread = threading.Thread(target=join_and_seed, args=(first,))
-    thread.start()
-    join_and_seed(other)
-    assert done.is_set()
-    thread.join()
-    dist.destroy_process_group()
+from wavemare.training.setup import Setup, adapt_accumulation
 
 
 @pytest.mark.parametrize(
@@ -59,7 +41,7 @@ def test_the_batch_is_accumulated_over_fewer_ranks():
 
 def continued(arguments):
     known = {"config": {}, "layout": None, "section": None, "batch": {}}
-    return Setup(arguments, **known, resume=True, foreign=None, rank=0, world_size=1)
+    return Setup(arguments, **known, resume=True, rank=0, world_size=1)
 
 
 def test_a_run_that_is_past_the_last_step_is_not_continued():

@@ -464,8 +464,16 @@ class VocabParallelHead(ColumnParallelLinear):
         bias = self.bias if self.bias is None else self.gather(self.bias)
         return SimpleNamespace(weight=self.gather(self.weight.t()).t(), bias=bias)
 
-    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None) -> Tensor:
-        """Return `vocab_parallel_cross_entropy` of this rank's logits."""
+    def loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        num_items: Tensor | int | None = None,
+        ignored: int = IGNORED,
+    ) -> Tensor:
+        """Return `vocab_parallel_cross_entropy` of this rank's logits; ``ignored`` is as -100."""
+        if ignored != IGNORED:
+            labels = labels.masked_fill(labels == ignored, IGNORED)
         return vocab_parallel_cross_entropy(logits, labels, self.share, self.group, num_items)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers.pytorch_utils import Conv1D
 
-from wavemare.engine.labels import counts_items, shifts_labels
+from wavemare.engine.labels import IGNORED, counts_items, shifts_labels
 from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
 from wavemare.models.adapters import base_of, is_adapted, is_lora, make_ready
@@ -367,8 +367,8 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
         bound = signature.bind(*args, **kwargs)
         labels = bound.arguments.pop("labels", None)
         others = bound.arguments.setdefault("kwargs", {})
-        items = others.pop("num_items_in_batch", None)
-        shifted = others.pop("shift_labels", None)
+        items, shifted = (others.pop(k, None) for k in ("num_items_in_batch", "shift_labels"))
+        ignored = others.pop("ignore_index", IGNORED)
         by_name = others.pop("return_dict", None)
         others["return_dict"] = True
         output = whole(*bound.args, **bound.kwargs)
@@ -379,7 +379,7 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
         if has_loss:
             if shifted is None:
                 shifted = next_tokens(labels) if shifts else labels
-            entries["loss"] = head.loss(logits, shifted, items if counts else None)
+            entries["loss"] = head.loss(logits, shifted, items if counts else None, ignored)
             if entries.get("aux_loss") is not None:
                 entries["loss"] = entries["loss"] + model.router_aux_loss_coef * output.aux_loss
         if has_loss and by_name:
@@ -546,10 +546,11 @@ class _Trial:
                 tensor.data = tensor.data.float()
             with undisturbed(model), in_fp32(model), torch.enable_grad():
                 model.eval()
-                logits = model(**batch).logits
+                found = model(**batch)  # of a head for questions the logits of both ends
+                logits = torch.cat([v.flatten() for v in found.values() if torch.is_tensor(v)])
                 if model.get_output_embeddings() is None:
                     weights = torch.linspace(-1, 1, logits.numel(), device=logits.device)
-                    loss = (logits.flatten().float() * weights).sum()
+                    loss = (logits.float() * weights).sum()
                 else:
                     labels = batch["input_ids"].clone()
                     labels[:, ::3] = -100
@@ -564,11 +565,11 @@ class _Trial:
         finally:
             for tensor, dtype in half.items():
                 tensor.data = tensor.data.to(dtype)
-        found = {"the logits": logits.detach(), "the loss": loss.detach()}
+        told = {"the logits": logits.detach(), "the loss": loss.detach()}
         for name, gradient in zip(self._kept, given, strict=True):
             if gradient is not None:
-                found[f"the gradient of {name}"] = gradient
-        return found
+                told[f"the gradient of {name}"] = gradient
+        return told
 
     def check(self, group: Any) -> None:
         """Compare with what the split model gives.
