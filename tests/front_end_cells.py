@@ -40,10 +40,13 @@ REFUSED = {
 }
 """How the refusals of a front end and a layout begin."""
 MODELS = ("whole", "LoRA", "named adapter", "DoRA")
-DATA = ("equal", "lengths", "ignored", "smoothing", "short", "packed", "sizes", "own loss")
+DATA = (
+    *("equal", "lengths", "ignored", "smoothing", "short", "packed", "sizes", "own loss"),
+    "auxiliary",
+)
 """Rows of one length, of several, with micro-batches without labels, with smoothed labels, a last
-step of fewer batches, rows that hold several texts, evaluation of other sizes, and a Trainer's own
-``compute_loss``, which reads the logits."""
+step of fewer batches, rows that hold several texts, evaluation of other sizes, a Trainer's own
+``compute_loss``, which reads the logits, and a mixture of experts whose routers have a loss."""
 
 
 def is_local(layout: str) -> bool:
@@ -79,6 +82,11 @@ CELLS = [
 ]
 
 
+def is_mixture(layout: str, data: str) -> bool:
+    """Whether the model is a mixture of experts."""
+    return layout in MIXTURES or data == "auxiliary"
+
+
 def twin_of(cell: str) -> str:
     """The cell that transformers and PyTorch train in one process, with the same result."""
     front, layout, model, data = cell.split("/")
@@ -86,7 +94,7 @@ def twin_of(cell: str) -> str:
     if is_local(layout):
         layout = "local steps"
     else:
-        layout = "experts" if layout in MIXTURES else "ZeRO 0"
+        layout = "experts" if is_mixture(layout, data) else "ZeRO 0"
     return f"{front}/{layout}/{model}/{data}"
 
 

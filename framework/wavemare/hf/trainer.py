@@ -86,6 +86,11 @@ class Trainer(StockTrainer):
         return bool(self.is_deepspeed_enabled and self.accelerator.whole_step_key is not None)
 
     @property
+    def _has_section(self) -> bool:
+        """Whether the DeepSpeed file has ours; without it, figures are those of stock DeepSpeed."""
+        return bool(self.is_deepspeed_enabled and self.accelerator.section is not None)
+
+    @property
     def is_pipeline(self) -> bool:
         """Whether the engine is a pipeline."""
         return bool(self.is_deepspeed_enabled and self.accelerator.stages > 1)
@@ -193,14 +198,13 @@ class Trainer(StockTrainer):
             self._feed = None
             self.accelerator.build = self._build
         self._max_steps = max_steps
-        ours = self.is_deepspeed_enabled and self.accelerator.section is not None
-        if ours:  # a script's own would make a second one beside the engine's
+        if self._has_section:  # a script's own would make a second one beside the engine's
             vars(self)["create_scheduler"] = self._show_scheduler
         try:
             model, loader = super()._prepare_for_training(max_steps, *args, **kwargs)
         finally:
             vars(self).pop("create_scheduler", None)
-        if ours:
+        if self._has_section:
             refuse_hidden_modes(self)
         if not self.trains_whole_steps:
             return model, loader
@@ -311,31 +315,32 @@ class Trainer(StockTrainer):
 
         An engine that steps the scheduler has done so when transformers asks for the rate.
         """
-        ours = self.is_deepspeed_enabled and self.accelerator.section is not None
-        return super()._get_learning_rate() if ours else None
+        return super()._get_learning_rate() if self._has_section else None
 
     def _get_learning_rate(self) -> float:
         """Return the learning rate of the last step."""
         return super()._get_learning_rate() if self._rate is None else self._rate
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return transformers' loss of a batch; in pipelines the last stage calls this.
 
-        transformers multiplies it by the number of data ranks, because it divides by the items of
-        all of them. Some models ignore these, and a pipeline takes the mean over the ranks.
+        transformers multiplies it by the number of data ranks, as it divides by the items of all.
+        That is too much for what is no sum over items: the mean of models that ignore them, the
+        auxiliary loss of routers. So an evaluation with our section divides by a data rank's share
+        of the items instead, and training in stages multiplies no such mean.
         """
-        if not self.is_pipeline:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        multiplied = num_items_in_batch is not None and self.args.average_tokens_across_devices
-        if multiplied and not self._divides_by_items:
-            loss = loss / self.accelerator.data_ranks
+        items = num_items_in_batch
+        multiplied = items is not None and self.args.average_tokens_across_devices
+        ranks = self.accelerator.data_ranks if multiplied and self._has_section else 1
+        if ranks > 1 and not torch.is_grad_enabled():
+            items = items / ranks
+        elif not self.is_pipeline or self._divides_by_items:
+            ranks = 1
+        loss, outputs = super().compute_loss(model, inputs, True, items)
+        if ranks > 1:
+            loss = loss / ranks
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> Any:

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import torch
 import transformers
@@ -25,7 +26,7 @@ from hf_common import pad
 from safetensors.torch import load_file
 from transformers import DataCollatorWithFlattening
 
-from front_end_cells import LAYOUTS, MIXTURES, STAGES, is_local, replicas_of
+from front_end_cells import LAYOUTS, STAGES, is_local, is_mixture, replicas_of
 
 SIZE, MICRO, STEPS, RATE, CLIP = 2, 4, 3, 0.5, 0.5
 ALONE = os.environ["WORLD_SIZE"] == "1"
@@ -47,16 +48,17 @@ else:
 # --- models and data ------------------------------------------------------------------------------
 
 
-def build(layout, kind):
-    if layout in MIXTURES:
-        model, targets = build_moe(), ["q_proj", "v_proj"]
+def build(layout, kind, data):
+    mixture = is_mixture(layout, data)
+    if mixture:
+        model, targets = build_moe(auxiliary=data == "auxiliary"), ["q_proj", "v_proj"]
     else:
         changes = {"n_positions": 64, "tie_word_embeddings": False, "use_cache": False}
         model, targets = build_gpt2(**QUIET, **changes), ["c_attn"]
     if kind == "whole":
         return model
     transformers.set_seed(9)
-    chosen = {"fan_in_fan_out": layout not in MIXTURES, "init_lora_weights": False}
+    chosen = {"fan_in_fan_out": not mixture, "init_lora_weights": False}
     chosen["use_dora"] = kind == "DoRA"
     options = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **chosen)
     name = "own" if kind == "named adapter" else "default"
@@ -74,7 +76,8 @@ class Rows(torch.utils.data.Dataset):
             length = 4 + number * 7 % 12 if varied else 12 + longer
             ids = torch.randint(1, VOCABULARY, (length,), generator=generator)
             labels = ids.clone()
-            labels[: number % 3] = -100  # as a prompt
+            if data != "auxiliary":
+                labels[: number % 3] = -100  # as a prompt
             if data == "ignored" and seed == 0 and number // SIZE % 3 == 1:
                 labels[:] = -100
             self.rows.append({"input_ids": ids, "labels": labels})
@@ -154,6 +157,12 @@ class OwnLoss:
         return (loss, outputs) if return_outputs else loss
 
 
+def logits_of(predictions):
+    """The logits alone: one process gives the routers' loss and figures of a mixture, too."""
+    parts = predictions if isinstance(predictions, tuple) else (predictions,)
+    return next(part for part in parts if np.shape(part)[-1:] == (VOCABULARY,))
+
+
 def by_trainer(front, layout, kind, data, folder):
     kinds: Any = transformers.Trainer, transformers.TrainingArguments
     if not ALONE and front == "trainer":
@@ -198,7 +207,7 @@ def by_trainer(front, layout, kind, data, folder):
         )
         chosen = type("Own", (OwnLoss, kinds[0]), {}) if data == "own loss" else kinds[0]
         return chosen(
-            model=build(layout, kind),
+            model=build(layout, kind, data),
             args=arguments,
             data_collator=collator(data),
             train_dataset=train_rows(data),
@@ -218,7 +227,7 @@ def by_trainer(front, layout, kind, data, folder):
     tensors = {}
     if data != "packed":  # whose logits have no common length
         predicted = trainer.predict(eval_rows(data))
-        tensors |= {"logits": torch.from_numpy(predicted.predictions)}
+        tensors |= {"logits": torch.from_numpy(logits_of(predicted.predictions))}
         found["labels"] = predicted.label_ids.tolist()
         found["predicted"] = [predicted.metrics["test_loss"]]
     trainer.save_model(f"{folder}/saved")
@@ -258,7 +267,7 @@ def loss_of(model, data, batch, items):
 
 
 def alone_in_a_loop(layout, kind, data, folder):
-    model = build(layout, kind).train()
+    model = build(layout, kind, data).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=RATE)
     losses, norms = [], []
@@ -305,7 +314,7 @@ def own_batches(layout, data, batches):
 
 def by_loop(layout, kind, data, folder):
     def engine_of():
-        model = build(layout, kind)
+        model = build(layout, kind, data)
         return wavemare.initialize(model=model, config=configuration(layout, data))[0]
 
     def train(engine, batches, steps):
@@ -371,7 +380,7 @@ def by_accelerate(layout, kind, data, folder):
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=configuration(layout, data)),
             gradient_accumulation_steps=count,
         )
-        model = build(layout, kind)
+        model = build(layout, kind, data)
         loaders = [
             torch.utils.data.DataLoader(rows, batch_size=size, collate_fn=collator(data))
             for rows, size in ((train_rows(data), SIZE), (eval_rows(data), eval_size(data)))
