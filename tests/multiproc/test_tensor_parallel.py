@@ -24,7 +24,15 @@ LOADED = ["llama-tied", "qwen3", "phi3", "opt-tied"]
 NEAR = {"eager": ["llama", "gpt2"], "half": ["llama", "qwen3"]}
 FUSED = ["gpt2-101", "gpt2-untied", "llama"]
 CASES = json.dumps(
-    {"fused": FUSED, "loaded": LOADED, "equal": NAMES, "functions": [], "dropout": DROPPED, **NEAR}
+    {
+        "fused": FUSED,
+        "own_losses": FUSED,
+        "loaded": LOADED,
+        "equal": NAMES,
+        "functions": [],
+        "dropout": DROPPED,
+        **NEAR,
+    }
 )
 
 
@@ -52,6 +60,13 @@ def test_a_forward_pass_that_reads_the_head_gets_the_whole_of_it(launch_once):
     results = launch_once("tensor_parallel.py", CASES)
     for name in FUSED:
         check_equality([result["fused"][name] for result in results])
+
+
+@pytest.mark.world_size(2)
+def test_a_loss_of_the_callers_own_reads_whole_logits(launch_once):
+    results = launch_once("tensor_parallel.py", CASES)
+    for name in FUSED:
+        check_equality([result["own_losses"][name] for result in results])
 
 
 @pytest.mark.world_size(2)
