@@ -18,7 +18,16 @@ from wavemare.models.activations import Activations, split_batch
 from wavemare.models.families import ClassificationLoss, Loss, whole_logits
 from wavemare.models.layers import PipelineLayer
 
-_LIBRARIES = "accelerate", "deepspeed", "liger_kernel", "peft", "torch", "transformers", "trl"
+_LIBRARIES = (
+    "accelerate",
+    "deepspeed",
+    "liger_kernel",
+    "peft",
+    "torch",
+    "transformers",
+    "trl",
+    "wavemare",
+)
 """Whose forward passes compute what transformers' class does."""
 
 _TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
