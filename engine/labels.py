@@ -25,10 +25,16 @@ def shifts_labels(model: Any) -> bool:
 def counts_items(model: Any) -> bool:
     """Whether a model divides the sum of its losses by ``num_items_in_batch``.
 
-    Models that call torch's loss themselves, as BERT does, ignore it and return a mean.
+    Models that call torch's loss themselves, as BERT does, ignore it and return a mean. A class of
+    the caller's own may call ``forward`` of the class that it extends.
     """
-    forward: Any = inspect.unwrap(type(model).forward)
-    return "loss_function" in forward.__code__.co_names
+    for kind in type(model).__mro__:
+        forward: Any = inspect.unwrap(vars(kind).get("forward"))
+        if forward is not None:
+            names = forward.__code__.co_names
+            if "loss_function" in names or "forward" not in names:
+                return "loss_function" in names
+    return False
 
 
 def count_labels(labels: Tensor, shifts: bool) -> Tensor:

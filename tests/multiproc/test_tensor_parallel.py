@@ -28,6 +28,7 @@ CASES = json.dumps(
     {
         "fused": FUSED,
         "ignored": ["llama"],
+        "own_losses": FUSED,
         "loaded": LOADED,
         "equal": NAMES,
         "functions": [],
@@ -69,6 +70,13 @@ def test_ignore_index_leaves_the_same_labels_out(launch_once):
         found, expected, of_all = result["ignored"]["llama"]
         assert found == pytest.approx(expected, rel=1e-5)
         assert found != pytest.approx(of_all, rel=1e-2)
+
+
+@pytest.mark.world_size(2)
+def test_a_loss_of_the_callers_own_reads_whole_logits(launch_once):
+    results = launch_once("tensor_parallel.py", CASES)
+    for name in FUSED:
+        check_equality([result["own_losses"][name] for result in results])
 
 
 @pytest.mark.world_size(2)

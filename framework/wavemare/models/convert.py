@@ -31,7 +31,7 @@ from wavemare.models.deferred import is_deferred, lacks_weights, read_weights
 from wavemare.models.families import SUPPORTED, family_of, split_chain, split_loss
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights, with_auxiliary_loss
 from wavemare.models.module import Conversion, TransformerPipeline
-from wavemare.models.proof import prove
+from wavemare.models.proof import has_own_forward, prove
 from wavemare.models.quantized import has_four_bit, whole_shape
 from wavemare.models.timing import layer_times
 from wavemare.parallel.tensor.partition import check_equal_weights, is_split, split_embedding
@@ -125,7 +125,7 @@ def to_pipeline(
 
 
 def _check_hooks(model: torch.nn.Module, chain: Sequence[PipelineLayer]) -> None:
-    """Refuse hooks on gradients of modules that no layer calls, and warn of others.
+    """Refuse hooks on gradients of modules that no layer calls; warn of others and of own forwards.
 
     Such are the model itself, and a tied head. What a hook changes in a forward pass, the proof
     has shown.
@@ -145,6 +145,14 @@ def _check_hooks(model: torch.nn.Module, chain: Sequence[PipelineLayer]) -> None
         if (module._forward_hooks or module._forward_pre_hooks) and dist.get_rank() == 0:
             told = name or type(model).__name__
             _logger.warning("a forward hook of %s does not run: stages call modules inside", told)
+        if has_own_forward(module) and dist.get_rank() == 0:
+            _logger.warning(
+                "%s.forward is not called: stages call modules inside it, and the loss is that of "
+                "transformers. In small batches it gave the same logits and loss, but another "
+                "weight of a rare label, for example, would not show there. If its loss differs, "
+                "train with one stage, or give the loss as model.loss_function.",
+                name or type(module).__name__,
+            )
 
 
 def _check_launch() -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel
-from transformers.loss.loss_utils import ForSequenceClassificationLoss
+from transformers.loss.loss_utils import LOSS_MAPPING, ForSequenceClassificationLoss
 
 from wavemare.engine.labels import shifts_labels
 from wavemare.errors import ConfigError, ModelError, did_you_mean
@@ -296,4 +296,8 @@ def split_loss(model: nn.Module, loss: Loss) -> Loss:
     if isinstance(loss, ClassificationLoss):
         return loss
     embedding, own = split_embedding(model), cast(LanguageModelLoss, loss)
+    if own.function is not None and own.function not in LOSS_MAPPING.values():
+        reason = "stages of a split model compute transformers' loss of its class alone"
+        remedy = "Leave wavemare.tensor_parallel or wavemare.pipeline out"
+        raise ModelError("model.loss_function", type(model).__name__, reason, remedy)
     return SplitLoss(own.shifts_labels, own.counts_items, embedding.share, embedding.group)

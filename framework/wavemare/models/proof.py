@@ -10,12 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.errors import ModelError
 from wavemare.models.activations import Activations, split_batch
 from wavemare.models.families import ClassificationLoss, Loss, whole_logits
 from wavemare.models.layers import PipelineLayer
+
+_LIBRARIES = (
+    "accelerate",
+    "deepspeed",
+    "liger_kernel",
+    "peft",
+    "torch",
+    "transformers",
+    "trl",
+    "wavemare",
+)
+"""Whose forward passes compute what transformers' class does."""
 
 _TEXTS, _TOKENS, _PADDING, _WINDOW = 2, 8, 3, 4
 _ROUNDING = 1e-6
@@ -90,6 +103,22 @@ def _compare(
                 f"in {mode} mode the layers' results differ from the model's by "
                 f"{difference:.1e} of the largest",
             )
+
+
+def has_own_forward(module: Any) -> bool:
+    """Whether ``forward`` of a module, or what wraps it, is of the caller and of no library."""
+    forward = vars(module).get("forward", type(module).forward)
+    while forward is not None:
+        defined = getattr(forward, "__globals__", {})
+        if defined.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def has_own_loss(model: Any) -> bool:
+    """Whether a model may compute another loss than transformers' class of it does."""
+    return has_own_forward(model) or model.loss_function not in LOSS_MAPPING.values()
 
 
 def example_batch(

@@ -63,6 +63,23 @@ def read_head(model):
     model.forward = types.MethodType(forward, model)
 
 
+def own_losses(names):
+    return {name: equality(name, change=penalize) for name in names}
+
+
+def penalize(model):
+    """Let a model add to its loss what depends on the logits of all tokens."""
+    original = model.forward
+
+    def forward(self, *args, labels=None, **kwargs):
+        output = original(*args, labels=labels, **kwargs)
+        if labels is not None:
+            output.loss = output.loss + output.logits.float().logsumexp(-1).square().mean()
+        return output
+
+    model.forward = types.MethodType(forward, model)
+
+
 def equality(name, attention=None, dtype=torch.float32, change=None):
     """Of a split model and the whole one, which may attend by another implementation."""
     group = dist.group.WORLD
@@ -70,7 +87,7 @@ def equality(name, attention=None, dtype=torch.float32, change=None):
     extra = {}
     if change is not None:
         change(whole)
-        extra = {"fused_lm_head": True}
+        extra = {"fused_lm_head": True} if change is read_head else {}
     other = copy.deepcopy(whole) if change is None else build(name).to(DEVICE, dtype)
     if change is not None:
         change(other)
@@ -318,6 +335,7 @@ def loaded(names):
 
 CASES = {"loaded": loaded, "equal": equal, "functions": functions, "dropout": dropout}
 CASES |= {"eager": eager, "half": half, "fused": fused, "ignored": ignored}
+CASES |= {"own_losses": own_losses}
 
 if __name__ == "__main__":
     init_distributed()

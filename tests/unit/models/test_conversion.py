@@ -178,6 +178,21 @@ def test_hooks_that_stages_would_not_run_are_refused_or_told(make_model, caplog)
     assert "a forward hook of lm_head does not run" in caplog.text
 
 
+def test_forward_passes_of_the_callers_own_that_stages_do_not_call_are_told(make_model, caplog):
+    class Own(transformers.GPT2LMHeadModel):
+        def forward(self, *values, **options):
+            return super().forward(*values, **options)
+
+    model = make_model("gpt2")
+    to_pipeline(model, num_stages=1)
+    block = model.transformer.h[0].mlp
+    block.forward = lambda hidden, inner=block.forward: 2 * inner(hidden)  # stages call it
+    to_pipeline(model, num_stages=1)
+    assert "is not called" not in caplog.text
+    to_pipeline(Own(model.config), num_stages=1)
+    assert "Own.forward is not called" in caplog.text
+
+
 def test_unsupported_classes_are_refused_by_name(make_model):
     model = transformers.GPT2ForSequenceClassification(make_model("gpt2").config)
     with refuses(ModelError, "model", "GPT2ForSequenceClassification"):

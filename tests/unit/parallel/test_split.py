@@ -23,6 +23,7 @@ from tensor_models import (
     own_part,
 )
 from torch import distributed as dist
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from support.refusals import refuses
 from wavemare.errors import ModelError
@@ -182,10 +183,8 @@ def test_a_split_model_saves_what_the_whole_one_saves(alone, tmp_path):
             assert (tmp_path / "split" / file.name).read_bytes() == file.read_bytes()
 
 
-def gpt2(**changes):
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**{**GPT2, "vocab_size": 50, **changes})
-    )
+def gpt2(kind=transformers.GPT2LMHeadModel, **changes):
+    return kind(transformers.GPT2Config(**{**GPT2, "vocab_size": 50, **changes}))
 
 
 def bert(**changes):
@@ -337,7 +336,7 @@ def test_hooks_of_layers_stay_and_can_be_removed(as_rank):
 
 
 def test_hooks_find_the_attributes_of_their_layers(alone):
-    model, ids = gpt2(), torch.tensor([[1, 2, 3]])
+    model, ids = gpt2().eval(), torch.tensor([[1, 2, 3]])
     parts = [model.transformer.wte, model.transformer.h[0].mlp.c_fc, model.lm_head]
     parts.append(model.transformer.h[0].mlp.c_proj)
     for factor, part in enumerate(parts, start=2):
@@ -347,6 +346,72 @@ def test_hooks_find_the_attributes_of_their_layers(alone):
     split = split_model(model, alone)
     torch.testing.assert_close(split(ids).logits, expected)
     del split.get_input_embeddings().factor  # as NEFTune does after training
+
+
+class Passing(transformers.GPT2LMHeadModel):
+    """Passes on what it is given, and what the loss of a step is divided by."""
+
+    def forward(self, input_ids=None, labels=None, **options):
+        return super().forward(input_ids, labels=labels, **options)
+
+
+class Positional(transformers.GPT2LMHeadModel):
+    """Has no names for its arguments."""
+
+    def forward(self, *values, **options):
+        return super().forward(*values, **options)
+
+
+class InTraining(Passing):
+    """Adds to the loss where the model is trained."""
+
+    def forward(self, input_ids=None, labels=None, **options):
+        output = super().forward(input_ids, labels=labels, **options)
+        if self.training and labels is not None:
+            output.loss = output.loss + output.logits.logsumexp(-1).square().mean()
+        return output
+
+
+class Weighing(Passing):
+    """Weighs a label that few batches have."""
+
+    def forward(self, input_ids=None, labels=None, **options):
+        output = super().forward(input_ids, **options)
+        weight = torch.ones(self.config.vocab_size)
+        weight[RARE] = 0.1
+        logits = output.logits[:, :-1].flatten(0, 1)
+        output.loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), weight)
+        return output
+
+
+RARE = 5
+
+
+def without_a_rare_label(logits, labels, vocab_size, **options):
+    return ForCausalLMLoss(logits, labels.masked_fill(labels == RARE, -100), vocab_size, **options)
+
+
+@pytest.mark.parametrize("kind", [Passing, Positional, InTraining, Weighing, "function"])
+def test_a_loss_of_the_callers_own_stays(kind, alone):
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+    def own():
+        torch.manual_seed(3)
+        if kind != "function":
+            return gpt2(kind, **still).train()
+        model = gpt2(**still).train()
+        model.loss_function = without_a_rare_label
+        return model
+
+    ids = torch.tensor([[RARE, RARE, 3, 7, RARE, 9]])
+    whole, split = own(), split_model(own(), alone)
+    options = {"labels": ids, "num_items_in_batch": torch.tensor(40.0)}
+    outputs = [model(input_ids=ids, **options) for model in (split, whole)]
+    for output in outputs:
+        output.loss.backward()
+    torch.testing.assert_close(*(output.loss for output in outputs))
+    torch.testing.assert_close(*(output.logits for output in outputs))
+    torch.testing.assert_close(gradients(split), gradients(whole))
 
 
 def test_a_copy_is_refused(alone):

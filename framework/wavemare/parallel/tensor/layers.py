@@ -444,6 +444,9 @@ class VocabParallelHead(ColumnParallelLinear):
         bias: The rank's part, (rows,).
         share: Which tokens these are.
         group: The ranks.
+
+    Attributes:
+        gives_whole: Whether a call returns the logits of all tokens.
     """
 
     def __init__(
@@ -451,6 +454,12 @@ class VocabParallelHead(ColumnParallelLinear):
     ) -> None:
         super().__init__(weight, bias, group)
         self.share = share
+        self.gives_whole = False
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Map (..., hidden) to this rank's logits, or to those of all tokens."""
+        logits = super().forward(value)
+        return self.gather(logits) if self.gives_whole else logits
 
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all tokens, (..., tokens), from each rank's (..., rows)."""

@@ -24,7 +24,7 @@ from wavemare.engine.launch.group import gather
 from wavemare.errors import ModelError
 from wavemare.models.adapters import base_of, is_adapted, is_lora, make_ready
 from wavemare.models.deferred import is_deferred, lacks_weights, when_read
-from wavemare.models.proof import example_batch, undisturbed
+from wavemare.models.proof import example_batch, has_own_loss, undisturbed
 from wavemare.models.quantized import in_fp32, is_four_bit_layer, part_of_layer, whole_shape
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -195,8 +195,7 @@ class _Split:
 
     def replace(self, name: str, old: nn.Module, new: nn.Module, base: nn.Module) -> None:
         """Put a module in another's place, with its hooks and the attributes that they may read."""
-        kept = {key: v for key, v in vars(old).items() if "_hook" in key or key not in vars(new)}
-        vars(new).update(kept)
+        vars(new).update({k: v for k, v in vars(old).items() if "_hook" in k or k not in vars(new)})
         parent = base.get_submodule(name.rpartition(".")[0])
         self.set(parent, name.rpartition(".")[2], new.train(old.training))
 
@@ -344,15 +343,15 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
     """Let a model compute its loss from logits that are spread over the ranks.
 
     With labels the logits of the whole vocabulary are gathered when they are read; otherwise at
-    once.
+    once. A model with a loss of its own computes it from whole logits itself.
 
     Args:
         model: A transformers language model, whose ``forward`` is replaced by one with the same
             parameters.
         head: Its output projection.
     """
-    shifts, counts = shifts_labels(model), counts_items(model)
-    if not shifts and not type(model).__name__.endswith("ForMaskedLM"):
+    shifts, counts, own = shifts_labels(model), counts_items(model), has_own_loss(model)
+    if not own and not shifts and not type(model).__name__.endswith("ForMaskedLM"):
         raise _refusal(
             model, "its loss over the vocabulary is not that of a causal or masked model"
         )
@@ -361,7 +360,7 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
 
     @functools.wraps(whole)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("fused_lm_head"):
+        if own or kwargs.get("fused_lm_head"):
             with _whole_head(model, head):
                 return whole(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
@@ -393,12 +392,13 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
 
 @contextmanager
 def _whole_head(model: Any, head: VocabParallelHead) -> Iterator[None]:
-    """Show the head of the whole vocabulary to TRL's ``forward``, which computes losses from it."""
-    model.get_output_embeddings = head.whole
+    """Show the head of the whole vocabulary to a ``forward`` with a loss of its own, or TRL's."""
+    model.get_output_embeddings, head.gives_whole = head.whole, True
     try:
         yield
     finally:
         del model.get_output_embeddings
+        head.gives_whole = False
 
 
 def _check_adapters(model: Any) -> None:
@@ -578,13 +578,12 @@ class _Trial:
             ModelError: It is something else.
         """
         found = self._run("the split model")
-        names = list(self._expected)
         # A gradient that is zero but for rounding is measured by the others.
-        sizes = [float(self._expected[name].abs().max()) for name in names]
+        sizes = [float(value.abs().max()) for value in self._expected.values()]
         least = 1e-3 * max(sizes)
         own = [
             (_difference(found[name], self._expected[name], max(size, least)), name)
-            for name, size in zip(names, sizes, strict=True)
+            for name, size in zip(self._expected, sizes, strict=True)
         ]
         worst, name = max(gather(max(own), group))
         if not worst <= _TOLERANCE:
