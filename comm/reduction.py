@@ -509,7 +509,8 @@ class Reduction:
         """Find the non-zero blocks of all ranks, which have agreed on the call."""
         if not self._needs_masks(mode):
             return Seen()
-        return Seen(self._masks(call, bits), searched=bits is None)
+        # A compressor has read the bucket anyway; in some steps of one rank alone it gives no mask.
+        return Seen(self._masks(call, bits), searched=self._compressor is None)
 
     def _masks(self, call: CollectiveCall, bits: Tensor | None = None) -> Masks:
         """Exchange masks; this rank's is taken if it is not given."""
