@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-
 _READING = Lock()
 
 
