@@ -182,8 +182,6 @@ SAMPLE = 128
 _CHECK_INTERVAL = 251
 """Calls between two checks of all of a caller's list of blocks; a prime, as steps repeat in
 patterns. The calls 0, 1, 2, 4, 8, ... are checked too, and a sample in each call."""
-SETTLED_CALLS = 4
-"""Calls in a row that are summed by the library's reduction, after which ranks look less often."""
 _TRIALS = 8
 """Calls of a bucket in which a wrong list is not an error: lists are not used from then on. Nor is
 it in any call in which most of the sample is not zero: a term of all rows has just begun."""
@@ -270,6 +268,9 @@ def _strays(call: CollectiveCall, listed: Tensor, number: int) -> tuple[int, int
 
 
 # --- the sum --------------------------------------------------------------------------------------
+
+SETTLED_CALLS = 4
+"""Calls in a row that are summed by the library's reduction, after which ranks look less often."""
 
 
 @dataclass(frozen=True)
@@ -509,7 +510,8 @@ class Reduction:
         """Find the non-zero blocks of all ranks, which have agreed on the call."""
         if not self._needs_masks(mode):
             return Seen()
-        return Seen(self._masks(call, bits), searched=bits is None)
+        # A compressor has read the bucket anyway; in some steps of one rank alone it gives no mask.
+        return Seen(self._masks(call, bits), searched=self._compressor is None)
 
     def _masks(self, call: CollectiveCall, bits: Tensor | None = None) -> Masks:
         """Exchange masks; this rank's is taken if it is not given."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+_READING = Lock()
+
 
 class Timer:
     """Measures a piece of work: on a GPU the work itself, between events of the current stream.
@@ -88,13 +90,14 @@ class Statistics:
 
     def read_timers(self) -> bool:
         """Fill in the times of what has ended; whether that is everything."""
-        while self._running and self._running[0][1].ended:
-            phase, timer = self._running.popleft()
-            if phase is None:
-                self.actual_s = timer.seconds
-            else:
-                self.add(phase, timer.seconds)
-        return not self._running
+        with _READING:  # the caller and the thread of the collectives may both look
+            while self._running and self._running[0][1].ended:
+                phase, timer = self._running.popleft()
+                if phase is None:
+                    self.actual_s = timer.seconds
+                else:
+                    self.add(phase, timer.seconds)
+            return not self._running
 
 
 class Totals:

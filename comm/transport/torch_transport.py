@@ -139,7 +139,8 @@ class TorchTransport(Transport):
                 timeout = timedelta(seconds=self.timeout_s)
                 store = dist.distributed_c10d._get_default_store()
                 store = PrefixStore(f"{self._label}/beside", store)
-                self._beside = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+                with waiting("the other ranks, to form a group"):
+                    self._beside = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
             self._beside.allreduce([flat]).get_future().add_done_callback(ended)
         except RuntimeError as caught:
             raise self.failed(caught, None, time.monotonic() - started) from caught
