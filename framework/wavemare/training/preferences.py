@@ -109,7 +109,7 @@ class TrainingPairs:
         """
         import numpy as np
 
-        known = {}
+        known: dict[str, Any] = {}
         for name, samples in self._parts().items():
             samples.reference = loss.log_probs_of(samples)
             known |= {name: samples.reference, f"{name}_lengths": samples.lengths}
