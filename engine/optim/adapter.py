@@ -159,9 +159,11 @@ class OptimizerAdapter:
 
         Experts that ranks have divided are the same on fewer ranks than other weights.
         """
-        places = range(len(self._held))
-        divided = [place for place in places if is_divided(self._held[place])]
-        yield self._engine.data_parallel_group, [n for n in places if n not in divided]
+        by_kind: dict[bool, list[int]] = {False: [], True: []}
+        for place, weight in enumerate(self._held):
+            by_kind[is_divided(weight)].append(place)
+        divided = by_kind[True]
+        yield self._engine.data_parallel_group, by_kind[False]
         if divided:
             yield same_experts(self._held[divided[0]]), divided
 

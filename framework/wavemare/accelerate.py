@@ -144,8 +144,8 @@ class Accelerator(accelerate.Accelerator):
         self._planned = None
         if ours.model_ranks > 1 and self.num_processes % ours.model_ranks == 0:
             own, count = int(self.process_index), int(self.num_processes)
-            hosts = gather(socket.gethostname()) if count > 1 else [""]
-            replicas = count_replicas(ours, hosts)
+            alone = ours.local_steps.mode != "off"
+            replicas = count_replicas(ours, gather(socket.gethostname())) if alone else 1
             self._planned = Ranks.planned(ours, rank=own, world_size=count, count=replicas)
         self.stages = ours.pipeline.stages
         self.weighs_losses = ours.balance.is_active
