@@ -77,7 +77,7 @@ class Deferred:
 
     def read(self, parameter: Any) -> nn.Parameter:
         """Return what stands in a parameter's place, of its type."""
-        if not quantized.is_four_bit(parameter):
+        if not quantized.is_quantized(parameter):
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             self.read_into(values)
             return nn.Parameter(values, parameter.requires_grad)

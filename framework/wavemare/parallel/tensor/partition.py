@@ -127,7 +127,7 @@ def _part(whole: nn.Parameter, partition: Partition, group: Any, name: str) -> n
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if deferred(whole) is not None:
         return marked(partition.deferred_part(whole, rank, ranks), partition, whole.numel())
-    if quantized.is_four_bit(whole):
+    if quantized.is_quantized(whole):
         shape = quantized.whole_shape(whole)
         pieces = partition.pieces(shape[partition.dim], rank, ranks)
         own = quantized.part_of(whole, partition.dim, pieces, name)
