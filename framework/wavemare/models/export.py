@@ -40,7 +40,7 @@ def save_pretrained(
     """Write a Hugging Face folder that ``from_pretrained`` reads; every process calls this.
 
     Of a ``PeftModel`` it is the adapter's folder, unless ``merge`` asks for a whole model's. In a
-    whole model no weights are in 4 bits.
+    whole model no weights are quantized.
 
     Works for pipelines made by :func:`to_pipeline`, for models split over ranks, and for plain
     models under ZeRO stages 0 to 3. An engine is synchronized first.

@@ -30,6 +30,7 @@ class Int8Weight(nn.Parameter):
     def __new__(
         cls, numbers: Tensor, scale: Tensor | None, former: torch.dtype | None = None
     ) -> Int8Weight:
+        """Return a parameter that shares memory with the numbers."""
         weight: Any = torch.Tensor._make_subclass(cls, numbers, False)
         weight.scale, weight.former = scale, former or numbers.dtype
         return weight  # type: ignore[no-any-return]
@@ -54,7 +55,7 @@ class Int8Linear(nn.Linear):
     weight: Any
 
     @property
-    def W_q(self) -> Any:  # noqa: N802
+    def W_q(self) -> Any:
         """By this name, peft knows a layer that it has to ask by `dequantize`."""
         return self.weight
 
@@ -122,10 +123,10 @@ class _Product(torch.autograd.Function):
 
 
 def is_torchao(weight: Any) -> bool:
-    """Whether a weight is one of torchao that `take_all` takes: int8 with one scale for each row."""
+    """Whether a linear layer's weight is torchao's int8, with one scale for each row."""
     known = sys.modules.get(f"{PACKAGE}.quantization")
     kind = getattr(known, "Int8Tensor", None)
-    if kind is None or not isinstance(weight, kind) or weight.dim() != 2:
+    if kind is None or not isinstance(weight, kind):
         return False
     zero, inputs = weight.zero_point, weight.shape[1]
     return (
@@ -225,4 +226,3 @@ def part_of(whole: Int8Weight, dim: int, pieces: Sequence[tuple[int, int]]) -> I
     if dim == 0:
         scale = torch.cat([scale[a:b] for a, b in pieces])
     return Int8Weight(numbers, scale.clone(), whole.former)
-

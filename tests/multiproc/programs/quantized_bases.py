@@ -217,7 +217,8 @@ def int8_late():
     )
     batch = next(batches())
     found = {
-        "equal": early.keys() == read.keys() and all(map(torch.equal, early.values(), read.values())),
+        "equal": early.keys() == read.keys()
+        and all(map(torch.equal, early.values(), read.values())),
         "layers": sum(w.dtype == torch.int8 for w in read.values()),
         "losses": [float(engine.train_batch(iter([batch] * 2))) for engine in engines],
     }

@@ -116,7 +116,7 @@ def split_parameter(
 
     Raises:
         ValueError: The dimension cannot be divided by the number of ranks.
-        ModelError: Its 4-bit blocks cannot, or a hook wants the whole of it.
+        ModelError: Its blocks of 4 bits cannot, or a hook wants the whole of it.
     """
     part = _part(whole, partition, group, name)
     _keep_hooks(whole, part, group, name)

@@ -288,7 +288,7 @@ class _Split:
             self.replace(part, old, new, base)
 
     def _keep_quantized(self, old: Any, new: ParallelLinear, bias: nn.Parameter | None) -> None:
-        """Let a layer compute with its part of a weight in 4 bits, if that is what it has."""
+        """Let a layer compute with its part of a quantized weight, if that is what it has."""
         if is_quantized_layer(old):
             vars(new)["quantized"] = part_of_layer(old, new.weight, bias)  # no submodule of it
 
