@@ -107,7 +107,7 @@ if __name__ == "__main__":
     if json.loads(sys.argv[2])[1].get("int8"):
         import peft.tuners.lora.torchao
         import torchao.quantization  # noqa: F401
-        import transformers.quantizers.auto  # noqa: F401
+        import transformers.quantizers.auto
     wavemare.init_distributed()  # imports the engine, too
     gc.collect()
     libc.malloc_trim(0)  # or what imports have freed would be used again, and not be counted

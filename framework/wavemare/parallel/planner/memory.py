@@ -261,8 +261,8 @@ class _Quantized(nn.Linear):
         )
         self.weight = nn.Parameter(packed, requires_grad=False)
         scales = layer.out_features if settings.int8 else -(-numbers // _BLOCK)
-        is_nested = settings.double_quant
-        size = scales + 4 * -(-scales // _NESTED) if is_nested else 4 * scales
+        nested = scales + 4 * -(-scales // _NESTED)
+        size = nested if settings.double_quant else 4 * scales
         self.register_buffer("scales", torch.empty(size, dtype=torch.uint8, device="meta"))
 
     def forward(self, value: Tensor) -> Tensor:
