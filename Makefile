@@ -6,7 +6,7 @@
 # make test-nightly   the others, in parts (test-nightly-PART) that can be run one by one
 # make test-openmpi, test-hosts, test-gpu   those of another MPI, of several hosts, of a GPU
 # make test-megatron   proofs against megatron-core itself, which it installs
-# make test-tuning   proofs with bitsandbytes and TRL, which it installs
+# make test-tuning   proofs with bitsandbytes, torchao and TRL, which it installs
 # make test-elastic   kills of replicas, with torchft, which it installs
 # make test-oldest, test-newest   unit tests with the oldest versions that are allowed, the newest
 # make conformance DEEPSPEED_TESTS=FOLDER   DeepSpeed's own unit tests with our engines
@@ -137,8 +137,8 @@ test-megatron: $(DEV)
 	$(call pytest) -m nightly tests/e2e/test_megatron_core.py $(ARGS)
 
 test-tuning: $(DEV)
-	$(PIP) install --quiet --editable '.[bnb,trl]'
-	$(call pytest) -m nightly tests/multiproc/test_tuning.py tests/e2e/test_tuning_pages.py tests/unit/data/test_row_format.py $(ARGS)
+	$(PIP) install --quiet --editable '.[bnb,torchao,trl]'
+	$(call pytest) -m nightly tests/multiproc/test_tuning.py tests/e2e/test_tuning_pages.py tests/unit/data/test_row_format.py tests/unit/models/test_int8.py $(ARGS)
 
 # Replicas that come and go, with real kills.
 test-elastic: $(DEV)

@@ -19,6 +19,7 @@ EXTRAS = {
     "numba": "sparse",
     "peft": "peft",
     "plotly": "report",
+    "torchao": "torchao",
     "torchft": "torchft",
 }
 """The extra that brings a package."""

@@ -57,9 +57,16 @@ def test_trainers_of_trl_train_in_stages_as_the_page_says(command, tmp_path, scr
     assert (tmp_path / script / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
-def test_a_base_in_4_bits_trains_in_stages_as_the_page_says(command, tmp_path):
-    (tmp_path / "qlora.py").write_text(block(LORA, "python", "BitsAndBytesConfig("))
+@pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
+def test_a_quantized_base_trains_in_stages_as_the_page_says(command, tmp_path, package):
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    script = block(LORA, "python", "BitsAndBytesConfig(")
+    if package == "torchao":
+        lines = block(LORA, "python", "TorchAoConfig(")
+        script, count = re.subn(r"^quantized = .*?^\)\n", lines, script, flags=re.M | re.S)
+        assert count == 1
+    (tmp_path / "qlora.py").write_text(script)
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=64,

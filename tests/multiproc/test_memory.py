@@ -27,6 +27,7 @@ CASES = {
     # In fp32: what kernels of 16 bits need beside their results differs from CPU to CPU.
     "4 bits": {"dtype": "fp32", **LORA, "four_bit": True},
     "double": {"dtype": "fp32", **LORA, "four_bit": True, "double_quant": True},
+    "int8": {"dtype": "fp32", **LORA, "int8": True},
 }
 
 
@@ -37,8 +38,9 @@ CASES = {
 )
 def test_the_peak_of_each_rank_is_near_the_predicted_one(launch, case):
     settings = {**COMMON, **CASES[case]}
-    if settings.get("four_bit") and find_spec("bitsandbytes") is None:
-        pytest.skip("needs bitsandbytes")
+    for form, package in (("four_bit", "bitsandbytes"), ("int8", "torchao")):
+        if settings.get(form) and find_spec(package) is None:
+            pytest.skip(f"needs {package}")
     predicted = rank_memory(transformers.LlamaConfig(**SIZES), MemorySettings(**settings))
     # In processes that have done nothing else.
     program = ("memory_of_ranks.py", json.dumps([SIZES, settings]))

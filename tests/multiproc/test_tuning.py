@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit bases of bitsandbytes and trainers of TRL on two ranks (``make test-tuning``)."""
+"""Bases of bitsandbytes and torchao, and trainers of TRL, on two ranks (``make test-tuning``)."""
 
 from importlib.util import find_spec
 
 import pytest
 
 NEEDS_BNB = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+NEEDS_BOTH = pytest.mark.skipif(
+    not all(map(find_spec, ("bitsandbytes", "torchao"))), reason="needs bitsandbytes and torchao"
+)
 NEEDS_TRL = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 pytestmark = [pytest.mark.nightly, pytest.mark.world_size(2)]
 
@@ -21,38 +24,41 @@ ROUNDED = ("stages and zero1", "zero1", "zero2", "packed, 1f1b", "packed, zbv")
 SPLIT = ("tensor", "packed, tensor")
 
 
+def check_adapters(found, limit, action):
+    assert found["names"]
+    assert found["moved"] > 1e-3
+    assert found["adapter"] <= limit
+    # A whole model is the base with the adapter added, and is not quantized.
+    assert not found["config"]
+    assert found["layers"] == LAYERS
+    assert "dora" in action or found["merged"] <= max(limit, 1e-6)
+
+
 @NEEDS_BNB
 @pytest.mark.parametrize("action", [*EXACT, *ROUNDED, *SPLIT])
 def test_adapters_of_a_4_bit_base_are_those_of_one_process(launch_once, action):
-    for results in launch_once("four_bit.py", *FOUR_BIT):
-        found = results[action]
-        assert found["names"]
-        assert found["moved"] > 1e-3
+    for results in launch_once("quantized_bases.py", *FOUR_BIT):
         limit = 1e-4 if action in SPLIT else 0 if action in EXACT else 1e-6
-        assert found["adapter"] <= limit
-        # A whole model is the base with the adapter added, and in no 4 bits.
-        assert not found["config"]
-        assert found["layers"] == LAYERS
-        assert action == "dora" or found["merged"] <= max(limit, 1e-6)
+        check_adapters(results[action], limit, action)
 
 
 @NEEDS_BNB
 def test_a_stale_pipeline_learns_on_a_4_bit_base(launch_once):
-    for results in launch_once("four_bit.py", *FOUR_BIT):
+    for results in launch_once("quantized_bases.py", *FOUR_BIT):
         losses = results["pipemare"]
         assert losses[-1] < losses[0] - 0.15
 
 
 @NEEDS_BNB
 def test_blocks_of_4_bits_that_lie_across_ranks_are_refused(launch_once):
-    for results in launch_once("four_bit.py", *FOUR_BIT):
+    for results in launch_once("quantized_bases.py", *FOUR_BIT):
         assert results["narrow"].startswith("ModelError: ")
         assert "blocks of 64 numbers" in results["narrow"]  # which size, and why
 
 
 @NEEDS_BNB
 def test_a_rank_reads_and_quantizes_its_own_stage_to_the_bits_of_from_pretrained(launch_once):
-    ranks = [results["late"] for results in launch_once("four_bit.py", *FOUR_BIT)]
+    ranks = [results["late"] for results in launch_once("quantized_bases.py", *FOUR_BIT)]
     for found in ranks:
         assert found["equal"]
         assert found["layers"][1] == LAYERS
@@ -62,14 +68,14 @@ def test_a_rank_reads_and_quantizes_its_own_stage_to_the_bits_of_from_pretrained
 
 @NEEDS_BNB
 def test_a_checkpoint_has_the_4_bit_base_and_goes_on(launch_once):
-    for results in launch_once("four_bit.py", *FOUR_BIT):
+    for results in launch_once("quantized_bases.py", *FOUR_BIT):
         first, again = results["resume"]
         assert first == again
 
 
 @NEEDS_BNB
 def test_training_goes_on_after_an_evaluation(launch_once):
-    for results in launch_once("four_bit.py", *FOUR_BIT):
+    for results in launch_once("quantized_bases.py", *FOUR_BIT):
         before, evaluation, after = results["evaluated"]
         assert evaluation != pytest.approx(before, rel=1e-4)  # a step lies between them
         assert after == pytest.approx(evaluation, rel=1e-5)
@@ -77,7 +83,56 @@ def test_training_goes_on_after_an_evaluation(launch_once):
 
 @NEEDS_BNB
 def test_whole_weights_are_numbers_again(launch_once):
-    first, last = (results["whole"] for results in launch_once("four_bit.py", *FOUR_BIT))
+    first, last = (results["whole"] for results in launch_once("quantized_bases.py", *FOUR_BIT))
+    assert first == {"equal": True, "names": []}
+    assert last is None
+
+
+INT8_EXACT = tuple(f"int8 {n}" for n in ("1f1b", "zbv", "interleaved", "dora"))
+INT8_WITHOUT_STAGES = tuple(f"int8 {n}" for n in ("zero0", "zero1", "zero2", "tensor"))
+INT8_ROUNDED = ("int8 stages and zero1", "int8 packed, zbv")
+INT8 = (  # without stages first, as above
+    *(*INT8_WITHOUT_STAGES, *INT8_EXACT, *INT8_ROUNDED),
+    *(f"int8 {n}" for n in ("pipemare", "late", "resume", "whole")),
+)
+
+
+@NEEDS_BOTH
+@pytest.mark.parametrize("action", [*INT8_WITHOUT_STAGES, *INT8_EXACT, *INT8_ROUNDED])
+def test_adapters_of_an_int8_base_are_those_of_one_process(launch_once, action):
+    for results in launch_once("quantized_bases.py", *INT8):
+        limit = 1e-4 if "tensor" in action else 0 if action in INT8_EXACT else 1e-6
+        check_adapters(results[action], limit, action)
+
+
+@NEEDS_BOTH
+def test_a_stale_pipeline_learns_on_an_int8_base(launch_once):
+    for results in launch_once("quantized_bases.py", *INT8):
+        losses = results["int8 pipemare"]
+        assert losses[-1] < losses[0] - 0.15
+
+
+@NEEDS_BOTH
+def test_a_rank_quantizes_its_own_stage_and_merges_as_peft_with_torchao(launch_once):
+    ranks = [results["int8 late"] for results in launch_once("quantized_bases.py", *INT8)]
+    for found in ranks:
+        assert found["equal"]
+        assert len(set(found["losses"])) == 1
+        early, late, alone = found["merged"]
+        assert early == late == pytest.approx(alone, rel=1e-6)
+    assert sum(found["layers"] for found in ranks) == LAYERS
+
+
+@NEEDS_BOTH
+def test_a_checkpoint_has_the_int8_base_and_goes_on(launch_once):
+    for results in launch_once("quantized_bases.py", *INT8):
+        first, again = results["int8 resume"]
+        assert first == again
+
+
+@NEEDS_BOTH
+def test_whole_weights_of_an_int8_base_are_those_of_torchao(launch_once):
+    first, last = (r["int8 whole"] for r in launch_once("quantized_bases.py", *INT8))
     assert first == {"equal": True, "names": []}
     assert last is None
 

@@ -39,6 +39,9 @@ def memory(
     double_quant: Annotated[
         bool, typer.Option("--double-quant", help="Their scales in 8 bits.")
     ] = False,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Frozen linear layers in torchao's int8.")
+    ] = False,
     optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd.")] = "adamw",
     zero_stage: Annotated[int, typer.Option(help="ZeRO: 0 or 1.")] = 0,
     replicas: Annotated[int, typer.Option(help="Of each stage.")] = 1,

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from wavemare.engine.parts import own_part
 from wavemare.errors import ModelError
 from wavemare.models.deferred import become, deferred
+from wavemare.models.int8 import Int8Linear
 from wavemare.models.quantized import (
     check_quantization,
-    is_four_bit_layer,
+    is_quantized_layer,
     prepare,
     unquantized,
 )
@@ -37,11 +38,11 @@ def is_adapted(model: Any) -> bool:
 
 
 def is_lora(layer: Any) -> bool:
-    """Whether a module is a linear layer with LoRA, whose weight may be in 4 bits."""
+    """Whether a module is a linear layer with LoRA, whose weight may be quantized."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(layer, peft.tuners.lora.LoraLayer):
         return False
-    return type(layer) is peft.tuners.lora.Linear or is_four_bit_layer(layer.get_base_layer())
+    return type(layer) is peft.tuners.lora.Linear or is_quantized_layer(layer.get_base_layer())
 
 
 def tuned_layers(model: nn.Module) -> list[Any]:
@@ -90,13 +91,26 @@ def _refusal(reason: str, remedy: str) -> ModelError:
 
 
 def make_ready(model: nn.Module) -> None:
-    """Let a model's 4-bit layers train in an engine, and its adapters have values.
+    """Let a model's quantized layers train in an engine, and its adapters have values.
 
     Raises:
         ModelError: See `begin_adapters`.
     """
     begin_adapters(model)
     prepare(model)
+    for layer in tuned_layers(model):
+        if type(layer) is sys.modules["peft"].tuners.lora.Linear:
+            _merge_as_torchao(layer, model)
+
+
+def _merge_as_torchao(layer: Any, model: Any) -> None:
+    """Let a LoRA layer be merged as peft does it over int8, which was not there at first."""
+    if isinstance(layer.get_base_layer(), Int8Linear):
+        from peft.tuners.lora.torchao import TorchaoLoraLinear
+
+        layer.__class__ = TorchaoLoraLinear
+        asked = model.get_base_model().config.quantization_config
+        layer.get_apply_tensor_subclass = asked.get_apply_tensor_subclass
 
 
 @torch.no_grad()

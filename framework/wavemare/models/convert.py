@@ -32,7 +32,7 @@ from wavemare.models.families import SUPPORTED, family_of, split_chain, split_lo
 from wavemare.models.layers import PipelineLayer, TiedHead, name_weights, with_auxiliary_loss
 from wavemare.models.module import Conversion, TransformerPipeline
 from wavemare.models.proof import has_own_forward, prove
-from wavemare.models.quantized import has_four_bit, whole_shape
+from wavemare.models.quantized import has_quantized, whole_shape
 from wavemare.models.timing import layer_times
 from wavemare.parallel.tensor.partition import check_equal_weights, is_split, split_embedding
 from wavemare.pipeline.plan.partition import (
@@ -249,7 +249,7 @@ def take_apart(model: Any, inputs: Sequence[str] | None, *, untie: bool = False)
 
 
 def _without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
-    if is_split(model) or has_four_bit(model):
+    if is_split(model) or has_quantized(model):
         return whole_without_weights(model, config)
     # A copy rather than a new instance: it keeps what loading left in the object, such as the
     # generation configuration and the renaming of weights to be undone when saving.

@@ -77,7 +77,7 @@ class Deferred:
 
     def read(self, parameter: Any) -> nn.Parameter:
         """Return what stands in a parameter's place, of its type."""
-        if not quantized.is_four_bit(parameter):
+        if not quantized.is_quantized(parameter):
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             self.read_into(values)
             return nn.Parameter(values, parameter.requires_grad)
@@ -288,12 +288,13 @@ def from_folder(
         folder: With ``config.json`` and safetensors.
         dtype: Of the weights; the folder's if omitted.
         kind: The model's class; by default the one that ``config.json`` names.
-        quantization_config: A ``BitsAndBytesConfig`` of 4 bits: each rank quantizes the weights of
-            its stage, one after the other, as it reads them.
+        quantization_config: A ``BitsAndBytesConfig`` of 4 bits, or a ``TorchAoConfig`` of
+            ``Int8WeightOnlyConfig()``. Each rank quantizes the weights of its stage, one after the
+            other, as it reads them.
 
     Raises:
         ModelError: It is no folder of a model, its weights are quantized in the files, or are to be
-            in another form than 4 bits of bitsandbytes.
+            in another form than these.
         CheckpointError: A file is missing or damaged.
     """
     import transformers

@@ -25,7 +25,7 @@ from wavemare.models.adapters import (
     whole_without_weights,
 )
 from wavemare.models.module import TransformerPipeline
-from wavemare.models.quantized import has_four_bit
+from wavemare.models.quantized import has_quantized
 from wavemare.models.whole import complete, gathered
 from wavemare.parallel.tensor.partition import is_split
 
@@ -40,7 +40,7 @@ def save_pretrained(
     """Write a Hugging Face folder that ``from_pretrained`` reads; every process calls this.
 
     Of a ``PeftModel`` it is the adapter's folder, unless ``merge`` asks for a whole model's. In a
-    whole model no weights are in 4 bits.
+    whole model no weights are quantized.
 
     Works for pipelines made by :func:`to_pipeline`, for models split over ranks, and for plain
     models under ZeRO stages 0 to 3. An engine is synchronized first.
@@ -67,7 +67,7 @@ def save_pretrained(
             # A 16-bit engine casts the layers; the skeleton decides what config.json says.
             saver.to(next(t.dtype for t in state.values() if t.is_floating_point()))
             state = state if is_adapted(saver) else _one_tensor_each(state, saver)
-    elif is_split(model) or has_four_bit(model):
+    elif is_split(model) or has_quantized(model):
         saver = whole_without_weights(model)
     failure: Exception | None = None
     if state is not None:

@@ -74,7 +74,7 @@ class PipelineLayer(nn.Module):
     def weights(self) -> dict[str, Tensor]:
         """Return the layer's parameters and buffers under the names of the model's state dict.
 
-        What says how a weight is in 4 bits goes with the weight itself.
+        What says how a weight is quantized goes with the weight itself.
         """
         state = without_statistics(self.state_dict(keep_vars=True))
         return {self.weight_names[name]: value for name, value in state.items()}

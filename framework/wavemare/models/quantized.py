@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen weights in bitsandbytes' 4 bits: whole, cut over ranks, read late, and in checkpoints.
+"""Frozen weights in 4 or 8 bits: whole, cut over ranks, read late, and in checkpoints.
 
-Such a weight is a column of bytes, and its ``quant_state`` has its shape and the rest.
-bitsandbytes is imported only where a model has such a weight.
+A weight in bitsandbytes' 4 bits is a column of bytes, and its ``quant_state`` has its shape and the
+rest. One in torchao's int8 becomes an `Int8Weight`. bitsandbytes is imported only where a model has
+such a weight.
 """
 
 from __future__ import annotations
@@ -20,45 +21,56 @@ from torch import Tensor, nn
 
 from wavemare.errors import ModelError
 from wavemare.extras import require
+from wavemare.models import int8
 
 METHOD = "bitsandbytes"
 _OPTIONS = "blocksize", "compress_statistics", "quant_type", "quant_storage", "module"
 _PREPARED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def is_four_bit(weight: Any) -> bool:
-    """Whether a parameter is in 4 bits of bitsandbytes, or will be once it has been read."""
+def is_quantized(weight: Any) -> bool:
+    """Whether a parameter is in 4 or 8 bits, or will be once it has been read."""
+    return isinstance(weight, int8.Int8Weight) or _is_four_bit(weight)
+
+
+def _is_four_bit(weight: Any) -> bool:
     bnb = sys.modules.get(METHOD)
     return bnb is not None and isinstance(weight, bnb.nn.Params4bit)
 
 
-def has_four_bit(model: nn.Module) -> bool:
-    """Whether weights of a model are in 4 bits, or will be."""
-    return METHOD in sys.modules and any(map(is_four_bit, model.parameters()))
+def has_quantized(model: nn.Module) -> bool:
+    """Whether weights of a model are in 4 or 8 bits, or will be."""
+    return any(map(is_quantized, model.parameters()))
 
 
-def is_four_bit_layer(layer: Any) -> bool:
-    """Whether a module is a linear layer whose weight is in 4 bits."""
+def is_quantized_layer(layer: Any) -> bool:
+    """Whether a module is a linear layer whose weight is in 4 or 8 bits."""
+    return isinstance(layer, int8.Int8Linear) or _is_four_bit_layer(layer)
+
+
+def _is_four_bit_layer(layer: Any) -> bool:
     bnb = sys.modules.get(METHOD)
     return bnb is not None and isinstance(layer, bnb.nn.Linear4bit)
 
 
 def whole_shape(weight: Any) -> torch.Size:
     """Return the shape of a weight; of one in 4 bits, the one that its layer needs."""
-    state = weight.quant_state if is_four_bit(weight) else None
+    state = weight.quant_state if _is_four_bit(weight) else None
     return weight.shape if state is None else torch.Size(state.shape)
 
 
 def dequantized(weight: Any) -> Tensor:
-    """Return a weight in 4 bits in the type that it had before; another one as it is."""
-    if not is_four_bit(weight) or weight.quant_state is None:
+    """Return a quantized weight in the type that it had before; another one as it is."""
+    if isinstance(weight, int8.Int8Weight):
+        return weight if weight.scale is None else weight.dequantize()
+    if not _is_four_bit(weight) or weight.quant_state is None:
         return weight
     return sys.modules[METHOD].functional.dequantize_4bit(weight.data, weight.quant_state)
 
 
 def without_statistics(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict without the entries that say how its weights are in 4 bits."""
-    quantized = {name for name, value in state.items() if is_four_bit(value)}
+    """Return a state dict without the entries that say how its weights are quantized."""
+    quantized = {name for name, value in state.items() if is_quantized(value)}
     return {n: v for n, v in state.items() if not quantized or not _is_below(n, quantized)}
 
 
@@ -71,7 +83,7 @@ def _is_below(name: str, owners: set[str]) -> bool:
 
 
 def prepare(model: nn.Module) -> None:
-    """Let the 4-bit layers of a model train in any engine, and load the checkpoints they write.
+    """Let the quantized layers of a model train in any engine, and load what they write.
 
     On CPUs with AVX512-BF16, bitsandbytes puts weights into another form in a forward pass without
     gradients. From then on they would give no gradients. That form is not used any more.
@@ -80,6 +92,7 @@ def prepare(model: nn.Module) -> None:
         ModelError: Weights are of a form that no engine takes.
     """
     _check_plain(model)
+    int8.take_all(model)
     for layer in _layers(model):
         layer.support_avx512bf16_for_cpu = False
         if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
@@ -106,8 +119,8 @@ def _load_statistics(layer: Any, state: dict[str, Any], prefix: str, *_: Any) ->
 def _layers(model: nn.Module) -> Iterator[Any]:
     """Yield the 4-bit layers of a model, also those of which a rank holds a part."""
     for module in model.modules():
-        layer = getattr(module, "four_bit", module)
-        if is_four_bit_layer(layer):
+        layer = getattr(module, "quantized", module)
+        if _is_four_bit_layer(layer):
             yield layer
 
 
@@ -125,18 +138,19 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 
 
 def part_of_layer(layer: Any, weight: Any, bias: nn.Parameter | None) -> Any:
-    """Return a 4-bit layer with another weight, a part of its own, and another bias."""
+    """Return a quantized layer with another weight, a part of its own, and another bias."""
     part = copy.copy(layer)
     part._parameters = {"weight": weight, "bias": bias}
     part._load_state_dict_pre_hooks = type(layer._load_state_dict_pre_hooks)()
-    part.quant_state = weight.quant_state
+    if _is_four_bit(weight):
+        part.quant_state = weight.quant_state
     return part
 
 
 def part_of(whole: Any, dim: int, pieces: Sequence[tuple[int, int]], name: str = "") -> Any:
-    """Return a part of a weight in 4 bits, with the same numbers to the bit.
+    """Return a part of a quantized weight, with the same numbers to the bit.
 
-    Statistics that are in 8 bits themselves become fp32.
+    Statistics of 4 bits that are in 8 bits themselves become fp32.
 
     Args:
         whole: It stays as it is.
@@ -147,6 +161,8 @@ def part_of(whole: Any, dim: int, pieces: Sequence[tuple[int, int]], name: str =
     Raises:
         ModelError: A block of numbers that share a scale lies across the parts.
     """
+    if isinstance(whole, int8.Int8Weight):
+        return int8.part_of(whole, dim, pieces)
     state, functional = whole.quant_state, sys.modules[METHOD].functional
     rows, columns = state.shape
     scale = state.absmax
@@ -196,39 +212,49 @@ def like(weight: Any, numbers: Tensor, state: Any) -> Any:
 
 
 def quantized_like(weight: Any, values: Tensor) -> Any:
-    """Return values in 4 bits, with the options of a weight that has no values yet."""
+    """Return values as they are quantized, with the options of a weight without values yet."""
+    if isinstance(weight, int8.Int8Weight):
+        return int8.quantized(values)
     options = {name: getattr(weight, name) for name in _OPTIONS}
     return type(weight)(values, requires_grad=False, **options).to(values.device)
 
 
 def unread(weight: Any, shaped: Tensor) -> Any:
-    """Return a part of a weight that will be in 4 bits, of the shape of a tensor; else None."""
-    if not is_four_bit(weight):
+    """Return a part of a weight that will be quantized, of the shape of a tensor; else None."""
+    if isinstance(weight, int8.Int8Weight):
+        return int8.Int8Weight(shaped, None)
+    if not is_quantized(weight):
         return None
     options = {name: getattr(weight, name) for name in _OPTIONS}
     return type(weight)(shaped, requires_grad=False, **options)
 
 
 def convert(model: Any, config: Any) -> None:
-    """Put 4-bit layers in the place of a model's linear ones, as ``from_pretrained`` does.
+    """Put quantized layers in the place of a model's linear ones, as ``from_pretrained`` does.
 
     Args:
         model: On the meta device.
         config: Of transformers.
 
     Raises:
-        ModelError: It is no configuration of 4 bits, or bitsandbytes is not installed.
+        ModelError: It asks for another form.
+        LaunchError: bitsandbytes is needed, and is not installed.
     """
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    if not getattr(config, "load_in_4bit", False):
-        reason = "weights are read late into 4 bits of bitsandbytes alone"
+    is_int8 = int8.is_asked_for(config)
+    if not is_int8 and not getattr(config, "load_in_4bit", False):
+        reason = "weights are read late into bitsandbytes' 4 bits, or torchao's int8 with a scale "
+        reason += "for each row, alone"
         remedy = "Give BitsAndBytesConfig(load_in_4bit=True, ...), or load it with from_pretrained"
         raise ModelError("quantization_config", type(config).__name__, reason, remedy)
-    require(METHOD, "quantization_config")
+    if not is_int8:
+        require(METHOD, "quantization_config")
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map=None, config=model.config)
     model.hf_quantizer = quantizer
+    if is_int8:
+        int8.convert(model, quantizer)
     quantizer.postprocess_model(model, config=model.config)
 
 
@@ -256,27 +282,29 @@ def unquantized(config: Any) -> Any:
 
 
 def check_quantization(model: Any) -> None:
-    """Refuse a model that is quantized in another form than 4 bits of bitsandbytes.
+    """Refuse a model that is quantized in another form than those that can be cut.
 
     Raises:
         ModelError: It is.
     """
     _check_plain(model)
     method = getattr(model, "quantization_method", None)
-    known = all(p.is_floating_point() or is_four_bit(p) for p in model.parameters())
-    if known and (has_four_bit(model) or not getattr(model, "is_quantized", False)):
+    known = all(p.is_floating_point() or is_quantized(p) for p in model.parameters())
+    has = has_quantized(model) or any(int8.layers(model))
+    if known and (has or not getattr(model, "is_quantized", False)):
         return
     reason = f"its weights are quantized ({getattr(method, 'value', method) or 'integers'})"
     raise ModelError(
         "model",
         type(model).__name__,
-        f"{reason}, and stages and tensor_parallel hold those of bitsandbytes' 4 bits alone",
+        f"{reason}, and stages and tensor_parallel hold bitsandbytes' 4 bits and torchao's int8 "
+        "alone",
         "Load it with BitsAndBytesConfig(load_in_4bit=True), or in bf16; or train it by ZeRO alone",
     )
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse weights that hold other tensors, such as torchao's int8 numbers and their scales.
+    """Refuse weights that hold other tensors, except those that `prepare` can take apart.
 
     DeepSpeed moves the weights of every model. These it cannot move.
 
@@ -285,13 +313,16 @@ def _check_plain(model: nn.Module) -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    kinds = {type(p) for p in model.parameters() if hasattr(type(p), "__tensor_flatten__")}
+    taken = {id(layer.weight) for layer in int8.layers(model)}
+    others = [p for p in model.parameters() if id(p) not in taken]
+    kinds = {type(p) for p in others if hasattr(type(p), "__tensor_flatten__")}
     names = sorted(f"{k.__module__}.{k.__name__}" for k in kinds if not issubclass(k, DTensor))
     if names:
         reason = f"its weights are {', '.join(names)}, which hold other tensors"
         raise ModelError(
             "model",
             type(model).__name__,
-            f"{reason}, and DeepSpeed's engines cannot take them",
+            f"{reason}, and DeepSpeed's engines cannot take them; of torchao, they take "
+            "Int8WeightOnlyConfig's in linear layers except the head",
             "Load it with BitsAndBytesConfig(load_in_4bit=True), or in bf16",
         )

@@ -60,7 +60,7 @@ def whole_state_dict(
 
     Returns:
         On global rank 0 the state dict that the model would have in one process, on the device
-        ``cpu``; names that are tied share one tensor. Weights in 4 bits are in their former type,
+        ``cpu``; names that are tied share one tensor. Quantized weights are in their former type,
         and there is nothing beside them. Of a ``PipelineModule`` of your own these are
         the names that ``torch.nn.Sequential`` gives to the same layers. None on the other ranks.
 

@@ -61,6 +61,10 @@ def build(sizes, settings):
             bnb_4bit_compute_dtype=TYPES[settings["dtype"]],
             bnb_4bit_use_double_quant=settings.get("double_quant", False),
         )
+    if settings.get("int8"):
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        quantization = transformers.TorchAoConfig(Int8WeightOnlyConfig())
     dtype = TYPES[settings["dtype"]]
     model = unread_model(config, Made(config, dtype), dtype, quantization_config=quantization)
     if settings.get("checkpoints"):
@@ -100,6 +104,10 @@ if __name__ == "__main__":
     if json.loads(sys.argv[2])[1].get("four_bit"):
         import bitsandbytes  # noqa: F401
         import peft.tuners.lora.bnb
+    if json.loads(sys.argv[2])[1].get("int8"):
+        import peft.tuners.lora.torchao
+        import torchao.quantization  # noqa: F401
+        import transformers.quantizers.auto
     wavemare.init_distributed()  # imports the engine, too
     gc.collect()
     libc.malloc_trim(0)  # or what imports have freed would be used again, and not be counted

@@ -54,6 +54,7 @@ class MemorySettings:
         lora_targets: Names of the layers that have adapters.
         four_bit: Whether the frozen linear layers are in 4 bits.
         double_quant: Whether the scales of 4-bit weights are in 8 bits.
+        int8: Whether the frozen linear layers are in torchao's int8, with a scale for each row.
         optimizer: adamw, adam or sgd.
         zero_stage: 0 or 1.
         replicas: Of each stage.
@@ -73,6 +74,7 @@ class MemorySettings:
     lora_targets: str = "all-linear"
     four_bit: bool = False
     double_quant: bool = False
+    int8: bool = False
     optimizer: str = "adamw"
     zero_stage: int = 0
     replicas: int = 1
@@ -93,9 +95,12 @@ class MemorySettings:
         if self.zero_stage not in (0, 1):
             reason = "pipelines train with ZeRO 0 and 1"
             raise PlanError("zero_stage", self.zero_stage, reason, "Give 0 or 1")
-        if self.four_bit and not self.lora_r:
-            reason = "weights in 4 bits are frozen, so that adapters have to be trained"
-            raise PlanError("four_bit", True, reason, "Give lora_r, too (--lora-r 16)")
+        for name, bits in (("four_bit", 4), ("int8", 8)):
+            if getattr(self, name) and not self.lora_r:
+                reason = f"weights in {bits} bits are frozen, so that adapters have to be trained"
+                raise PlanError(name, True, reason, "Give lora_r, too (--lora-r 16)")
+        if self.four_bit and self.int8:
+            raise PlanError("int8", True, "the weights are to be in 4 bits, too", "Give one alone")
         if self.double_quant and not self.four_bit:
             reason = "it has no effect without weights in 4 bits"
             raise PlanError("double_quant", True, reason, "Give four_bit, too (--four-bit)")
@@ -156,9 +161,9 @@ def rank_memory(config: Any, settings: MemorySettings) -> list[RankMemory]:
 
     plan = _plan(settings)
     model, mode = _model(config, settings), FakeTensorMode()
-    # For the cuts, a 4-bit weight counts as the numbers that it stands for.
-    of_numbers = replace(settings, four_bit=False, double_quant=False)
-    counted = _model(config, of_numbers) if settings.four_bit else model
+    # For the cuts, a quantized weight counts as the numbers that it stands for.
+    of_numbers = replace(settings, four_bit=False, double_quant=False, int8=False)
+    counted = _model(config, of_numbers) if settings.four_bit or settings.int8 else model
     base, counted = (m.get_base_model() if settings.lora_r else m for m in (model, counted))
     family = family_of(base)
     inputs = family.declared(None)
@@ -190,8 +195,8 @@ def _model(config: Any, settings: MemorySettings) -> Any:
         reason = f"the model has {most} positions"
         raise PlanError("sequence", settings.sequence, reason, f"Give at most {most}")
     model = empty_model(config).to(_TYPES[settings.dtype])
-    if settings.four_bit:
-        _to_four_bits(model, settings)
+    if settings.four_bit or settings.int8:
+        _quantize(model, settings)
     if settings.checkpoints:
         model.gradient_checkpointing_enable()
     if settings.lora_r:
@@ -232,29 +237,32 @@ def _put_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
                 own[name] = made[id(tensor)]
 
 
-def _to_four_bits(model: Any, settings: MemorySettings) -> None:
+def _quantize(model: Any, settings: MemorySettings) -> None:
     head = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and layer is not head:
-            model.set_submodule(name, _FourBit(layer, double_quant=settings.double_quant))
+            model.set_submodule(name, _Quantized(layer, settings))
 
 
-class _FourBit(nn.Linear):
-    """A linear layer that needs what one in 4 bits needs.
+class _Quantized(nn.Linear):
+    """A linear layer that needs what one in 4 or 8 bits needs.
 
     Args:
         layer: Whose place it takes.
-        double_quant: Whether its scales are in 8 bits.
+        settings: Say in what form.
     """
 
-    def __init__(self, layer: nn.Linear, *, double_quant: bool) -> None:
+    def __init__(self, layer: nn.Linear, settings: MemorySettings) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.bias = layer.bias
         numbers = layer.weight.numel()
-        packed = torch.empty(numbers // 2, 1, dtype=torch.uint8, device="meta")
+        packed = torch.empty(
+            numbers // (1 if settings.int8 else 2), 1, dtype=torch.uint8, device="meta"
+        )
         self.weight = nn.Parameter(packed, requires_grad=False)
-        scales = -(-numbers // _BLOCK)
-        size = scales + 4 * -(-scales // _NESTED) if double_quant else 4 * scales
+        scales = layer.out_features if settings.int8 else -(-numbers // _BLOCK)
+        nested = scales + 4 * -(-scales // _NESTED)
+        size = nested if settings.double_quant else 4 * scales
         self.register_buffer("scales", torch.empty(size, dtype=torch.uint8, device="meta"))
 
     def forward(self, value: Tensor) -> Tensor:

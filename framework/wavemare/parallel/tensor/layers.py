@@ -157,10 +157,10 @@ class ParallelLinear(nn.Module):
         transposed: The weight is (inputs, outputs), as in GPT-2's ``Conv1D``.
 
     Attributes:
-        four_bit: The layer of bitsandbytes that multiplies by a part in 4 bits; None without.
+        quantized: The layer that multiplies by a part in 4 or 8 bits; None without.
     """
 
-    four_bit: Any = None
+    quantized: Any = None
 
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter | None, group: Any, *, transposed: bool
@@ -173,8 +173,8 @@ class ParallelLinear(nn.Module):
 
     def local_product(self, value: Tensor, bias: Tensor | None) -> Tensor:
         """Map (..., inputs) to (..., outputs) by the rank's part of the weight."""
-        if self.four_bit is not None:
-            found: Tensor = self.four_bit.forward(value)
+        if self.quantized is not None:
+            found: Tensor = self.quantized.forward(value)
             return found
         return F.linear(value, self.weight.t() if self.transposed else self.weight, bias)
 

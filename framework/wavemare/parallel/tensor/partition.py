@@ -116,7 +116,7 @@ def split_parameter(
 
     Raises:
         ValueError: The dimension cannot be divided by the number of ranks.
-        ModelError: Its 4-bit blocks cannot, or a hook wants the whole of it.
+        ModelError: Its blocks of 4 bits cannot, or a hook wants the whole of it.
     """
     part = _part(whole, partition, group, name)
     _keep_hooks(whole, part, group, name)
@@ -127,7 +127,7 @@ def _part(whole: nn.Parameter, partition: Partition, group: Any, name: str) -> n
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if deferred(whole) is not None:
         return marked(partition.deferred_part(whole, rank, ranks), partition, whole.numel())
-    if quantized.is_four_bit(whole):
+    if quantized.is_quantized(whole):
         shape = quantized.whole_shape(whole)
         pieces = partition.pieces(shape[partition.dim], rank, ranks)
         own = quantized.part_of(whole, partition.dim, pieces, name)

@@ -25,7 +25,7 @@ from wavemare.errors import ModelError
 from wavemare.models.adapters import base_of, is_adapted, is_lora, make_ready
 from wavemare.models.deferred import is_deferred, lacks_weights, when_read
 from wavemare.models.proof import example_batch, has_own_loss, undisturbed
-from wavemare.models.quantized import in_fp32, is_four_bit_layer, part_of_layer, whole_shape
+from wavemare.models.quantized import in_fp32, is_quantized_layer, part_of_layer, whole_shape
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     InputCopies,
@@ -146,7 +146,7 @@ class _Split:
                 reason = "the ranks would drop different elements of one input"
                 raise ModelError(name, "lora_dropout", reason, "Set lora_dropout to 0")
             layer = layer.base_layer
-        known = type(layer) in (nn.Linear, Conv1D, nn.Parameter) or is_four_bit_layer(layer)
+        known = type(layer) in (nn.Linear, Conv1D, nn.Parameter) or is_quantized_layer(layer)
         if style in _LINEAR and not known:
             raise ModelError(
                 name,
@@ -257,7 +257,7 @@ class _Split:
                 copies=copies,
                 gathers=gathers,
             )
-            self._keep_four_bit(old, new, bias)
+            self._keep_quantized(old, new, bias)
             self.replace(part, old, new, base)
             copies = None  # the factor reads what the other one gives
 
@@ -284,13 +284,13 @@ class _Split:
                 random=self._random,
                 splits=splits,
             )
-            self._keep_four_bit(old, new, None)
+            self._keep_quantized(old, new, None)
             self.replace(part, old, new, base)
 
-    def _keep_four_bit(self, old: Any, new: ParallelLinear, bias: nn.Parameter | None) -> None:
-        """Let a layer compute with its part of a weight in 4 bits, if that is what it has."""
-        if is_four_bit_layer(old):
-            vars(new)["four_bit"] = part_of_layer(old, new.weight, bias)  # no submodule of it
+    def _keep_quantized(self, old: Any, new: ParallelLinear, bias: nn.Parameter | None) -> None:
+        """Let a layer compute with its part of a quantized weight, if that is what it has."""
+        if is_quantized_layer(old):
+            vars(new)["quantized"] = part_of_layer(old, new.weight, bias)  # no submodule of it
 
     def summed(self, base: nn.Module, name: str) -> None:
         """Let a whole module be used on parts, such as the norm of the rank's queries."""

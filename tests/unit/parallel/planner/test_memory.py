@@ -61,13 +61,21 @@ def test_a_base_in_4_bits_takes_half_a_byte_and_its_scales(double, scale):
     assert total(found, "num_trained") == factors
 
 
+def test_a_base_in_int8_takes_a_byte_and_a_scale_for_each_row():
+    found = ranks(lora_r=2, int8=True, dtype="bf16")
+    rows = LAYERS * (4 * WIDTH + 2 * INNER + WIDTH)
+    expected = MATRICES + 4 * rows + 2 * (NORMS + 2 * EMBEDDING)
+    assert total(found, "frozen") == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("form", ["four_bit", "int8"])
 @pytest.mark.parametrize("words", [500, 1500])
-def test_a_base_in_4_bits_is_cut_as_the_same_base_in_32_bits(words):
+def test_a_quantized_base_is_cut_as_the_same_base_in_32_bits(words, form):
     """As in the engine, where a packed weight counts as the numbers that it stands for."""
     config = transformers.LlamaConfig(**{**SIZES, "vocab_size": words})
     settings = {"lora_r": 2, "sequence": TOKENS}
     whole = rank_memory(config, MemorySettings(**settings))
-    packed = rank_memory(config, MemorySettings(**settings, four_bit=True))
+    packed = rank_memory(config, MemorySettings(**settings, **{form: True}))
     assert [rank.layers for rank in packed] == [rank.layers for rank in whole]
 
 
@@ -123,6 +131,8 @@ def test_the_command_prints_a_table_and_writes_the_bytes(tmp_path):
         ("zero_stage", 2, {"zero_stage": 2}),
         ("four_bit", True, {"four_bit": True}),
         ("double_quant", True, {"double_quant": True, "lora_r": 2}),
+        ("int8", True, {"int8": True}),
+        ("int8", True, {"int8": True, "four_bit": True, "lora_r": 2}),
         ("sequence", 65, {"sequence": 65}),
     ],
 )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train LoRA models whose base is in 4 bits, in pipelines, split over ranks and by ZeRO.
+"""Train LoRA models whose base is in 4 or 8 bits, in pipelines, split over ranks and by ZeRO.
 
-Usage: four_bit.py FOLDER ACTION...; each rank leaves the results by action.
+Usage: quantized_bases.py FOLDER ACTION...; each rank leaves the results by action. What "int8"
+begins has a base of torchao, the others one of bitsandbytes.
 """
 
 import os
@@ -20,13 +21,19 @@ import wavemare
 from wavemare.models import from_folder, save_pretrained, whole_state_dict
 
 STEPS, RATE = 2, 0.5
-WITHOUT_STAGES = ("zero1", "zero2", "tensor", "packed, tensor", "narrow")
+WITHOUT_STAGES = ("zero0", "zero1", "zero2", "tensor", "packed, tensor", "narrow")
 PACKED_INPUTS = ["input_ids", "position_ids"]
 
 
 def settings(**changes):
     options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
     return transformers.BitsAndBytesConfig(load_in_4bit=True, **{**options, **changes})
+
+
+def int8():
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
 
 
 def base_folder(width=128):
@@ -48,8 +55,8 @@ def base_folder(width=128):
     return name
 
 
-def lora_model(*, late=False, width=128, lora=(), **quantization):
-    folder, config = base_folder(width), settings(**quantization)
+def lora_model(*, late=False, width=128, lora=(), config=None, **quantization):
+    folder, config = base_folder(width), config or settings(**quantization)
     if late:
         base = from_folder(folder, quantization_config=config)
     else:
@@ -59,6 +66,10 @@ def lora_model(*, late=False, width=128, lora=(), **quantization):
     transformers.set_seed(3)
     options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
     return peft.get_peft_model(base, peft.LoraConfig(**{**options, **dict(lora)}))
+
+
+def int8_model(**options):
+    return lora_model(config=int8(), **options)
 
 
 def batches():
@@ -88,11 +99,11 @@ def start(model, schedule="1f1b", *, stages=2, zero=0, tensor=1, inputs=None, **
     return wavemare.initialize(model=model, config=config)[0]
 
 
-def alone(model, data):
+def alone(model, data, steps=STEPS):
     """Train a model in this process."""
     model.train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
-    for _ in range(STEPS):
+    for _ in range(steps):
         for _ in range(2):
             (model(**next(data), use_cache=False).loss / 2).backward()
         optimizer.step()
@@ -100,13 +111,19 @@ def alone(model, data):
     return model
 
 
+def of_numbers(weight):
+    """A weight as its own library dequantizes it."""
+    if isinstance(weight, bitsandbytes.nn.Params4bit):
+        return bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+    return weight.dequantize()
+
+
 def dequantized(model):
     """The weights of a model with its adapter added to them, by hand."""
     state = {}
     for name, layer in model.get_base_model().named_modules():
         if hasattr(layer, "lora_A"):
-            weight = layer.base_layer.weight
-            whole = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+            whole = of_numbers(layer.base_layer.weight)
             added = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
             state[f"{name}.weight"] = whole + layer.scaling["default"] * added
     return state
@@ -142,8 +159,8 @@ def trained(name, make=lora_model, make_data=batches, **options):
     return saved(engine, name, make, make_data())
 
 
-def pipemare():
-    engine, batch = start(lora_model(), "pipemare"), next(batches())
+def pipemare(make=lora_model):
+    engine, batch = start(make(), "pipemare"), next(batches())
     return [float(engine.train_batch(iter([batch] * 4))) for _ in range(20)]
 
 
@@ -191,6 +208,57 @@ def resume():
     return [float(each.train_batch(d)) for each, d in ((engine, data), (again, rest))]
 
 
+def int8_late():
+    """What a stage reads late is what it has of a whole model, and it has its own alone."""
+    engines = [start(int8_model(late=is_late)) for is_late in (False, True)]
+    early, read = (
+        {n: w for n, w in engine.module.state_dict().items() if "base_layer" in n}
+        for engine in engines
+    )
+    batch = next(batches())
+    found = {
+        "equal": early.keys() == read.keys()
+        and all(map(torch.equal, early.values(), read.values())),
+        "layers": sum(w.dtype == torch.int8 for w in read.values()),
+        "losses": [float(engine.train_batch(iter([batch] * 2))) for engine in engines],
+    }
+    for engine in engines:
+        engine.module.merge_adapter()
+    merged = [float(e.eval_batch(iter([batch]), num_micro_batches=1)) for e in engines]
+    alone(whole := int8_model(), iter([batch] * 2), 1)
+    whole.merge_adapter()
+    with torch.no_grad():
+        return {**found, "merged": [*merged, float(whole(**batch, use_cache=False).loss)]}
+
+
+def int8_resume():
+    """A checkpoint has the base with its scales, and goes on with another base given."""
+    engine, data = start(int8_model(), zero=1), batches()
+    engine.train_batch(data)
+    engine.save_checkpoint("int8-resume")
+    again = start(int8_model(), zero=1)
+    with torch.no_grad():
+        for parameter in again.module.parameters():
+            if parameter.dtype == torch.int8:
+                parameter.zero_()
+                parameter.scale.mul_(3)
+    again.load_checkpoint("int8-resume")
+    rest = batches()
+    for _ in range(2):
+        next(rest)
+    return [float(each.train_batch(d)) for each, d in ((engine, data), (again, rest))]
+
+
+def int8_whole():
+    weight = int8_model().get_base_model().model.layers[3].mlp.up_proj.base_layer.weight
+    state = whole_state_dict(start(int8_model()))
+    if state is None:
+        return None
+    own = state["base_model.model.model.layers.3.mlp.up_proj.base_layer.weight"]
+    names = [n for n in state if "scale" in n]
+    return {"equal": torch.equal(own, weight.dequantize()), "names": names}
+
+
 def evaluated():
     """An evaluation leaves the weights in the form that gives gradients."""
     engine, batch = start(lora_model()), next(batches())
@@ -236,10 +304,36 @@ if __name__ == "__main__":
         "resume": resume,
         "evaluated": evaluated,
         "whole": whole_weights,
+        **{
+            f"int8 {n}": partial(trained, f"int8-{n}", int8_model, schedule=n)
+            for n in ("1f1b", "zbv", "interleaved")
+        },
+        "int8 stages and zero1": partial(trained, "int8-stages-zero1", int8_model, zero=1),
+        **{
+            f"int8 zero{stage}": partial(
+                trained, f"int8-zero{stage}", int8_model, stages=1, zero=stage
+            )
+            for stage in (0, 1, 2)
+        },
+        "int8 tensor": partial(trained, "int8-tensor", int8_model, stages=1, tensor=2),
+        "int8 dora": partial(trained, "int8-dora", partial(int8_model, lora={"use_dora": True})),
+        "int8 packed, zbv": partial(
+            trained,
+            "int8-packed",
+            int8_model,
+            make_data=packed,
+            schedule="zbv",
+            inputs=PACKED_INPUTS,
+        ),
+        "int8 pipemare": partial(pipemare, int8_model),
+        "int8 late": int8_late,
+        "int8 resume": int8_resume,
+        "int8 whole": int8_whole,
     }
     results = {}
     for name in sys.argv[2:]:
         # DeepSpeed's engines without stages share groups.
-        with nullcontext() if name in WITHOUT_STAGES else own_groups():
+        without = name.removeprefix("int8 ") in WITHOUT_STAGES
+        with nullcontext() if without else own_groups():
             results[name] = actions[name]()
     leave(results)
