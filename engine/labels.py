@@ -29,9 +29,9 @@ def counts_items(model: Any) -> bool:
     the caller's own may call ``forward`` of the class that it extends.
     """
     for kind in type(model).__mro__:
-        forward: Any = inspect.unwrap(vars(kind).get("forward"))
+        forward: Any = vars(kind).get("forward")
         if forward is not None:
-            names = forward.__code__.co_names
+            names = inspect.unwrap(forward).__code__.co_names
             if "loss_function" in names or "forward" not in names:
                 return "loss_function" in names
     return False

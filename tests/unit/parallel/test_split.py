@@ -377,6 +377,8 @@ class Weighing(Passing):
 
     def forward(self, input_ids=None, labels=None, **options):
         output = super().forward(input_ids, **options)
+        if labels is None:
+            return output
         weight = torch.ones(self.config.vocab_size)
         weight[RARE] = 0.1
         logits = output.logits[:, :-1].flatten(0, 1)
@@ -411,7 +413,8 @@ def test_a_loss_of_the_callers_own_stays(kind, alone):
         output.loss.backward()
     torch.testing.assert_close(*(output.loss for output in outputs))
     torch.testing.assert_close(*(output.logits for output in outputs))
-    torch.testing.assert_close(gradients(split), gradients(whole))
+    expected = own_part(gradients(whole), split, 0, 1)
+    assert distance(gradients(split), expected) < 1e-5
 
 
 def test_a_copy_is_refused(alone):
