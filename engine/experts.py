@@ -12,8 +12,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.utils import groups, set_z3_leaf_module
-from torch import nn
+from deepspeed.utils import groups
 
 from wavemare.engine.seams import replaced
 
@@ -60,21 +59,6 @@ def forget_expert_groups(size: int, stages: int) -> None:
         groups._EXPERT_DATA_PARALLEL_GROUP.pop(name, None)
 
 
-def fetch_experts_together(model: nn.Module) -> None:
-    """Have ZeRO 3 gather and reduce all experts of a layer at once, where each is a module.
-
-    Otherwise ranks whose tokens choose unlike experts wait for each other. DeepSpeed does this by
-    itself for the layers of Mixtral, Qwen2-MoE and Qwen3-MoE, also where a layer's experts are one
-    tensor, as transformers has them.
-
-    Args:
-        model: Layers that hold a ``ModuleList`` by the name ``experts`` become DeepSpeed's leaves.
-    """
-    for module in model.modules():
-        if isinstance(getattr(module, "experts", None), nn.ModuleList):
-            set_z3_leaf_module(module, True)
-
-
 class ExpertsMixin(deepspeed.DeepSpeedEngine):
     """Has DeepSpeed reduce, clip and save experts that its data ranks share."""
 
@@ -85,8 +69,6 @@ class ExpertsMixin(deepspeed.DeepSpeedEngine):
 
         It looks for modules of its own class alone. A stage may have none.
         """
-        if self.zero_optimization_partition_weights():
-            fetch_experts_together(model)
         super()._configure_distributed_model(model)
         if self.settings.expert_parallel.size > 1:
             self._expert_grid = _ExpertGrid(f"ep_size_{self.settings.expert_parallel.size}")

@@ -36,26 +36,6 @@ CASES |= {
     "split mixtral, a rank without rows": {"tensor": 2, "forced": True, "clip": 0.5},
     "split mixtral, experts too": {"tensor": 2, "size": 1, "auxiliary": True, "clip": 0.5},
 }
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
-IN_WAVES = {"config": {"wavemare_keys": {"wavelet": {"mode": "sync"}}}}
-CASES |= {
-    f"{kind}, auxiliary loss, {name}": {"kind": kind, "auxiliary": True, "clip": 0.5, **case}
-    for kind in FAMILIES
-    for name, case in {
-        "ZeRO 3": {"zero": 3, "size": 1},
-        "waves": {"zero": 1, **IN_WAVES},
-        "split, waves": {"zero": 1, "tensor": 2, **IN_WAVES},
-    }.items()
-}
-ROUGH = {
-    f"{kind}, bf16, {name}": {
-        **{"kind": kind, "auxiliary": True, "zero": 1, "num_experts_per_tok": 4, **case},
-        "config": {"bf16": {"enabled": True}, **case.get("config", {})},
-    }
-    for kind in FAMILIES
-    for name, case in {"divided": {}, "stages": {"size": 1, "stages": 2}, "waves": IN_WAVES}.items()
-}
-"""In bf16, where all tokens choose all experts: rounded scores choose no others."""
 ADAM = {"kind": "qwen3_moe", "auxiliary": True, "zero": 2, "clip": 0.5, "adam": True}
 ADAFACTOR, SOAP = ({"type": name, "params": {"lr": 0.01}} for name in ("Adafactor", "SOAP"))
 REFUSED = {
@@ -71,7 +51,7 @@ REFUSED = {
     "parts": ({"optimizer": SOAP, "tensor": 2}, "optimizer = 'SOAP': it reads whole tensors"),
 }
 RUNS = {
-    **{name: {"part": "equal", **case} for name, case in (CASES | ROUGH).items()},
+    **{name: {"part": "equal", **case} for name, case in CASES.items()},
     "adam": {"part": "equal", **ADAM},
     "resume 0": {"part": "resume", "zero": 0},
     "resume 1": {"part": "resume", "zero": 1, "lora": True},
@@ -80,7 +60,6 @@ RUNS = {
     "resume 1, split": {"part": "resume", "tensor": 2, "zero": 1, "lora": True},
     **{name: {"part": "refused", **case} for name, (case, _) in REFUSED.items()},
     "again": {"part": "again"},
-    "listed": {"part": "listed"},
 }
 IN_STAGES = {
     "mixtral, ZeRO 0": {},
@@ -130,24 +109,6 @@ def check_equality(results, held=2):
 def test_divided_experts_train_as_the_whole_model(results, name):
     """With clipping: by the norm of all experts."""
     check_equality([result[name] for result in results], held=4 // CASES[name].get("size", 2))
-
-
-@pytest.mark.parametrize("name", ROUGH)
-def test_each_family_trains_in_bf16(results, name):
-    for result in results:
-        found = result[name]
-        print(name, found["losses"], found["weights"], found["changed"])
-        assert found["losses"] < 0.02
-        assert found["changed"] > 0.05
-    assert results[0][name]["weights"] < 0.02
-
-
-def test_zero_3_trains_experts_that_are_modules_though_ranks_choose_unlike_ones(results):
-    for result in results:
-        losses, expected = result["listed"]["losses"]
-        assert losses == pytest.approx(expected, rel=1e-5)
-        assert losses[-1] < losses[0]
-        assert result["listed"]["weights"] < 1e-5
 
 
 def test_adam_clips_by_the_norm_of_the_whole_model(results):

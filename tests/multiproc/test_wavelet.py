@@ -22,12 +22,6 @@ CASES = {
     "bf16, ZeRO 1": {"model": "gpt", "zero": 1, "config": BF16},
     "unmanaged, ZeRO 0": {"model": "gpt", "zero": 0, "config": UNMANAGED},
     "experts, ZeRO 1": {"model": "moe", "zero": 1, "wavemare": EXPERTS, "checkpointing": True},
-    **{
-        f"experts of {kind} in bf16, ZeRO 1": {
-            **{"model": "moe", "kind": kind, "zero": 1, "wavemare": EXPERTS, "config": BF16}
-        }
-        for kind in ("mixtral", "qwen2_moe", "qwen3_moe")
-    },
     # The last: DeepSpeed does not forget whom a split model's ranks were.
     "split, ZeRO 1": {"model": "gpt", "zero": 1, "wavemare": SPLIT},
     "split llama, ZeRO 1": {"model": "llama-tied", "zero": 1, "wavemare": SPLIT},

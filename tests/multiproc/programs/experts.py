@@ -139,11 +139,7 @@ def equal(
     if stages > 1 and logits is not None:  # split stages have parts of them
         logits = whole_logits(engine.module.loss_fn, logits)
     trained = collected(engine.module)
-    held = {
-        n: getattr(p, "ds_shape", p.shape)[0]
-        for n, p in engine.module.named_parameters()
-        if "gate_up_proj" in n
-    }
+    held = {n: p.shape[0] for n, p in engine.module.named_parameters() if "gate_up_proj" in n}
     engine.destroy()
     twin, expected, expected_norms = train_whole(
         make,
@@ -247,67 +243,6 @@ def refused(*, size=2, model_keys=None, unlike=False, adapted=False, kind=None, 
     return refusal(lambda: engine_of(model, size=size, **changes))
 
 
-class ListedExperts(torch.nn.Module):
-    """A mixture whose experts are modules; each token goes to the expert of its number."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.embedding = torch.nn.Embedding(8, 16)
-        self.first, self.second = ListedLayer(), ListedLayer()
-        self.head = torch.nn.Linear(16, 8)
-
-    def forward(self, input_ids, labels):
-        chosen = input_ids % 4
-        hidden = self.second(self.first(self.embedding(input_ids), chosen), chosen)
-        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
-
-
-class ListedLayer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, hidden, chosen):
-        result = hidden
-        for number in chosen.unique().tolist():
-            mask = (chosen == number)[..., None]
-            result = result + torch.where(mask, self.experts[number](hidden).tanh(), 0.0)
-        return result
-
-
-def listed():
-    """Train experts that are modules by ZeRO 3, where each rank's tokens choose some of them."""
-
-    def batches_of(rank):  # the first rank's choose two experts, the others' one
-        draw = torch.Generator().manual_seed(rank)
-        while True:
-            ids = (
-                torch.randint(0, 2, (2, 6), generator=draw) if rank == 0 else torch.full((2, 6), 3)
-            )
-            yield {"input_ids": ids, "labels": torch.randint(0, 8, (2, 6), generator=draw)}
-
-    model = ListedExperts()
-    engine = engine_of(model, zero=3, size=1)
-    data = batches_of(dist.get_rank())
-    losses = [engine.train_batch(data).item() for _ in range(3)]
-    trained = collected(engine.module)
-    engine.destroy()
-    twin = ListedExperts()
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    everyone = [batches_of(rank) for rank in range(dist.get_world_size())]
-    expected = []
-    for _ in range(3):
-        parts = [next(each) for _ in range(ACCUMULATION) for each in everyone]
-        loss = sum(twin(**part) for part in parts) / len(parts)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-    apart = difference(trained, twin.state_dict()) if dist.get_rank() == 0 else 0.0
-    return {"losses": [losses, expected], "weights": apart}
-
-
 def split_again():
     model = build_moe()
     split_experts(model, None)
@@ -320,7 +255,6 @@ PARTS = {
     "sparse": sparse,
     "refused": refused,
     "again": split_again,
-    "listed": listed,
 }
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from wavemare.training.evaluation import evaluate, evaluation_loader
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
 PAIRS, MICRO, LENGTH, RATE, BETA, STEPS = 8, 2, 14, 0.2, 0.5, 3
+CLIP = 1.0
 
 
 def build(*, lora=True, moe=False):
@@ -105,6 +106,7 @@ def alone(pairs, order, **keys):
         found = [measure([pairs[place] for place in batch]) for batch in step]
         loss = sum(each for each, _ in found) / len(found)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -127,6 +129,7 @@ def train(*, zero=0, stages=1, ranks=1, section=None, **keys):
         "train_batch_size": PAIRS,
         "train_micro_batch_size_per_gpu": MICRO,
         "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "gradient_clipping": CLIP,
         "zero_optimization": {"stage": zero},
         "zero_allow_untested_optimizer": True,
         "wavemare": section,
