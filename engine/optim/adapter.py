@@ -377,7 +377,7 @@ class ZeroAdapter(_PartitionedMasters):
     @property
     def _groups(self) -> Sequence[Sequence[Any]]:
         # Sorted as in memory, also under round_robin_gradients.
-        return self._optimizer.round_robin_bit16_groups  # type: ignore[no-any-return]
+        return self._optimizer.round_robin_bit16_groups
 
     def detach_stage(self, group: Any, rank: int) -> None:
         """Make the optimizer's steps reduce norms and overflow flags within one stage."""
@@ -551,7 +551,7 @@ class _Bf16Adapter(_PartitionedMasters):
 
     @property
     def _groups(self) -> Sequence[Sequence[Any]]:
-        return self._optimizer.bf16_groups  # type: ignore[no-any-return]
+        return self._optimizer.bf16_groups
 
     def detach_stage(self, group: Any, rank: int) -> None:
         """Make the optimizer's steps reduce norms and overflow flags within one stage."""
