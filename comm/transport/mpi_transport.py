@@ -163,8 +163,8 @@ class MpiTransport(Transport):
         # A peer that waits for the lost rank is silent too: ask which ranks answer.
         how = f"nothing came within {self.timeout_s:g} s"
         suspects = _pending(requests, peers)
-        absent, more = self._ask_around(suspects)
-        return self.lost([*suspects, *more] if absent else suspects, how, absent)
+        absent, suspected = self._ask_around(suspects)
+        return self.lost(suspected if absent else suspects, how, absent)
 
     def _ask_around(self, suspects: Sequence[int]) -> tuple[list[int], list[int]]:
         """Ask all peers for whom they wait; those that wait answer at once.
@@ -173,7 +173,7 @@ class MpiTransport(Transport):
             suspects: For whom this rank waits.
 
         Returns:
-            The peers that do not answer, and for whom the others wait.
+            The peers that do not answer, and all for whom some rank waits.
         """
         mine = torch.zeros(self.size, dtype=torch.uint8)
         mine[list(suspects)] = 1
@@ -189,7 +189,7 @@ class MpiTransport(Transport):
         while len(present) < len(asked) and time.monotonic() < deadline:
             present |= {peer for peer, r in asked.items() if peer not in present and r.Test()}
             time.sleep(0.01)
-        suspected = sum((answers[peer] for peer in present), torch.zeros_like(mine))
+        suspected = torch.stack([mine, *(answers[peer] for peer in present)]).amax(0)
         return sorted(asked.keys() - present), suspected.nonzero()[:, 0].tolist()
 
 
