@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def counts_items(model: Any) -> bool:
     the caller's own may call ``forward`` of the class that it extends.
     """
     for kind in type(model).__mro__:
-        forward: Any = vars(kind).get("forward")
+        forward: Callable[..., Any] | None = vars(kind).get("forward")
         if forward is not None:
             names = inspect.unwrap(forward).__code__.co_names
             if "loss_function" in names or "forward" not in names:

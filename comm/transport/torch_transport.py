@@ -52,7 +52,7 @@ class TorchTransport(Transport):
     _group: Any
     _metadata: Any = None
     _beside: Any = None
-    _label: str | None = None
+    _label = ""
     _has_failed = False
 
     def __init__(
@@ -121,7 +121,7 @@ class TorchTransport(Transport):
 
     def begin_all_reduce(self, flat: Tensor, end: Callable[[CommError | None], None]) -> bool:
         """Begin `all_reduce` on gloo's thread; NCCL's must be launched in turn."""
-        if self.on_stream or self._label is None:
+        if self.on_stream or not self._label:
             return False
         started = time.monotonic()
 

@@ -22,8 +22,9 @@ from torch import Tensor
 from wavemare.engine.experts import counts_once, expert_group, is_divided
 from wavemare.engine.health.pending import PendingSums
 from wavemare.engine.launch.group import gather
-from wavemare.engine.optim.adapter import OptimizerAdapter, adapt
+from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.optim.gradients import gradient_values, is_tied_copy, squared_norm
+from wavemare.engine.optim.whole import OptimizerAdapter
 from wavemare.engine.seams import replaced
 
 if TYPE_CHECKING:

@@ -45,6 +45,7 @@ from wavemare.hf.stages import filled, first_rows, from_last_stage, of_last_stag
 from wavemare.hf.steps import MicroBatch, StepFeed, Unused, fill_rows, without_labels
 from wavemare.models import save_pretrained
 from wavemare.models.adapters import is_adapted
+from wavemare.models.whole import weight_sizes
 from wavemare.parallel.layout.annotations import PLAN, is_annotated
 from wavemare.parallel.tensor.output import loss_alone
 
@@ -187,7 +188,7 @@ class Trainer(StockTrainer):
             refuse_overruled(self)
             self._release_engine()
             if self._whole[0] is not self.model:
-                self._whole = self.model, *_sizes(self.model)
+                self._whole = self.model, *weight_sizes(self.model)
             if self.accelerator.weighs_losses:
                 # Otherwise transformers and the engine would both divide by the number of tokens.
                 self.model_accepts_loss_kwargs = False
@@ -594,11 +595,3 @@ class Trainer(StockTrainer):
 def _inner(model: Any) -> Any:
     """Return the model inside adapters."""
     return model.get_base_model() if is_adapted(model) else model
-
-
-def _sizes(model: Any) -> tuple[dict[str, int], int]:
-    """Return the sizes of a model's weights by name, and together without those of embeddings."""
-    modules = model.named_modules()
-    embeddings = {f"{name}.weight" for name, m in modules if isinstance(m, torch.nn.Embedding)}
-    sizes = {n: getattr(p, "ds_numel", p.numel()) for n, p in model.named_parameters()}
-    return sizes, sum(size for name, size in sizes.items() if name not in embeddings)

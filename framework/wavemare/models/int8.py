@@ -27,6 +27,9 @@ class Int8Weight(nn.Parameter):
         former: The type that the weight had before; that of the numbers if omitted.
     """
 
+    scale: Any
+    former: torch.dtype
+
     def __new__(
         cls, numbers: Tensor, scale: Tensor | None, former: torch.dtype | None = None
     ) -> Int8Weight:

@@ -315,3 +315,11 @@ def hand_over(model: Any, engine: Any) -> None:
     mark(held, engine, part)
     if ours and not part.remedy:
         engine.gather_weights = for_a_file
+
+
+def weight_sizes(model: Any) -> tuple[dict[str, int], int]:
+    """Return the sizes of a model's weights by name, and together without those of embeddings."""
+    modules = model.named_modules()
+    embeddings = {f"{name}.weight" for name, m in modules if isinstance(m, torch.nn.Embedding)}
+    sizes = {n: getattr(p, "ds_numel", p.numel()) for n, p in model.named_parameters()}
+    return sizes, sum(size for name, size in sizes.items() if name not in embeddings)
