@@ -19,8 +19,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import wavemare
 
 STEPS, LENGTH, OUTPUT = 200, 128, "build/gpt-minimal"
+MICRO_BATCH = 4  # samples that a pass takes at once
 CONFIG = {
-    "train_micro_batch_size_per_gpu": 4,
+    "train_micro_batch_size_per_gpu": MICRO_BATCH,
     "gradient_accumulation_steps": 4,  # micro-batches in a step; they keep both stages busy
     "steps_per_print": None,
     # "auto" is a fast synchronous schedule. "pipemare" never empties the pipeline, but its
@@ -40,10 +41,9 @@ def read_text() -> torch.Tensor:
 def batches(text: torch.Tensor, seed: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield micro-batches of random pieces of the text; a seed always gives the same ones."""
     generator = torch.Generator().manual_seed(seed)
-    size = CONFIG["train_micro_batch_size_per_gpu"]
     while True:
-        starts = torch.randint(len(text) - LENGTH, (size, 1), generator=generator)
-        rows = text[starts + torch.arange(LENGTH)]  # [size, LENGTH]
+        starts = torch.randint(len(text) - LENGTH, (MICRO_BATCH, 1), generator=generator)
+        rows = text[starts + torch.arange(LENGTH)]  # [MICRO_BATCH, LENGTH]
         yield {"input_ids": rows, "labels": rows}  # the model shifts the labels
 
 
@@ -52,8 +52,9 @@ def main() -> None:
     torch.manual_seed(1)  # the stages are parts of one model
     text = read_text()
     train, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-    sizes = {"n_positions": LENGTH, "n_embd": 128, "n_layer": 4, "n_head": 4}
-    config = GPT2Config(vocab_size=256, bos_token_id=None, eos_token_id=None, **sizes)
+    config = GPT2Config(
+        vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=4, n_head=4, eos_token_id=None
+    )
     engine, _, _, schedule = wavemare.initialize(
         model=GPT2LMHeadModel(config),
         config=CONFIG,
