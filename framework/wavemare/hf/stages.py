@@ -74,10 +74,15 @@ def first_rows(batch: Any, rows: int) -> dict[str, Any]:
     }
 
 
-def filled(values: Any, rows: int) -> Any:
-    """Return tensors with so many rows, the last ones repetitions of the first ones."""
+def filled(values: Any, own: int, rows: int) -> Any:
+    """Return what a model gave for its own rows as for more rows, that repeat the first ones.
+
+    Routers give several rows for each of the batch. A number for the whole batch stays.
+    """
     if values is None:
         return None
     if not isinstance(values, Tensor):
-        return tuple(filled(value, rows) for value in values)
-    return values if len(values) >= rows else values[torch.arange(rows) % len(values)]
+        return tuple(filled(value, own, rows) for value in values)
+    if values.ndim == 0 or own >= rows:
+        return values
+    return values[torch.arange(len(values) * rows // own) % len(values)]

@@ -484,7 +484,8 @@ class Trainer(StockTrainer):
             # Each data rank has the part of its own labels in the mean over all of them.
             loss = self.accelerator.reduce(loss if rows else torch.zeros_like(loss), "mean")
         count = find_batch_size(full) or 0
-        return loss, filled(logits, count), filled(labels, count)
+        own = rows or count
+        return loss, filled(logits, own, count), filled(labels, own, count)
 
     def _predict_in_stages(
         self, model: Any, inputs: dict[str, Any], loss_only: bool, ignore_keys: Any

@@ -182,6 +182,7 @@ def by_trainer(front, layout, kind, data, folder):
     }
 
     def trainer_of():
+        model = build(layout, kind, data)  # first: ZeRO 3's arguments change from_config
         arguments = kinds[1](
             output_dir=folder,
             deepspeed=None if ALONE else config,
@@ -207,7 +208,7 @@ def by_trainer(front, layout, kind, data, folder):
         )
         chosen = type("Own", (OwnLoss, kinds[0]), {}) if data == "own loss" else kinds[0]
         return chosen(
-            model=build(layout, kind, data),
+            model=model,
             args=arguments,
             data_collator=collator(data),
             train_dataset=train_rows(data),
