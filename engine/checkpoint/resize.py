@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.pipe import PipelineModule
 from torch import Tensor
 
@@ -34,6 +35,7 @@ _OF_A_STAGE = {"refresh"}
 """Settings of a parameter group that each stage of an asynchronous pipeline has for itself."""
 _STATES = ("module", "optimizer", "lr_scheduler", "skipped_steps", "global_steps")
 _STATES += ("dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
+_STATES += (UNIVERSAL_CHECKPOINT_INFO,)
 _SAME = "Give the model, the frozen weights and the parameter groups of the run that saved it"
 
 
@@ -49,7 +51,9 @@ def weight_names(engine: EngineMixin) -> dict[str, str]:
     found: dict[str, str] = {}
     names: dict[int, str] = {}
     with own_part():
-        for number, layer in numbered_layers(module):
+        # A tied head may have a bias beside the weight that it shares.
+        own_layers = [(int(n), layer) for n, layer in module.named_children() if n.isdigit()]
+        for number, layer in [*numbered_layers(module), *own_layers]:
             given = getattr(layer, "weight_names", {})
             for own, value in layer.state_dict(keep_vars=True).items():
                 name = given.get(own, f"{number}.{own}")
@@ -109,7 +113,9 @@ def check(
     found: dict[int, str] = {}
     for own, tensor in _tensors(engine).items():
         name = names.get(own, own)
-        key = saved.find(own, name) or saved.find(own, untied.get(name, name))
+        key = saved.find(own, name)
+        if name in untied and key not in saved.held:  # a copy of a weight that was tied in the save
+            key = saved.find(own, untied[name])
         shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
         if key is None:
             if not strict:

@@ -170,7 +170,9 @@ class Saved:
         return found
 
     def _zero_stage(self) -> int:
-        return _stage_of(self.common, next(iter(self._optimizer_files.values()), {}))
+        told = self._manifest.get("topology", {}).get("zero_stage")
+        first = next(iter(self._optimizer_files.values()), {})
+        return _stage_of(self.common, first) if told is None else int(told)
 
     def _check_files(self) -> None:
         """Refuse a folder that lacks a rank's file."""
@@ -406,8 +408,9 @@ def _map(path: Path) -> Any:
 
 def _stage_of(common: Mapping[str, Any], optimizer_file: Mapping[str, Any]) -> int:
     """Return the stage of ZeRO by which a file of weights, and one of an optimizer, were saved."""
-    given = (common.get("ds_config") or {}).get("zero_optimization") or {}
-    if isinstance(given, Mapping) and "stage" in given:
+    config = common.get("ds_config")
+    given = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    if isinstance(given, Mapping) and isinstance(given.get("stage"), int):
         return int(given["stage"])
     return int(optimizer_file.get(OPTIMIZER_STATE_DICT, {}).get(ZERO_STAGE, 0))
 

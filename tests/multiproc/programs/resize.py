@@ -83,6 +83,10 @@ def states(engine):
     names, found = weight_names(engine), {}
     basic = engine.basic_optimizer
     plain = engine.optimizer is basic
+    if hasattr(
+        engine.optimizer, "_lazy_init_hp_params_optimizer_state"
+    ):  # else the first step does
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     for own, parameter in engine.module.named_parameters():
         values = {"fp32": parameter if plain else safe_get_full_fp32_param(parameter)}
         for key in ("exp_avg", "exp_avg_sq"):
