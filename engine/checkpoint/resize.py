@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _OF_A_STAGE = {"refresh"}
 """Settings of a parameter group that each stage of an asynchronous pipeline has for itself."""
-_STATES = ("module", "optimizer", "lr_scheduler", "skipped_steps", "global_steps")
+_STATES: tuple[str, ...] = ("module", "optimizer", "lr_scheduler", "skipped_steps", "global_steps")
 _STATES += ("dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
 _STATES += (UNIVERSAL_CHECKPOINT_INFO,)
 _SAME = "Give the model, the frozen weights and the parameter groups of the run that saved it"
@@ -130,7 +130,7 @@ def check(
     if not states or getattr(engine, "basic_optimizer", None) is None:
         return plan
     for each in adapt(engine).stepped():
-        names_of_row = [found.get(id(weight)) for weight in each.weights]
+        names_of_row = [found.get(id(weight), "a weight") for weight in each.weights]
         for name in names_of_row:
             if name not in saved.held:
                 reason = f"its optimizer did not hold {name}, which is trained in this run"

@@ -171,7 +171,7 @@ class Saved:
 
     def _zero_stage(self) -> int:
         told = self._manifest.get("topology", {}).get("zero_stage")
-        first = next(iter(self._optimizer_files.values()), {})
+        first: Any = next(iter(self._optimizer_files.values()), {})
         return _stage_of(self.common, first) if told is None else int(told)
 
     def _check_files(self) -> None:
@@ -244,7 +244,7 @@ class Saved:
             row = shapes[number] if number < len(shapes) else {}
             for own, shape in row.items():
                 self.shapes.setdefault(self._name(own), tuple(shape))
-            addresses = None if spread else state[PARAM_SLICE_MAPPINGS][number]
+            addresses: Any = None if spread else state[PARAM_SLICE_MAPPINGS][number]
             own_states = basic["state"].get(number, {})
             spans = _of_zero_3(row, place[0], self._ranks()) if addresses is None else None
             found = spans if spans is not None else self._of_partition(row, addresses, model)

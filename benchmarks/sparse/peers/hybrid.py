@@ -63,7 +63,7 @@ class HybridModel:
         self._queue = ThreadPoolExecutor(1)
         self._pending: list[Future[None]] = []
         names = {id(weight): key for key, weight in model.named_parameters()}
-        own = {names[id(table.weight)]: table.weight for table in tables}
+        own: dict[str, Any] = {names[id(table.weight)]: table.weight for table in tables}
         self._rows = GradientRows(model, own)
         for key, weight in own.items():
             size: Any = Size(weight.numel(), weight.shape[1], ranks)

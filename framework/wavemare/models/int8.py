@@ -36,7 +36,7 @@ class Int8Weight(nn.Parameter):
         """Return a parameter that shares memory with the numbers."""
         weight: Any = torch.Tensor._make_subclass(cls, numbers, False)
         weight.scale, weight.former = scale, former or numbers.dtype
-        return weight  # type: ignore[no-any-return]
+        return weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -156,7 +156,7 @@ def take_all(model: nn.Module) -> None:
         layer.__class__ = Int8Linear
         layer.weight = weight
     for module in model.modules():
-        quantizer = vars(module).get("hf_quantizer")
+        quantizer: Any = vars(module).get("hf_quantizer")
         if type(quantizer).__name__ == _QUANTIZER:  # asked by transformers' save_pretrained
             quantizer.get_state_dict_and_metadata = _for_a_file
 
@@ -181,7 +181,7 @@ def _for_a_file(model: nn.Module) -> Any:
 
 def is_asked_for(config: Any) -> bool:
     """Whether a configuration of transformers asks for int8 with one scale for each row."""
-    kind = getattr(config, "quant_type", None)
+    kind: Any = getattr(config, "quant_type", None)
     if type(kind).__name__ != "Int8WeightOnlyConfig":
         return False
     from torchao.quantization import PerRow
