@@ -46,7 +46,7 @@ _COUNTS = {"step", "mu_product"}
 """States of one number, also of a weight that has a single element."""
 _MATRICES = "tensors"
 """Where an optimizer of matrices keeps the states of the tensors of a partition, by number."""
-_WHOLE_FILE = "Resume from another checkpoint, or load the weights alone with load_module_only=True"
+_WHOLE_FILE = "Resume from another checkpoint"
 _SAME_SIZES = "Resume with the ranks, stages and ZeRO stage of the run that saved it"
 
 _Place = tuple[int, int]

@@ -247,17 +247,17 @@ def _loading(step: Path, manifest: Any, sizes: Mapping[str, int]) -> str:
     from wavemare.engine.checkpoint.manifest import read_manifest
     from wavemare.engine.checkpoint.saved import Saved, stock_topology
 
-    saved = stock_topology(step) if manifest is None else manifest["topology"]
-    if saved is None:
-        return "no: it has no file mp_rank_*_model_states.pt"
-    current = {**saved, **sizes}
-    models = current["pipe"] * current["model"]
-    if current["world_size"] % models:
-        return f"no: {current['world_size']} ranks cannot be divided by {models} for each model"
-    refusal = resize_refusal(saved, current)
-    if refusal is not None:
-        return "yes" if sizes and current == saved else f"at the sizes of the save alone: {refusal}"
     try:
+        saved = stock_topology(step) if manifest is None else manifest["topology"]
+        if saved is None:
+            return "no: it has no file mp_rank_*_model_states.pt"
+        current = {"world_size": 1, "pipe": 1, "model": 1, **saved, **sizes}
+        models = current["pipe"] * current["model"]
+        if current["world_size"] % models:
+            return f"no: {current['world_size']} ranks cannot be divided by {models} for each model"
+        if (refusal := resize_refusal(saved, current)) is not None:
+            same = sizes and all(saved.get(name) == size for name, size in sizes.items())
+            return "yes" if same else f"at the sizes of the save alone: {refusal}"
         Saved(step, read_manifest(step))
     except CheckpointError as error:
         return f"no: {error.reason}"
