@@ -20,7 +20,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
     CHECKPOINT_PARALLEL_DIMS,
@@ -49,15 +48,16 @@ from wavemare.engine.checkpoint.compatibility import (
     written_with,
 )
 from wavemare.engine.checkpoint.files import (
-    FROM_AN_ENGINE,
     CheckpointFiles,
     RankFiles,
     check_client_state,
     check_optimizer_state,
     check_scheduler,
     read_file,
+    refuse_scripts,
     safe_loading,
     taken_literally,
+    write_weights,
 )
 from wavemare.engine.checkpoint.manifest import (
     FORMAT,
@@ -146,7 +146,7 @@ class CheckpointMixin(DeepSpeedEngine):
         part = part_of(self)
         if part is not None and not part.is_copy and self.gather_weights is not None:
             state = self.gather_weights(self, exclude_frozen_parameters)
-            agree(Path(save_dir), lambda: _write_weights(Path(save_dir, save_filename), state))
+            agree(Path(save_dir), lambda: write_weights(Path(save_dir, save_filename), state))
             return True
         if part is not None and not (part.is_copy or part.is_spread):
             remedy = part.remedy or "Call save_checkpoint"
@@ -441,11 +441,11 @@ class CheckpointMixin(DeepSpeedEngine):
         files: RankFiles | None = getattr(self.checkpoint_engine, "current", None)
         copy, part = super()._copy_recovery_script, part_of(self)
         if part is not None and not part.is_spread:
-            copy = partial(_refuse_scripts, part.reason)
+            copy = partial(refuse_scripts, part.reason)
         elif not (part or self.zero_optimization_partition_gradients()) and any(
             not parameter.requires_grad for parameter in self.module.parameters()
         ):
-            copy = partial(_refuse_scripts, "frozen weights are in no file that it reads")
+            copy = partial(refuse_scripts, "frozen weights are in no file that it reads")
         if files is None:
             copy(save_path)
         else:
@@ -530,27 +530,6 @@ def agree(folder: Path, check: Callable[[], _Result]) -> _Result:
     if refused is not None or found:
         raise refused or CheckpointError(*found[0])
     return result  # type: ignore[return-value]
-
-
-def _refuse_scripts(reason: str, folder: str) -> None:
-    for script in ("zero_to_fp32.py", "zero_to_torch.py"):
-        told = f"{script} cannot put this model together: {reason}. {FROM_AN_ENGINE}."
-        Path(folder, script).write_text(f"raise SystemExit({told!r})\n", encoding="utf-8")
-
-
-def _write_weights(file: Path, state: dict[str, Tensor] | None) -> None:
-    """Write the file of rank 0, which alone has weights; an older one stays until it is whole."""
-    if state is None:
-        return
-    partial = temporary_sibling(file, "tmp")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, partial)
-        os.replace(partial, file)
-    except (OSError, RuntimeError) as error:
-        partial.unlink(missing_ok=True)
-        reason = f"the weights could not be written ({error})"
-        raise CheckpointError("save_dir", str(file), reason, "Choose another folder") from error
 
 
 def _find(

@@ -34,11 +34,13 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from numpy._core import multiarray
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from wavemare.engine.checkpoint.manifest import FileRecord
 from wavemare.engine.seams import replaced
 from wavemare.errors import CheckpointError
+from wavemare.files import temporary_sibling
 
 GETATTR = "builtins.getattr"
 """What Python 3.11.0 to 3.11.3 write for a member (Debian 12 has 3.11.2); later versions do not."""
@@ -430,3 +432,25 @@ def _first_line(error: Exception) -> str:
         text = f"{type(error).__name__}: {text}"
     # Of a damaged file's names it may quote thousands of characters, and control characters.
     return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
+
+
+def refuse_scripts(reason: str, folder: str) -> None:
+    """Replace DeepSpeed's scripts in a folder, which cannot put its model together."""
+    for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+        told = f"{script} cannot put this model together: {reason}. {FROM_AN_ENGINE}."
+        Path(folder, script).write_text(f"raise SystemExit({told!r})\n", encoding="utf-8")
+
+
+def write_weights(file: Path, state: dict[str, Tensor] | None) -> None:
+    """Write the file of rank 0, which alone has weights; an older one stays until it is whole."""
+    if state is None:
+        return
+    partial = temporary_sibling(file, "tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, partial)
+        os.replace(partial, file)
+    except (OSError, RuntimeError) as error:
+        partial.unlink(missing_ok=True)
+        reason = f"the weights could not be written ({error})"
+        raise CheckpointError("save_dir", str(file), reason, "Choose another folder") from error
