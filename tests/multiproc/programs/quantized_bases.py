@@ -18,6 +18,7 @@ from common import configuration, leave, own_groups, refusal, token_batches
 from safetensors.torch import load_file
 
 import wavemare
+from wavemare.engine.parts import own_part
 from wavemare.models import from_folder, save_pretrained, whole_state_dict
 
 STEPS, RATE = 2, 0.5
@@ -211,10 +212,11 @@ def resume():
 def int8_late():
     """What a stage reads late is what it has of a whole model, and it has its own alone."""
     engines = [start(int8_model(late=is_late)) for is_late in (False, True)]
-    early, read = (
-        {n: w for n, w in engine.module.state_dict().items() if "base_layer" in n}
-        for engine in engines
-    )
+    with own_part():
+        early, read = (
+            {n: w for n, w in engine.module.state_dict().items() if "base_layer" in n}
+            for engine in engines
+        )
     with torch.no_grad():  # adapters of a late base begin with other random numbers
         for one, other in zip(*(e.module.parameters() for e in engines), strict=True):
             if one.requires_grad:
