@@ -31,6 +31,8 @@ class Ranks:
             this process holds a model alone.
         replica_group: The processes of ``replicas``; None before an engine has made the groups.
             With ``wavemare.local_steps`` it holds those of them that step together.
+        apart_group: With ``wavemare.local_steps``, the processes at this one's place in the
+            replicas that step alone; else None.
         job: The place of this job among those that train the same model on other data.
         jobs: Their number; more than 1 with ``wavemare.local_steps.elastic``.
     """
@@ -40,6 +42,7 @@ class Ranks:
     rank: int
     model_group: Any = None
     replica_group: Any = None
+    apart_group: Any = None
     job: int = 0
     jobs: int = 1
 
@@ -80,17 +83,18 @@ class Ranks:
         model_group = None if find is None else find()
         model = [rank] if model_group is None else _members(model_group)
         replica_group = engine.data_parallel_group
-        replicas, jobs = _members(replica_group), {}
+        replicas, others = _members(replica_group), {}
         if engine.is_elastic:
-            jobs = {"job": engine.replica, "jobs": engine.num_replicas}
+            others = {"job": engine.replica, "jobs": engine.num_replicas}
         elif engine.num_replicas > 1:  # the grid is that of one of them
             size = distributed.get_world_size() // engine.num_replicas
             first = engine.replica * size
             starts = range(0, engine.num_replicas * size, size)
             replicas = [other - first + start for start in starts for other in replicas]
+            others = {"apart_group": grid.replicas.group}
         if len(model) == 1:
             model_group = None
-        return cls(model, replicas, rank, model_group, replica_group, **jobs)
+        return cls(model, replicas, rank, model_group, replica_group, **others)
 
     @property
     def model_world_size(self) -> int:

@@ -315,13 +315,20 @@ def _parts(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
     own = tensor.contiguous()
     if ranks.data_world_size == 1:
         return [own]
-    group = ranks.replica_group
-    if group is not None and dist.get_world_size(group) < ranks.data_world_size:  # local steps
-        group = None
-    count = ranks.data_world_size if group is not None else dist.get_world_size()
-    parts = [torch.empty_like(own) for _ in range(count)]
+    if ranks.replica_group is None:  # there is no engine yet
+        parts = _from_all(own, None)
+        return [parts[rank] for rank in ranks.replicas]
+    parts = _from_all(own, ranks.replica_group)
+    if ranks.apart_group is None:
+        return parts
+    # Not from all processes: in a pipeline, the last stages alone may ask.
+    return [part for each in _from_all(torch.stack(parts), ranks.apart_group) for part in each]
+
+
+def _from_all(own: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own, group=group)
-    return parts if group is not None else [parts[rank] for rank in ranks.replicas]
+    return parts
 
 
 def _gathered(ranks: Ranks, tensor: Any) -> Any:

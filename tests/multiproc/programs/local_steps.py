@@ -52,6 +52,7 @@ def start(local, *, zero=0, model=None, data=None, seed=7, **changes):
     clip = changes.pop("clip", 0.0)
     config = configuration(zero, gradient_clipping=clip, optimizer=optimizer, **changes)
     config.pop("scheduler")
+    config["zero_allow_untested_optimizer"] = True  # SGD
     config["wavemare"] = {**changes.get("wavemare", {}), "local_steps": local}
     if "train_batch_size" in changes:
         del config["gradient_accumulation_steps"]
