@@ -372,6 +372,10 @@ class ReplicatedGradients(SparseGradients):
         table = self._tables[name]
         dense = table.grad is not None and not table.grad.is_sparse
         reduced = torch.sparse_coo_tensor(
-            ids[None], rows.to(table.dtype), table.shape, is_coalesced=True
+            ids[None],
+            rows.to(table.dtype),
+            table.shape,
+            is_coalesced=True,
+            check_invariants=False,
         )
         table.grad = reduced.to_dense() if dense else reduced

@@ -73,12 +73,11 @@ def test_a_model_that_is_cut_for_another_schedule_is_refused(launch_once):
         assert "on the ranks (0, 1), and those of the model on (0, 1, 1, 0)" in results["refused"]
 
 
-def test_a_checkpoint_belongs_to_its_placement_and_its_weights_to_all(launch_once):
+def test_a_checkpoint_goes_on_in_its_placement_to_the_bit_and_in_others(launch_once):
     for results in launch_once("chunked_engine.py", *CASES):
         found = results["resumed"]
         assert found["resumed"] == found["whole"]
-        assert "cuts" in found["other"]
-        assert found["other"].startswith("TopologyError")
+        assert found["other"] == pytest.approx(found["whole"]["losses"], rel=1e-3)
         assert found["loaded"] == found["saved"]
 
 

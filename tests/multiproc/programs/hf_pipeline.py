@@ -163,8 +163,6 @@ def _eval_loss(kind, model, trainer, smoothing):
         items = int((batch["labels"] != -100).sum())
         with torch.no_grad():
             means += [_loss(kind, model, batch, smoothing, items).item()] * len(part)
-    if kind == "bert" and not smoothing and not trainer.is_pipeline:
-        return sum(means) / len(means) * trainer.accelerator.num_processes  # as transformers does
     return sum(means) / len(means)
 
 
