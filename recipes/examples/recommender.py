@@ -34,6 +34,7 @@ class Recommender(torch.nn.Module):
 def main() -> None:
     """Train on clicks that depend on the item alone."""
     wavemare.init_distributed()
+    torch.sparse.check_sparse_tensor_invariants.disable()  # or Adagrad warns that it is off
     torch.manual_seed(1)
     model = DistributedDataParallel(Recommender())
     comm = register_ddp_hook(model)
