@@ -5,11 +5,13 @@ wavemare launch --nproc 2 recipes/gpt/minimal.py [FILE]
 
 FILE is your text; by default, the model learns Python from the standard library. A token is a byte.
 Each process runs this program: it reads the same batches as the others, and trains one stage.
-pretrain.py adds what longer runs need: a tokenizer, options, metrics, checkpoints.
+To compare speeds, put "1f1b" or "pipemare" in the place of "auto". pretrain.py adds what longer
+runs need: a tokenizer, options, metrics, checkpoints.
 """
 
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,27 +51,30 @@ def batches(text: torch.Tensor, seed: int) -> Iterator[dict[str, torch.Tensor]]:
 
 def main() -> None:
     """Train, evaluate, save the whole model and let it write."""
-    torch.manual_seed(1)  # the stages are parts of one model
+    torch.manual_seed(1)  # all ranks draw the same weights; each then keeps its stage
     text = read_text()
     train, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     config = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=4, n_head=4, eos_token_id=None
     )
-    engine, _, _, schedule = wavemare.initialize(
+    engine, _, _, scheduler = wavemare.initialize(
         model=GPT2LMHeadModel(config),
         config=CONFIG,
         optimizer=lambda weights: torch.optim.AdamW(weights, lr=3e-3),  # a stage's own weights
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, STEPS),
     )
 
-    data = batches(train, seed=1)
+    data, started = batches(train, seed=1), time.perf_counter()
     for step in range(1, STEPS + 1):
         loss = engine.train_batch(data)  # forward, backward, update; the step's mean loss
         if step % 50 == 0:
+            speed = 50 * engine.train_batch_size() * LENGTH / (time.perf_counter() - started)
             held = engine.eval_batch(batches(held_out, seed=2))  # on all ranks, without dropout
             if engine.global_rank == 0:
-                rate = schedule.get_last_lr()[0]
+                rate = scheduler.get_last_lr()[0]
                 print(f"step {step}  loss {loss:.3f}  held out {held:.3f}  lr {rate:.1e}")
+                print(f"  {speed:,.0f} bytes per second")
+            started = time.perf_counter()
 
     wavemare.save_pretrained(engine, OUTPUT)
     if engine.global_rank == 0:
