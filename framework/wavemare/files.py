@@ -209,10 +209,19 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def sync_tree(folder: str | os.PathLike[str]) -> None:
-    """Wait until all files below a folder are on the disk, and their names."""
-    for path in (*Path(folder).rglob("*"), Path(folder)):
-        with suppress(FileNotFoundError):  # of a temporary name
-            sync_folder(path)
+    """Wait until all files below a folder are on the disk, and their names.
+
+    Files and folders that are renamed or removed meanwhile are left out.
+    """
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for parent, _, names in os.walk(folder, onerror=failed):
+        for path in (*(os.path.join(parent, name) for name in names), parent):
+            with suppress(FileNotFoundError):
+                sync_folder(path)
 
 
 @contextmanager

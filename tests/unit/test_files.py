@@ -197,3 +197,15 @@ def test_old_folder_comes_back_if_the_rename_fails(tmp_path, monkeypatch):
         files.replace_folder(source, target)
     assert names(target) == ["stale"]
     assert names(tmp_path) == [".model.partial", "model"]
+
+
+def test_folders_that_go_meanwhile_are_left_out(tmp_path):
+    """A folder is seen in its parent, and is removed before it is entered."""
+    for _ in range(10):
+        folders = [tmp_path / str(number) for number in range(300)]
+        for folder in folders:
+            folder.mkdir()
+        thread = threading.Thread(target=lambda gone=folders: [each.rmdir() for each in gone])
+        thread.start()
+        files.sync_tree(tmp_path)
+        thread.join()
