@@ -31,8 +31,8 @@ _EXPORTED = "a model that save_pretrained exported (of an engine that has loaded
 _OF_REPLICAS = {"world_size", "replicas"}
 _WRAPPERS = ("optimizer", "optimizer_state_dict", "base_optimizer_state")
 _COMPILED = "bias_correction"
-_FOUR_BITS = "Params4bit"
-"""The class of bitsandbytes' weights in 4 bits."""
+_QUANTIZED = {"Params4bit", "Int8Weight"}
+"""The classes of bitsandbytes' weights in 4 bits, and of ours in torchao's int8."""
 WHOLE = "whole-tensors"
 """File in a universal checkpoint that was made from no split layers' files."""
 _ADDED = {"shampoo_beta": "SOAP", "ns_steps": "Muon", "momentum_decay": "NAdam"}
@@ -172,8 +172,8 @@ def _engine_refusal(engine: EngineMixin) -> str | None:
     rows = (
         (engine.has_moe_layers, "DeepSpeed's MoE layers have files of their own"),
         (
-            any(type(p).__name__ == _FOUR_BITS for p in engine.module.parameters()),
-            "weights in 4 bits are read as they were written alone",
+            any(type(p).__name__ in _QUANTIZED for p in engine.module.parameters()),
+            "quantized weights are only read as they were written",
         ),
         (engine.zero_nvme_offload_optimizer(), "the optimizer's states are on NVMe"),
     )

@@ -86,8 +86,7 @@ def main() -> None:
     check_preferences(args)
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
-    # Model and pairs. Each process reads its own part of the weights, and one process of each host
-    # formats the pairs.
+    # Model and pairs. Each process reads its part of the weights; one of each host formats pairs.
     join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     tokenizer, model = load_pair_model(args)  # without dropout
@@ -99,13 +98,11 @@ def main() -> None:
 
     # Engine. The JSON decides the layout and the optimizer. Before the first step its model is the
     # reference, unless --reference names another one, which gets an engine of its own for a while.
-    knows_reference = pairs.recall_reference(setup)  # of an earlier start of this run
-    if args.reference is not None and not knows_reference:
-        knows_reference = pairs.refer_to_other(setup)
+    known = pairs.recall_reference(setup) or pairs.refer_to_other(setup)
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
     preferences = use_preferences(engine, args.beta)  # its loss is DPO's from now on
-    if not knows_reference:
+    if not known:
         pairs.refer_to(preferences, setup)
 
     # Batches from the start, or from the newest checkpoint, with the training time before it.
@@ -139,8 +136,8 @@ def main() -> None:
                 with recording.paused():  # its time is not in tokens per second
                     engine.synchronize()  # one version of the weights on all ranks
                     eval_loss = evaluate(engine, [*preferences.batches(eval_loader)])
-                    figures = preferences.take_figures(training=False)
-                    recording.log_eval(step, eval_loss=eval_loss, **figures)
+                    rewards = preferences.take_figures(training=False)
+                    recording.log_eval(step, eval_loss=eval_loss, **rewards)
                     if not best or eval_loss < best["eval_loss"]:
                         export(args, engine, setup.model_folder, tokenizer, merge=args.merge)
                         best = keep_best(setup, step, eval_loss)
@@ -159,7 +156,7 @@ def main() -> None:
             answer = continue_text(setup.model_folder, pairs.question(), args.seed)
             print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
         results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
-        recording.finish({**results, "parameters": count_parameters(setup, model)})
+        recording.finish(results | {"parameters": count_parameters(setup, model)})
     disconnect()
 
 

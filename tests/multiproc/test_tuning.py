@@ -69,8 +69,10 @@ def test_a_rank_reads_and_quantizes_its_own_stage_to_the_bits_of_from_pretrained
 @NEEDS_BNB
 def test_a_checkpoint_has_the_4_bit_base_and_goes_on(launch_once):
     for results in launch_once("quantized_bases.py", *FOUR_BIT):
-        first, again = results["resume"]
+        first, again, at_other_sizes = results["resume"]
         assert first == again
+        assert at_other_sizes.startswith("TopologyError")
+        assert "quantized" in at_other_sizes
 
 
 @NEEDS_BNB
@@ -126,8 +128,10 @@ def test_a_rank_quantizes_its_own_stage_and_merges_as_peft_with_torchao(launch_o
 @NEEDS_BOTH
 def test_a_checkpoint_has_the_int8_base_and_goes_on(launch_once):
     for results in launch_once("quantized_bases.py", *INT8):
-        first, again = results["int8 resume"]
+        first, again, at_other_sizes = results["int8 resume"]
         assert first == again
+        assert at_other_sizes.startswith("TopologyError")
+        assert "quantized" in at_other_sizes
 
 
 @NEEDS_BOTH

@@ -117,11 +117,15 @@ class TrainingPairs:
             np.savez(setup.folder / _FILE, **known)
 
     def refer_to_other(self, setup: Setup) -> bool:
-        """Ask the model of ``--reference``, in an engine of its own; return that it has answered.
+        """Ask the model of ``--reference``, in an engine of its own; all ranks call this.
 
-        All ranks call this.
+        Returns:
+            Whether there is such a model.
         """
         import wavemare
+
+        if self.arguments.reference is None:
+            return False
 
         _, model = load_pair_model(self.arguments, self.arguments.reference)
         engine, *_ = wavemare.initialize(model=model, config=copy.deepcopy(setup.config))

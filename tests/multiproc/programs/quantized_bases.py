@@ -206,7 +206,8 @@ def resume():
     rest = batches()
     for _ in range(2):
         next(rest)
-    return [float(each.train_batch(d)) for each, d in ((engine, data), (again, rest))]
+    losses = [float(each.train_batch(d)) for each, d in ((engine, data), (again, rest))]
+    return [*losses, refusal(lambda: start(lora_model(), zero=0).load_checkpoint("resume"))]
 
 
 def int8_late():
@@ -252,7 +253,8 @@ def int8_resume():
     rest = batches()
     for _ in range(2):
         next(rest)
-    return [float(each.train_batch(d)) for each, d in ((engine, data), (again, rest))]
+    losses = [float(each.train_batch(d)) for each, d in ((engine, data), (again, rest))]
+    return [*losses, refusal(lambda: start(int8_model(), zero=0).load_checkpoint("int8-resume"))]
 
 
 def int8_whole():
