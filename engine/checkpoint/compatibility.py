@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wavemare.engine.checkpoint.files import read_file
 from wavemare.engine.checkpoint.manifest import rank_file
-from wavemare.engine.checkpoint.saved import stock_names, stock_topology
+from wavemare.engine.checkpoint.saved import divides_states, stock_names, stock_topology
 from wavemare.engine.config.shape import ZERO_WEIGHTS
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.optim.optimizers import is_added
@@ -125,10 +125,7 @@ def check_checkpoint_fits(
     for refused, reason, remedy in rows:
         if refused:
             raise CheckpointError("checkpoint", str(folder), reason, remedy)
-    free: set[str] = set()
-    if saved["zero_stage"] == current["zero_stage"] == 0:
-        # Each replica holds everything, so their number does not matter.
-        free = {"world_size", "data"}
+    free = _free(folder, saved, current)
     if "replicas" in current:  # synchronous training is that of one replica
         free = _OF_REPLICAS if "replicas" in saved else free | _OF_REPLICAS | {"fragments"}
     other_plan = plan is not None and layout is not None and plan["digest"] != layout.digest
@@ -205,8 +202,8 @@ def stock_differs(folder: Path, engine: EngineMixin, *, whole: bool) -> bool:
     if saved is None:
         return False
     own = {key: current[key] for key in saved}
-    if saved["zero_stage"] == own["zero_stage"] == 0:
-        saved, own = (_without(each, {"world_size", "data"}) for each in (saved, own))
+    free = _free(folder, saved, own)
+    saved, own = (_without(each, free) for each in (saved, own))
     layers = next(folder.glob("layer_*-model_states.pt"), None) is not None
     different = layers != engine.pipeline_parallelism
     if whole and not different:
@@ -222,6 +219,15 @@ def stock_differs(folder: Path, engine: EngineMixin, *, whole: bool) -> bool:
         remedy = f"Resume with the same topology, or go on from {_EXPORTED}"
         raise TopologyError("checkpoint", str(folder), reason + f"and {refusal}", remedy)
     return True
+
+
+def _free(folder: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> set[str]:
+    """Return what may differ because each data rank holds all states of its weights.
+
+    Without ZeRO they do, except in 16-bit pipelines, where DeepSpeed divides the fp32 masters.
+    """
+    whole = saved["zero_stage"] == current["zero_stage"] == 0 and not divides_states(folder)
+    return {"world_size", "data"} if whole else set()
 
 
 def _without(topology: Mapping[str, Any], keys: set[str]) -> dict[str, Any]:

@@ -449,6 +449,11 @@ def stock_names(folder: Path, place: tuple[int, int]) -> set[str] | None:
     return None if mappings is None else {name for each in mappings for name in each}
 
 
+def divides_states(folder: Path) -> bool:
+    """Return whether the data ranks of a save have parts of the optimizer's states each."""
+    return bool(_places(folder, _OPTIMIZER))
+
+
 def _places(folder: Path, pattern: re.Pattern[str]) -> dict[_Place, Path]:
     found = {}
     for path in sorted(folder.glob("*.pt")):
