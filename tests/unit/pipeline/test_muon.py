@@ -134,3 +134,15 @@ def test_the_iteration_is_its_polynomial_of_the_singular_values(shape, kind, ste
     own, torchs = (float((x.double() - exact).norm() / exact.norm()) for x in (found, plain))
     assert own <= 2.5 * torchs + 0.02
     assert torch.linalg.matrix_norm(found.float(), 2).max() < values.max() + 0.15
+
+
+@pytest.mark.parametrize("shape", [(64, 80), (64, 256)])
+def test_a_processor_without_bf16_rounds_like_one_with_it(shape, monkeypatch):
+    stack = torch.randn(3, *shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+    found = {}
+    for capability in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        found[capability] = soap_muon.orthogonalize(stack.clone(), 5)
+    assert all(each.dtype == torch.bfloat16 for each in found.values())
+    other, usual = (each.double() for each in found.values())
+    assert float((other - usual).norm() / usual.norm()) < 0.01  # two roundings of bf16: 2**-7
