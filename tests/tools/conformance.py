@@ -60,6 +60,11 @@ _SHUFFLED = (
     "with a wavemare section, pipelines read training_data in the shuffled order of the "
     "data-parallel engine, so that consecutive rows have other lengths"
 )
+_CHANGE = "TestZeROElasticCheckpoint::test_elastic_checkpoint_change_dp"
+_RESIZED = (
+    "the test expects that states of ZeRO 2 are refused with another number of ranks; "
+    "load_checkpoint brings them to it"
+)
 CANNOT = {
     **{
         (mode, "runtime/pipe/test_pipe.py::TestPipeDynamicShape::test_pipe_base"): _SHUFFLED
@@ -69,6 +74,11 @@ CANNOT = {
         "PipeMare adds the missing batch sizes to engine.config, but checkpointing.configure "
         "reads them as if every rank were a replica"
     ),
+    **{
+        (mode, f"test_zero_optimizer.py::{_CHANGE}[{flags}-True]"): _RESIZED
+        for mode in ("ours", "sparse")
+        for flags in ("True-True", "True-False", "False-True", "False-False")
+    },
 }
 """Tests that pass with stock DeepSpeed and cannot with ours: a mode, a name's beginning, why."""
 
@@ -89,9 +99,14 @@ def replace_initialize(mode):
     torch.cpu.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     if mode == "stock":
         return
+    import _pytest.python_api
     import wavemare
     from wavemare.engine.initialize import read_config
 
+    def fail(reason):  # pytest's own is no Exception, at which a pool's process ends in silence
+        raise AssertionError(reason)
+
+    _pytest.python_api.fail = fail  # of pytest.raises
     stock = deepspeed.initialize
 
     def initialize(*args, **kwargs):

@@ -52,6 +52,7 @@ def build(layout, kind, data):
     mixture = is_mixture(layout, data)
     if mixture:
         model, targets = build_moe(auxiliary=data == "auxiliary"), ["q_proj", "v_proj"]
+        draw_again(model)
     else:
         changes = {"n_positions": 64, "tie_word_embeddings": False, "use_cache": False}
         model, targets = build_gpt2(**QUIET, **changes), ["c_attn"]
@@ -63,6 +64,17 @@ def build(layout, kind, data):
     options = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **chosen)
     name = "own" if kind == "named adapter" else "default"
     return peft.get_peft_model(model, options, adapter_name=name)
+
+
+def draw_again(model):
+    """Draw the matrices anew: transformers draws others where ZeRO 3 divides them at once."""
+    draws = torch.Generator().manual_seed(11)
+    for weight in model.parameters():
+        if weight.dim() > 1 or getattr(weight, "ds_shape", [0])[1:]:
+            shared = hasattr(weight, "ds_id")
+            with deepspeed.zero.GatheredParameters([weight], modifier_rank=0, enabled=shared):
+                if weight.numel():
+                    weight.data.normal_(0, 0.2, generator=draws)
 
 
 class Rows(torch.utils.data.Dataset):
