@@ -18,6 +18,7 @@ CASES = [
     "tensor_parallel",
     "own_optimizer",
     "named_optimizer",
+    "adagrad",
 ]
 
 
@@ -100,6 +101,13 @@ def test_an_optimizer_that_the_file_does_not_name_trains_a_split_model(results):
         assert own["losses"] == pytest.approx(named["losses"], rel=1e-3)
         assert own["weights"] != named["weights"]
         assert own["weights"] == results[0]["own_optimizer"]["weights"]
+
+
+def test_an_optimizer_whose_states_come_with_it_trains_a_split_model(results):
+    for result in results:
+        stock, split = result["adagrad"]["stock"], result["adagrad"]["split"]
+        assert split["losses"] == pytest.approx(stock["losses"], rel=1e-4)
+        assert split["eval"] == pytest.approx(stock["eval"], rel=1e-4)
 
 
 def test_balanced_means_are_not_weighed_twice(results):

@@ -41,7 +41,7 @@ from wavemare.hf.config import TrainerConfig
 from wavemare.hf.loop import EngineScheduler, LoopModel
 from wavemare.hf.losses import StageLoss, TrainerLoss
 from wavemare.hf.overrides import check_whole_steps, refuse_hidden_modes, refuse_overruled
-from wavemare.hf.stages import filled, first_rows, from_last_stage, of_last_stage
+from wavemare.hf.stages import filled, first_rows, from_last_stage, labels_of, of_last_stage
 from wavemare.hf.steps import MicroBatch, StepFeed, Unused, fill_rows, without_labels
 from wavemare.models import save_pretrained
 from wavemare.models.adapters import is_adapted
@@ -492,7 +492,7 @@ class Trainer(StockTrainer):
     ) -> Any:
         """Evaluate a batch in a pipeline; the last stage sends the results to the others."""
         inputs = self._prepare_inputs(inputs)
-        labels = inputs.get("labels")
+        labels = labels_of(inputs, self.label_names)
         if trl.class_of(self) == "DPOTrainer":  # its batches have none, but its loop looks for some
             labels = inputs["input_ids"]
         predict: Any = super().prediction_step

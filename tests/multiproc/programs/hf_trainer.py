@@ -112,6 +112,18 @@ def named_optimizer():
     return run("gpt2", "named", wavemare.hf.Trainer, config, **changes)
 
 
+def adagrad():
+    """An optimizer that makes the states of its weights when it is made, beside stock's."""
+    section, found = {"tensor_parallel": {"size": 2}}, {}
+    for name, kind, config, size in (
+        ("stock", transformers.Trainer, json_file(optimizer=None), 2),
+        ("split", wavemare.hf.Trainer, json_file(0, section, optimizer=None), 4),
+    ):
+        changes = {"per_device_train_batch_size": size, "optim": "adagrad", "weight_decay": 0.1}
+        found[name] = run("gpt2", f"adagrad-{name}", kind, config, **changes)
+    return found
+
+
 def tokens():
     config = json_file(0, {"balance": {"mean": "tokens"}})
     return run("gpt2", "tokens", wavemare.hf.Trainer, config)
@@ -266,6 +278,7 @@ CASES = {
     "tensor_parallel": tensor_parallel,
     "own_optimizer": own_optimizer,
     "named_optimizer": named_optimizer,
+    "adagrad": adagrad,
     "resumed": resumed,
     "own_loader": own_loader,
     "again": again_with_zero_3,

@@ -292,6 +292,33 @@ def test_an_undeclared_mask_of_ones_is_dropped():
     assert torch.equal(inputs, IDS)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("use_cache", False), ("logits_to_keep", 0), ("position_ids", None)]
+)
+def test_options_that_ask_for_nothing_are_dropped(name, value):
+    inputs, labels = split_batch({"input_ids": IDS, "labels": IDS, name: value}, ALL)
+    assert torch.equal(inputs[0], IDS)
+    assert [tensor.numel() for tensor in inputs[1:]] == [0, 0, 0]
+    assert labels is IDS
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logits_to_keep", 1),
+        ("output_hidden_states", True),
+        ("max_length_q", 3),
+        ("names", ["a", "b"]),
+        ("more", {"weights": IDS}),
+        ("attention_mask", [[1, 1, 1], [1, 1, 1]]),
+        ("position_ids", [[0, 1, 2], [0, 1, 2]]),
+    ],
+)
+def test_entries_that_are_no_tensors_are_refused(name, value):
+    with refuses(ModelError, name, type(value).__name__):
+        split_batch({"input_ids": IDS, "labels": IDS, name: value}, ("input_ids", "position_ids"))
+
+
 def test_undeclared_entries_are_refused(make_model):
     module = to_pipeline(make_model("gpt2"), num_stages=1, inputs=["input_ids"])
     padded = torch.ones_like(IDS)
