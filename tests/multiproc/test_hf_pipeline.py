@@ -97,6 +97,7 @@ def test_a_loss_of_the_scripts_own_is_that_of_one_process(results):
     for result in (each["own_interleaved"] for each in found):
         assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
         assert result["eval"] == pytest.approx(result["eval_expected"], rel=1e-4)
+        assert result["labels"] == result["labels_expected"]
     called, batches = found[-1]["own_interleaved"]["trained"]
     assert called == batches  # and not for what fills up the last step
 

@@ -220,19 +220,22 @@ class Weighing(wavemare.hf.Trainer):
         seen = model.training, model.config.vocab_size, hasattr(model, "lm_head")
         assert seen == (not return_outputs, VOCABULARY, False), seen
         self.trained += model.training
+        weights = inputs["weights"]
         loss = weighed(model, inputs)
-        return (loss, {"loss": loss}) if return_outputs else loss
+        return (loss, {"loss": loss, "logits": weights}) if return_outputs else loss
 
 
 def own_loss(schedule):
     """A loss of the script's own, of rows of which the last step has one: two fill it up."""
     section = {"pipeline": {"stages": 2, "schedule": schedule, "dynamic_shape": False}}
     rows = {"train_dataset": Weighed("gpt2", 21), "eval_dataset": Weighed("gpt2", 7, seed=1)}
-    name, changes = f"own-{schedule}", {"max_steps": 8, "remove_unused_columns": False}
+    changes = {"max_steps": 8, "remove_unused_columns": False}
+    name, changes["label_names"] = f"own-{schedule}", ["labels", "weights"]
     given = json_file(0, section)
     trainer = Weighing(model=plain_model("gpt2"), args=arguments(name, given, **changes), **rows)
     trainer.train()
     evaluated = trainer.evaluate()["eval_loss"]
+    predicted = trainer.predict(trainer.eval_dataset)
     trainer.save_model()
     torch.distributed.barrier()
     alone = []  # losses of the batches in one process
@@ -252,6 +255,10 @@ def own_loss(schedule):
         "trained": [trainer.trained, len(alone)],
         "eval": evaluated,
         "eval_expected": sum(means) / len(means),
+        "labels": [part.tolist() for part in predicted.label_ids],
+        "labels_expected": [
+            torch.cat([batch[name] for batch in batches]).tolist() for name in changes["label_names"]
+        ],
     }
 
 
