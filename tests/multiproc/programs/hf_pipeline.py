@@ -257,7 +257,8 @@ def own_loss(schedule):
         "eval_expected": sum(means) / len(means),
         "labels": [part.tolist() for part in predicted.label_ids],
         "labels_expected": [
-            torch.cat([batch[name] for batch in batches]).tolist() for name in changes["label_names"]
+            torch.cat([batch[name] for batch in batches]).tolist()
+            for name in changes["label_names"]
         ],
     }
 

@@ -17,11 +17,21 @@ from wavemare.models.activations import split_batch
 from wavemare.models.layers import name_weights
 
 
+def count_rows(module, inputs, output):
+    """Count as layers with running statistics do, in place and anew."""
+    module.calls += 1
+    module.rows += len(output)
+    module.rows = module.rows + 1
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert-cls", "qwen3"])
 def test_construction_is_silent_and_leaves_no_trace(name, make_model, capfd):
     model = make_model(name)
     model.train()
-    model.get_input_embeddings().eval()
+    words = model.get_input_embeddings().eval()
+    words.register_buffer("rows", torch.zeros(()))
+    words.calls = 0
+    words.register_forward_hook(count_rows)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     config = model.config.to_dict()
     torch.manual_seed(1)
@@ -36,6 +46,7 @@ def test_construction_is_silent_and_leaves_no_trace(name, make_model, capfd):
     assert model.config.to_dict() == config
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert words.calls == 0
 
 
 def test_tables_made_under_inference_mode_are_not_used_for_training(make_model, make_batch):
