@@ -80,3 +80,21 @@ def sum_all_norms(optimizer: Any, dropped: Sequence[dict[str, Any] | None]) -> N
             return stock(*args, **kwargs)
 
     optimizer.scaled_global_norm = norm
+
+
+def keep_groups(wrapper: Any, basic: Any) -> None:
+    """Let ZeRO step the optimizer that it was given, whose groups it has filled.
+
+    DeepSpeed makes torch's Adagrad anew, whose states come with it: in one group, with the first
+    rate and decay, and unknown to the schedule of rates.
+
+    Args:
+        wrapper: Of ZeRO, or another optimizer, which stays as it is.
+        basic: What the engine was given.
+    """
+    made = getattr(wrapper, "optimizer", None)
+    if made is basic or type(made) is not type(basic):
+        return
+    basic.state.clear()  # of the model's weights, in place of which are flat ones now
+    basic.state.update(made.state)
+    wrapper.optimizer = basic

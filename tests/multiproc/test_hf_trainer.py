@@ -103,11 +103,12 @@ def test_an_optimizer_that_the_file_does_not_name_trains_a_split_model(results):
         assert own["weights"] == results[0]["own_optimizer"]["weights"]
 
 
-def test_an_optimizer_whose_states_come_with_it_trains_a_split_model(results):
+@pytest.mark.parametrize("layout", ["split", "ZeRO 1", "ZeRO 3"])
+def test_an_optimizer_whose_states_come_with_it_trains_parts(results, layout):
     for result in results:
-        stock, split = result["adagrad"]["stock"], result["adagrad"]["split"]
-        assert split["losses"] == pytest.approx(stock["losses"], rel=1e-4)
-        assert split["eval"] == pytest.approx(stock["eval"], rel=1e-4)
+        stock, parts = result["adagrad"]["stock"], result["adagrad"][layout]
+        assert parts["losses"] == pytest.approx(stock["losses"], rel=1e-4)
+        assert parts["eval"] == pytest.approx(stock["eval"], rel=1e-4)
 
 
 def test_balanced_means_are_not_weighed_twice(results):

@@ -118,6 +118,8 @@ def adagrad():
     for name, kind, config, size in (
         ("stock", transformers.Trainer, json_file(optimizer=None), 2),
         ("split", wavemare.hf.Trainer, json_file(0, section, optimizer=None), 4),
+        ("ZeRO 1", wavemare.hf.Trainer, json_file(1, {}, optimizer=None), 2),
+        ("ZeRO 3", wavemare.hf.Trainer, json_file(3, {}, optimizer=None), 2),
     ):
         changes = {"per_device_train_batch_size": size, "optim": "adagrad", "weight_decay": 0.1}
         found[name] = run("gpt2", f"adagrad-{name}", kind, config, **changes)
