@@ -459,7 +459,8 @@ def _regroup(optimizer: Any, groups: list[Any]) -> None:
     new = [p for p in held.values() if id(p) not in given]
     fresh: Mapping[Any, Any] = {}
     if optimizer.state and new:
-        steps = [state.get("step") for state in optimizer.state.values()]
+        states = optimizer.state.values()
+        steps = [state.get("step") if isinstance(state, Mapping) else None for state in states]
         try:
             if any(step is None or float(step) for step in steps):
                 raise TypeError("it has stepped")
@@ -470,8 +471,8 @@ def _regroup(optimizer: Any, groups: list[Any]) -> None:
             raise ConfigError("optimizer", type(optimizer).__name__, reason, remedy) from None
         fresh = made.state
     optimizer.param_groups[:] = groups
-    for parameter in [p for p in optimizer.state if id(p) not in held]:
-        del optimizer.state[parameter]
+    for left in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
+        del optimizer.state[left]
     optimizer.state.update({p: fresh[p] for p in new if p in fresh})
 
 

@@ -131,7 +131,7 @@ def forms_of_outputs():
     for form in (tuple, dict, CausalLMOutput):
         engine = wavemare.initialize(model=Returning(form), config=config)[0]
         data = [torch.full((2, 4), float(n), device=engine.device) for n in range(ACCUMULATION)]
-        losses = [float(engine.train_batch(iter(data))) for _ in range(2)]
+        losses = [float(engine.train_batch(iter(data))) for _ in range(3)]
         loss, logits = engine.eval_batch(iter(data), return_logits=True)
         found.append([*losses, float(loss), logits.tolist()])
     return found
