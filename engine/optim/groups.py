@@ -82,19 +82,23 @@ def sum_all_norms(optimizer: Any, dropped: Sequence[dict[str, Any] | None]) -> N
     optimizer.scaled_global_norm = norm
 
 
-def keep_groups(wrapper: Any, basic: Any) -> None:
-    """Let ZeRO step the optimizer that it was given, whose groups it has filled.
+def is_made_anew(wrapper: Any, basic: Any) -> bool:
+    """Whether ZeRO steps another optimizer than the one that it was given.
 
-    DeepSpeed makes torch's Adagrad anew, whose states come with it: in one group, with the first
-    rate and decay, and unknown to the schedule of rates.
+    DeepSpeed makes torch's Adagrad anew, whose states come with it: in one group, with the rate and
+    the decay of its defaults, and unknown to a schedule of rates.
 
     Args:
-        wrapper: Of ZeRO, or another optimizer, which stays as it is.
+        wrapper: Of ZeRO, or another optimizer.
         basic: What the engine was given.
     """
-    made = getattr(wrapper, "optimizer", None)
-    if made is basic or type(made) is not type(basic):
-        return
-    basic.state.clear()  # of the model's weights, in place of which are flat ones now
-    basic.state.update(made.state)
-    wrapper.optimizer = basic
+    made = getattr(wrapper, "optimizer", basic)
+    return made is not basic and type(made) is type(basic)
+
+
+def keep_group(wrapper: Any, basic: Any) -> None:
+    """Let ZeRO step the optimizer of one group that it was given, if it has made it anew."""
+    if is_made_anew(wrapper, basic):
+        basic.state.clear()  # of the model's weights, in place of which there is a flat one now
+        basic.state.update(wrapper.optimizer.state)
+        wrapper.optimizer = basic
