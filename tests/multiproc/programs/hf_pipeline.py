@@ -257,7 +257,7 @@ def own_loss(schedule):
         "eval_expected": sum(means) / len(means),
         "labels": [part.tolist() for part in predicted.label_ids],
         "labels_expected": [
-            torch.cat([batch[name] for batch in batches]).tolist()
+            [torch.as_tensor(row[name]).tolist() for row in trainer.eval_dataset]
             for name in changes["label_names"]
         ],
     }
