@@ -107,7 +107,6 @@ def test_an_optimizer_whose_states_come_with_it_trains_a_split_model(results):
     for result in results:
         found = result["adagrad"]
         assert found["split"]["losses"] == pytest.approx(found["stock"]["losses"], rel=1e-4)
-        assert found["split"]["eval"] == pytest.approx(found["stock"]["eval"], rel=1e-4)
         for stage in (1, 3):  # DeepSpeed would train both groups as one
             assert found[f"ZeRO {stage}"].startswith("ConfigError: optimizer = 'Adagrad'")
         whole, *zero = found["by rates"]

@@ -119,7 +119,8 @@ def adagrad():
         ("stock", transformers.Trainer, json_file(optimizer=None), 2),
         ("split", wavemare.hf.Trainer, json_file(0, section, optimizer=None), 4),
     ):
-        changes = {"per_device_train_batch_size": size, "optim": "adagrad", "weight_decay": 0.1}
+        changes = {"optim": "adagrad", "weight_decay": 0.1, "gradient_accumulation_steps": 1}
+        changes["per_device_train_batch_size"] = size
         found[name] = run("gpt2", f"adagrad-{name}", kind, config, **changes)
     for stage in (1, 3):
         config, changes = json_file(stage, {}, optimizer=None), {"optim": "adagrad"}
