@@ -223,7 +223,8 @@ def keeping_state(model: nn.Module) -> Iterator[None]:
             vars(module).update(kept)
         with torch.no_grad():
             for module, name, own, before in buffers:
-                own.copy_(before)
+                if not own.is_meta and not torch.equal(own, before):
+                    own.copy_(before)
                 setattr(module, name, own)
 
 
