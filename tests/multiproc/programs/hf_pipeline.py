@@ -458,6 +458,16 @@ def labels_apart(schedule):
     return refusal(trainer_of("bert", "apart", SECTIONS[schedule], **options).train)
 
 
+def hidden_outputs():
+    """A configuration that asks for hidden states, which stages do not keep."""
+    trainer = trainer_of("gpt2", "hidden", SECTIONS["1f1b"])
+    trainer.model.config.output_hidden_states = True
+    said = refusal(lambda: trainer.predict(trainer.eval_dataset))
+    alone = trainer.predict(trainer.eval_dataset, ignore_keys=["hidden_states"]).predictions
+    evaluated = trainer.evaluate()["eval_loss"]
+    return {"said": said, "alone": list(alone.shape), "eval": math.isfinite(evaluated)}
+
+
 CASES = {
     "own_interleaved": lambda: own_loss("interleaved"),
     "ignored_1f1b": lambda: ignored("1f1b"),
@@ -473,6 +483,7 @@ CASES = {
     "gpt2_varied": lambda: varied("gpt2"),
     "bert_varied": lambda: varied("bert"),
     "begun": begun,
+    "hidden_outputs": hidden_outputs,
     "stale_auto": stale,
     "stale_absent": lambda: stale(gradient_accumulation_steps=None, train_batch_size=None),
     "refusals": refusals,
