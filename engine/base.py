@@ -31,7 +31,7 @@ from wavemare.engine.local_steps.steps import LocalSteps
 from wavemare.engine.observe.choices import tell_warning
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.observe.restarts import tell_first_step
-from wavemare.engine.optim.groups import AllGroups, dropped_groups, sum_all_norms
+from wavemare.engine.optim.groups import AllGroups, dropped_groups, keep_group, sum_all_norms
 from wavemare.engine.optim.loaded import LoadedWeights
 from wavemare.engine.optim.norm import GradientNorm
 from wavemare.engine.optim.optimizers import (
@@ -266,6 +266,7 @@ class EngineMixin(CheckpointMixin):
         super()._configure_optimizer(client_optimizer, model_parameters)
         if SECTION in self.config:
             check_parts(self)
+            keep_group(self.optimizer, self.basic_optimizer)
         if not self.pipeline_parallelism:
             return
         self._dropped = dropped_groups(groups, self.basic_optimizer)

@@ -47,7 +47,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             data_iter: If omitted, the ``training_data`` given to ``initialize``, again and again.
                 Gives ``gradient_accumulation_steps`` micro-batches of this rank: a mapping
                 (passed by name), a tuple (passed by position) or a tensor. The model returns the
-                loss, an output with ``.loss``, or a tuple with the loss first.
+                loss, an output or a mapping with ``loss``, or a tuple with the loss first.
 
         Returns:
             The mean loss over all micro-batches and data ranks, on every rank; scalar. With local
@@ -297,7 +297,7 @@ def _without_cache(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 def _loss_of(output: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output
-    loss = output.loss if hasattr(output, "loss") else output[0]
+    loss = _part(output, "loss", 0)
     if loss is None:
         raise DataError("labels", None, "the model returned no loss", "Give batches with labels")
     return loss
@@ -307,7 +307,14 @@ def _logits_of(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         reason = "the model returned the loss alone"
         raise DataError("return_logits", True, reason, "Let it return (loss, logits)")
-    return output.logits if hasattr(output, "logits") else output[1]
+    return _part(output, "logits", 1)
+
+
+def _part(output: Any, name: str, place: int) -> Any:
+    """Return a part of what a model returns: an output, a mapping or a tuple."""
+    if hasattr(output, name):
+        return getattr(output, name)
+    return output.get(name) if isinstance(output, Mapping) else output[place]
 
 
 def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

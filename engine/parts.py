@@ -39,8 +39,13 @@ _WAYS = {
     "__deepcopy__": "Copy the model before initialize, or load what save_pretrained writes",
     "forward": "Call train_batch and eval_batch of the engine",
     "generate": "Load what save_pretrained writes, and generate with that",
+    **dict.fromkeys(
+        ("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings"),
+        "Change the model before initialize, or load what save_pretrained writes",
+    ),
 }
 """By the name of a method, the way that works where a rank holds a part."""
+_OF_EMBEDDINGS = tuple(name for name in _WAYS if name.endswith("_embeddings"))
 _own_part: ContextVar[bool] = ContextVar("own_part", default=False)
 
 
@@ -170,6 +175,8 @@ def restore(marks: Mapping[nn.Module, Mark]) -> None:
         left = set() if part.is_cut else {"forward", "generate"}
         left |= {"forward"} if isinstance(model, PipelineModule) else set()
         left |= {"__deepcopy__"} if part.is_copy else set()
+        if not part.is_cut and not split_weights(model):
+            left.update(_OF_EMBEDDINGS)  # each rank holds the whole embedding
         if hasattr(model, "generate") and any(map(is_divided, model.parameters())):
             left.discard("generate")  # the ranks must call it equally often
         for name in _WAYS.keys() - left:

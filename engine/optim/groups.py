@@ -80,3 +80,25 @@ def sum_all_norms(optimizer: Any, dropped: Sequence[dict[str, Any] | None]) -> N
             return stock(*args, **kwargs)
 
     optimizer.scaled_global_norm = norm
+
+
+def is_made_anew(wrapper: Any, basic: Any) -> bool:
+    """Whether ZeRO steps another optimizer than the one that it was given.
+
+    DeepSpeed makes torch's Adagrad anew, whose states come with it: in one group, with the rate and
+    the decay of its defaults, and unknown to a schedule of rates.
+
+    Args:
+        wrapper: Of ZeRO, or another optimizer.
+        basic: What the engine was given.
+    """
+    made = getattr(wrapper, "optimizer", basic)
+    return made is not basic and type(made) is type(basic)
+
+
+def keep_group(wrapper: Any, basic: Any) -> None:
+    """Let ZeRO step the optimizer of one group that it was given, if it has made it anew."""
+    if is_made_anew(wrapper, basic):
+        basic.state.clear()  # of the model's weights, in place of which there is a flat one now
+        basic.state.update(wrapper.optimizer.state)
+        wrapper.optimizer = basic

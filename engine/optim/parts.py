@@ -20,6 +20,7 @@ from wavemare.engine.checkpoint.random_state import seeded
 from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather
+from wavemare.engine.optim.groups import is_made_anew
 from wavemare.engine.optim.optimizers import is_added
 from wavemare.engine.optim.policy import POLICY
 from wavemare.engine.parts import split_weights
@@ -34,6 +35,7 @@ _ZERO = "zero_optimization.stage"
 _CHANGED = (MutableSequence, MutableMapping, MutableSet, tuple, Tensor)
 """Types of an optimizer's attributes that a step may change in place, or what they hold."""
 _READS_WHOLE = "it reads whole tensors for a step"
+_ONE_GROUP = "ZeRO would put its groups of weights into one"
 _UNTRIED = "it could not be tried on parts of tensors"
 _NEAR = 1e-3
 """Of the largest change of an element: how far parts may be off."""
@@ -42,7 +44,7 @@ _NEAR = 1e-3
 def check_parts(engine: EngineMixin) -> None:
     """Refuse an optimizer that reads whole tensors, if ranks hold parts of those that it steps.
 
-    All ranks call it.
+    So is one whose groups ZeRO does not keep. All ranks call it.
 
     Raises:
         ConfigError: A weight is a part of a layer that ranks split, or of experts, and the
@@ -84,6 +86,8 @@ def _refused_key(engine: EngineMixin) -> tuple[str, str, str] | None:
         if reasons:
             return key, type(optimizer).__name__, reasons[0]
     if optimizer is not None and _is_flat(engine):
+        if is_made_anew(engine.optimizer, optimizer) and len(optimizer.param_groups) > 1:
+            return _ZERO, type(optimizer).__name__, _ONE_GROUP
         if refusal_of_parts(optimizer, _MATRIX, None) == _READS_WHOLE:
             return _ZERO, type(optimizer).__name__, _READS_WHOLE
     return None

@@ -436,14 +436,44 @@ def _of_parts(parts: Mapping[int, Any], optimizer: Any, parameters: Any) -> tupl
         return {**group, "params": [parts.get(id(p), p) for p in chosen]}
 
     if hasattr(optimizer, "param_groups"):
-        if any(parts.get(id(p), p) is not p for p in optimizer.state):
-            reason = "it has stepped: its state is that of whole weights, of which ranks get parts"
-            remedy = "Give one that has not stepped, or load a checkpoint of the engine"
-            raise ConfigError("optimizer", type(optimizer).__name__, reason, remedy)
-        optimizer.param_groups[:] = [of_group(group) for group in optimizer.param_groups]
+        _regroup(optimizer, [of_group(group) for group in optimizer.param_groups])
     if parameters is not None:
         parameters = [of_group(one) for one in parameters]
     return optimizer, parameters
+
+
+def _regroup(optimizer: Any, groups: list[Any]) -> None:
+    """Give an optimizer other groups, with weights that are parts or copies of its own.
+
+    Some optimizers make states for the weights that they are given (Adagrad), others in a step.
+
+    Args:
+        optimizer: Changed in place.
+        groups: With the weights of this rank, perhaps none.
+
+    Raises:
+        ConfigError: It has states that parts or copies cannot have.
+    """
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p): p for group in groups for p in group["params"]}
+    new = [p for p in held.values() if id(p) not in given]
+    fresh: Mapping[Any, Any] = {}
+    if optimizer.state and new:
+        states = optimizer.state.values()
+        steps = [state.get("step") if isinstance(state, Mapping) else None for state in states]
+        try:
+            if any(step is None or float(step) for step in steps):
+                raise TypeError("it has stepped")
+            made = type(optimizer)([{**g} for g in groups if g["params"]], **optimizer.defaults)
+        except (TypeError, ValueError) as error:
+            reason = f"its state is that of whole weights, of which ranks get parts ({error})"
+            remedy = "Give a function from parameters to an optimizer, or name one in the JSON"
+            raise ConfigError("optimizer", type(optimizer).__name__, reason, remedy) from None
+        fresh = made.state
+    optimizer.param_groups[:] = groups
+    for left in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
+        del optimizer.state[left]
+    optimizer.state.update({p: fresh[p] for p in new if p in fresh})
 
 
 def _of_this_stage(
@@ -474,9 +504,7 @@ def _of_this_stage(
                 "it was made for all parameter groups, of which a stage may have but some",
                 "Give a function from an optimizer to a scheduler, or name one in the JSON",
             )
-        optimizer.param_groups[:] = groups  # also those without weights here: ranks count alike
-        for parameter in [p for p in optimizer.state if id(p) not in local]:
-            del optimizer.state[parameter]
+        _regroup(optimizer, groups)  # also those without weights here: ranks count alike
     if parameters is not None:
         parameters = list(parameters)
         if parameters and isinstance(parameters[0], dict):

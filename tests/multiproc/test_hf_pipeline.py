@@ -35,7 +35,7 @@ IMPOSSIBLE = {
 
 @pytest.fixture
 def results(launch_once):
-    others = *STALE, "own_interleaved", "begun", "refusals", *APART, *IMPOSSIBLE
+    others = *STALE, "own_interleaved", "begun", "hidden_outputs", "refusals", *APART, *IMPOSSIBLE
     others = "modes", "modes_1", *others
     first = RATES[:3] + SYNCHRONOUS
     return launch_once("hf_pipeline.py", *first, *IGNORED, *ASYNCHRONOUS, *RATES[3:], *others)
@@ -91,12 +91,20 @@ def test_gradients_are_not_clipped_to_0_and_the_start_is_evaluated(results):
         assert result["first"] == pytest.approx(result["first_expected"], rel=1e-4)
 
 
+def test_predictions_never_lack_what_a_configuration_adds_to_them(results):
+    for result in (found["hidden_outputs"] for found in results):
+        assert result["said"].startswith("ModelError: config.output_hidden_states = True")
+        assert result["alone"] == [7, 16, 50]
+        assert result["eval"]
+
+
 @pytest.mark.world_size(2)
 def test_a_loss_of_the_scripts_own_is_that_of_one_process(results):
     found = list(results)
     for result in (each["own_interleaved"] for each in found):
         assert result["losses"] == pytest.approx(result["expected"], rel=2e-5)
         assert result["eval"] == pytest.approx(result["eval_expected"], rel=1e-4)
+        assert result["labels"] == result["labels_expected"]
     called, batches = found[-1]["own_interleaved"]["trained"]
     assert called == batches  # and not for what fills up the last step
 

@@ -18,6 +18,7 @@ CASES = [
     "tensor_parallel",
     "own_optimizer",
     "named_optimizer",
+    "adagrad",
 ]
 
 
@@ -100,6 +101,17 @@ def test_an_optimizer_that_the_file_does_not_name_trains_a_split_model(results):
         assert own["losses"] == pytest.approx(named["losses"], rel=1e-3)
         assert own["weights"] != named["weights"]
         assert own["weights"] == results[0]["own_optimizer"]["weights"]
+
+
+def test_an_optimizer_whose_states_come_with_it_trains_a_split_model(results):
+    for result in results:
+        found = result["adagrad"]
+        assert found["split"]["losses"] == pytest.approx(found["stock"]["losses"], rel=1e-4)
+        for stage in (1, 3):  # DeepSpeed would train both groups as one
+            assert found[f"ZeRO {stage}"].startswith("ConfigError: optimizer = 'Adagrad'")
+        whole, *zero = found["by rates"]
+        assert zero == [pytest.approx(whole, rel=1e-5)] * 2
+        assert len(set(whole)) == 4
 
 
 def test_balanced_means_are_not_weighed_twice(results):

@@ -28,6 +28,8 @@ LOCAL = {
 }
 """Ways that do not gather: they refuse wherever a rank has a part."""
 CALLS = {"forward", "generate", "engine_generate"}
+CHANGES = {"set_embeddings", "resize_embeddings"}
+"""What changes an embedding, of which stages and ranks that split layers have a part."""
 ALONE = [f"{layout}/{kind}" for layout in (*WHOLE, *GATHERED, *CUT) for kind in ("whole", "lora")]
 NAMED = [
     *(f"{layout}/named" for layout in ("zero0", "zero3", "tensor", "experts", "1f1b", "pipemare")),
@@ -56,8 +58,10 @@ def expected(layout, kind, way):
     refuses = LOCAL - ({"deepcopy"} if layout in REPLICAS else set())
     if layout in (*CUT, *ON_FOUR):
         refuses = LOCAL | CALLS | {"unwrapped_with_state"}
-    if layout in THEIRS and way not in CALLS:
+    if layout in THEIRS and way not in CALLS | CHANGES:
         refuses = {way}
+    if layout in (*CUT, *ON_FOUR) or layout.startswith("tensor"):
+        refuses = refuses | CHANGES
     return "refused ModelError" if way in refuses else "equal"
 
 

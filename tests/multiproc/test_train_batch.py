@@ -20,3 +20,9 @@ def test_data_that_ends_too_early_leaves_nothing_behind(launch_once):
             "labels: the model returned no loss",
         ]
         assert found["contiguous checkpoints"] == [True, True]
+
+
+def test_a_model_may_return_a_tuple_a_mapping_or_an_output(launch_once):
+    for found in launch_once("train_batch.py"):
+        of_tuple, of_mapping, of_output = found["forms"]
+        assert of_tuple == of_mapping == of_output

@@ -42,6 +42,24 @@ def _refusal(name: str, value: Any, reason: str = _ELSEWHERE) -> StageError:
     return StageError(name, value, reason, _REMEDY)
 
 
+def refuse_hidden_outputs(model: Any, ignored: Any, *, loss_only: bool) -> None:
+    """Refuse to predict what a configuration adds to the logits, of which stages keep nothing.
+
+    Args:
+        model: That the Trainer was given, inside adapters.
+        ignored: ``ignore_keys`` of the evaluation; may be None.
+        loss_only: Whether no predictions are asked for.
+
+    Raises:
+        ModelError: ``predictions`` would lack hidden states or attentions.
+    """
+    for name in ("hidden_states", "attentions"):
+        key = f"output_{name}"
+        if not loss_only and getattr(model.config, key, False) and name not in (ignored or ()):
+            remedy = f'Set it to False, or give ignore_keys=["{name}"]'
+            raise ModelError(f"config.{key}", True, _ELSEWHERE, remedy)
+
+
 class TrainerLoss:
     """The loss of a micro-batch: what the Trainer's ``compute_loss`` returns for it.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,22 @@ def from_last_stage(engine: Any, values: Any) -> Any:
         return tensor
 
     return tree_map_only(Tensor, sent, values)
+
+
+def labels_of(batch: Any, names: Sequence[str]) -> Any:
+    """Return a batch's labels by their names, as transformers' step of an evaluation does.
+
+    Args:
+        batch: Entries by name.
+        names: ``TrainingArguments(label_names=...)``, or what transformers finds for a model.
+
+    Returns:
+        A tuple, or the one entry if there is one name; None if an entry is missing.
+    """
+    found = tuple(batch.get(name) for name in names)
+    if not found or any(each is None for each in found):
+        return None
+    return found if len(found) > 1 else found[0]
 
 
 def first_rows(batch: Any, rows: int) -> dict[str, Any]:

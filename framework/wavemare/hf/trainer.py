@@ -39,9 +39,9 @@ from wavemare.failure import watch_failures
 from wavemare.hf import trl
 from wavemare.hf.config import TrainerConfig
 from wavemare.hf.loop import EngineScheduler, LoopModel
-from wavemare.hf.losses import StageLoss, TrainerLoss
+from wavemare.hf.losses import StageLoss, TrainerLoss, refuse_hidden_outputs
 from wavemare.hf.overrides import check_whole_steps, refuse_hidden_modes, refuse_overruled
-from wavemare.hf.stages import filled, first_rows, from_last_stage, of_last_stage
+from wavemare.hf.stages import filled, first_rows, from_last_stage, labels_of, of_last_stage
 from wavemare.hf.steps import MicroBatch, StepFeed, Unused, fill_rows, without_labels
 from wavemare.models import save_pretrained
 from wavemare.models.adapters import is_adapted
@@ -491,8 +491,9 @@ class Trainer(StockTrainer):
         self, model: Any, inputs: dict[str, Any], loss_only: bool, ignore_keys: Any
     ) -> Any:
         """Evaluate a batch in a pipeline; the last stage sends the results to the others."""
+        refuse_hidden_outputs(_inner(self.model), ignore_keys, loss_only=loss_only)
         inputs = self._prepare_inputs(inputs)
-        labels = inputs.get("labels")
+        labels = labels_of(inputs, self.label_names)
         if trl.class_of(self) == "DPOTrainer":  # its batches have none, but its loop looks for some
             labels = inputs["input_ids"]
         predict: Any = super().prediction_step

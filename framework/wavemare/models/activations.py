@@ -164,7 +164,8 @@ def split_batch(
     """Order a batch's entries as the pipeline expects them.
 
     What the batch does not have, the model does not get: an empty tensor stands in its place. An
-    undeclared ``attention_mask`` of all ones is dropped, where it means nothing.
+    undeclared ``attention_mask`` of all ones is dropped, where it means nothing, and so are
+    options that are None, False or 0.
 
     Args:
         batch: Entries by name, integers of shape (batch, sequence), and ``labels``.
@@ -178,9 +179,11 @@ def split_batch(
         and the labels.
 
     Raises:
-        ModelError: ``input_ids`` or ``labels`` is missing, an entry is not declared, or has another
-            shape than ``input_ids``.
+        ModelError: ``input_ids`` or ``labels`` is missing, an entry is not declared, is no tensor,
+            or has another shape than ``input_ids``.
     """
+    idle = {n for n, v in batch.items() if v is None or (isinstance(v, int) and not v)}
+    batch = {name: value for name, value in batch.items() if name not in idle}
     for name in ("input_ids", "labels") if labels_required else ("input_ids",):
         if name not in batch:
             raise ModelError(
@@ -208,20 +211,24 @@ def split_batch(
 
 def _check_declared(
     name: str,
-    value: Tensor,
+    value: Any,
     inputs: Sequence[str],
     positions: Tensor | None,
     accepted: Sequence[str] | None,
 ) -> None:
+    shape = tuple(value.shape) if isinstance(value, Tensor) else None
+    if shape is None and name in inputs:
+        reason = "it is no tensor, and stages send each other nothing else"
+        raise ModelError(name, type(value).__name__, reason, "Let the collator return a tensor")
     if name in inputs or name == "labels":
         return
-    if name == "attention_mask" and bool((value == 1).all()):
+    if shape and name == "attention_mask" and bool((value == 1).all()):
         # Without a mask, positions that begin anew keep the rows of a packed sample apart.
         if positions is None or not bool((positions[..., 1:] == 0).any()):
             return
         raise ModelError(
             name,
-            tuple(value.shape),
+            shape,
             "position_ids begin anew, and with this mask of ones rows would see each other in the "
             "model, but not in the pipeline, which does not carry it",
             f"{_declared([*inputs, name])}, or drop it from the batch",
@@ -230,7 +237,7 @@ def _check_declared(
     if accepted is None or name in accepted:
         remedy = f"{_declared([*inputs, name])}, or drop it from the batch"
     reason = f"the pipeline carries only {', '.join(inputs)}, so this entry would be ignored"
-    raise ModelError(name, tuple(value.shape), reason, remedy)
+    raise ModelError(name, type(value).__name__ if shape is None else shape, reason, remedy)
 
 
 def _declared(inputs: list[str]) -> str:

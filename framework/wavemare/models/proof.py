@@ -205,10 +205,32 @@ def _plain_attention(config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
-    """Leave modes, random state and configuration as they were; inside, windows are narrow."""
-    modes = {module: module.training for module in model.modules()}
+def keeping_state(model: nn.Module) -> Iterator[None]:
+    """Leave what passes change as it was: buffers, modes, counters of modules, the random state."""
+    modules = list(model.modules())
+    numbers = [{n: v for n, v in vars(m).items() if isinstance(v, int | float)} for m in modules]
+    buffers = [
+        (module, name, own, own.clone())
+        for module in modules
+        for name, own in module.named_buffers(recurse=False)
+    ]
     random = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(random)
+        for module, kept in zip(modules, numbers, strict=True):
+            vars(module).update(kept)
+        with torch.no_grad():
+            for module, name, own, before in buffers:
+                if not own.is_meta and not torch.equal(own, before):
+                    own.copy_(before)
+                setattr(module, name, own)
+
+
+@contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """Leave a model's state and configuration as they were; inside, windows are narrow."""
     config = model.config
     # A classification head writes its problem type into the configuration on its first loss.
     kept = {
@@ -219,14 +241,11 @@ def undisturbed(model: Any) -> Iterator[None]:
     try:
         if kept.get("sliding_window") is not None:
             config.sliding_window = min(_WINDOW, kept["sliding_window"])
-        with torch.no_grad(), _plain_attention(config):
+        with keeping_state(model), torch.no_grad(), _plain_attention(config):
             yield
     finally:
-        restore_random_state(random)
         for name, value in kept.items():
             setattr(config, name, value)
-        for module, training in modes.items():
-            module.training = training
 
 
 def _results_of_chain(

@@ -15,12 +15,11 @@ from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.launch.group import gather
 from wavemare.models.activations import Activations, pack, split_batch, unpack
 from wavemare.models.families import Loss, family_of
 from wavemare.models.layers import PipelineLayer, TiedHead
-from wavemare.models.proof import example_batch, example_labels
+from wavemare.models.proof import example_batch, example_labels, keeping_state
 
 _TOKENS = 128
 _ROUNDS = 3
@@ -85,15 +84,14 @@ def _own_times(
     activations: Any = split_batch(batch, inputs, labels_required=False)[0]
     device = torch.device(get_accelerator().current_device_name())
     seconds = []
-    random = random_state()
-    for layer in chain:
-        end: Callable[[Tensor], Tensor] = torch.sum
-        if loss is not None and layer is chain[-1]:
-            labels = example_labels(loss, batch["input_ids"]).to(device)
-            end = partial(_loss_of, loss, labels)
-        activations, spent = _measure(layer, activations, device, end)
-        seconds.append(spent)
-    restore_random_state(random)
+    with keeping_state(model):
+        for layer in chain:
+            end: Callable[[Tensor], Tensor] = torch.sum
+            if loss is not None and layer is chain[-1]:
+                labels = example_labels(loss, batch["input_ids"]).to(device)
+                end = partial(_loss_of, loss, labels)
+            activations, spent = _measure(layer, activations, device, end)
+            seconds.append(spent)
     return seconds
 
 

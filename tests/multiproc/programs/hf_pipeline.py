@@ -220,19 +220,22 @@ class Weighing(wavemare.hf.Trainer):
         seen = model.training, model.config.vocab_size, hasattr(model, "lm_head")
         assert seen == (not return_outputs, VOCABULARY, False), seen
         self.trained += model.training
+        weights = inputs["weights"]
         loss = weighed(model, inputs)
-        return (loss, {"loss": loss}) if return_outputs else loss
+        return (loss, {"loss": loss, "logits": weights}) if return_outputs else loss
 
 
 def own_loss(schedule):
     """A loss of the script's own, of rows of which the last step has one: two fill it up."""
     section = {"pipeline": {"stages": 2, "schedule": schedule, "dynamic_shape": False}}
     rows = {"train_dataset": Weighed("gpt2", 21), "eval_dataset": Weighed("gpt2", 7, seed=1)}
-    name, changes = f"own-{schedule}", {"max_steps": 8, "remove_unused_columns": False}
+    changes = {"max_steps": 8, "remove_unused_columns": False}
+    name, changes["label_names"] = f"own-{schedule}", ["labels", "weights"]
     given = json_file(0, section)
     trainer = Weighing(model=plain_model("gpt2"), args=arguments(name, given, **changes), **rows)
     trainer.train()
     evaluated = trainer.evaluate()["eval_loss"]
+    predicted = trainer.predict(trainer.eval_dataset)
     trainer.save_model()
     torch.distributed.barrier()
     alone = []  # losses of the batches in one process
@@ -252,6 +255,11 @@ def own_loss(schedule):
         "trained": [trainer.trained, len(alone)],
         "eval": evaluated,
         "eval_expected": sum(means) / len(means),
+        "labels": [part.tolist() for part in predicted.label_ids],
+        "labels_expected": [
+            [torch.as_tensor(row[name]).tolist() for row in trainer.eval_dataset]
+            for name in changes["label_names"]
+        ],
     }
 
 
@@ -450,6 +458,16 @@ def labels_apart(schedule):
     return refusal(trainer_of("bert", "apart", SECTIONS[schedule], **options).train)
 
 
+def hidden_outputs():
+    """A configuration that asks for hidden states, which stages do not keep."""
+    trainer = trainer_of("gpt2", "hidden", SECTIONS["1f1b"])
+    trainer.model.config.output_hidden_states = True
+    said = refusal(lambda: trainer.predict(trainer.eval_dataset))
+    alone = trainer.predict(trainer.eval_dataset, ignore_keys=["hidden_states"]).predictions
+    evaluated = trainer.evaluate()["eval_loss"]
+    return {"said": said, "alone": list(alone.shape), "eval": math.isfinite(evaluated)}
+
+
 CASES = {
     "own_interleaved": lambda: own_loss("interleaved"),
     "ignored_1f1b": lambda: ignored("1f1b"),
@@ -465,6 +483,7 @@ CASES = {
     "gpt2_varied": lambda: varied("gpt2"),
     "bert_varied": lambda: varied("bert"),
     "begun": begun,
+    "hidden_outputs": hidden_outputs,
     "stale_auto": stale,
     "stale_absent": lambda: stale(gradient_accumulation_steps=None, train_batch_size=None),
     "refusals": refusals,

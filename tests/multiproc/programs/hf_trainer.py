@@ -112,6 +112,44 @@ def named_optimizer():
     return run("gpt2", "named", wavemare.hf.Trainer, config, **changes)
 
 
+def adagrad():
+    """An optimizer that makes the states of its weights when it is made, beside stock's."""
+    section, found = {"tensor_parallel": {"size": 2}}, {}
+    for name, kind, config, size in (
+        ("stock", transformers.Trainer, json_file(optimizer=None), 2),
+        ("split", wavemare.hf.Trainer, json_file(0, section, optimizer=None), 4),
+    ):
+        changes = {"optim": "adagrad", "weight_decay": 0.1, "gradient_accumulation_steps": 1}
+        changes["per_device_train_batch_size"] = size
+        found[name] = run("gpt2", f"adagrad-{name}", kind, config, **changes)
+    for stage in (1, 3):
+        config, changes = json_file(stage, {}, optimizer=None), {"optim": "adagrad"}
+        trains = partial(run, "gpt2", "adagrad-refused", wavemare.hf.Trainer, config, **changes)
+        found[f"ZeRO {stage}"] = refusal(trains)
+    return found | {"by rates": [adagrad_by_rates(stage) for stage in (0, 1, 3)]}
+
+
+def adagrad_by_rates(stage):
+    """Losses with one group of weights, whose rates a schedule sets, in a loop."""
+    model = plain_model("gpt2")
+    engine, *_ = wavemare.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": 0.0,
+            "wavemare": {},
+        },
+        optimizer=torch.optim.Adagrad(model.parameters(), lr=0.01),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1),
+    )
+    rows = torch.stack([row["input_ids"] for row in Rows("gpt2", 2, seed=engine.data_rank).rows])
+    data = [{"input_ids": rows, "labels": rows}]
+    found = [float(engine.train_batch(iter(data))) for _ in range(4)]
+    engine.destroy()
+    return found
+
+
 def tokens():
     config = json_file(0, {"balance": {"mean": "tokens"}})
     return run("gpt2", "tokens", wavemare.hf.Trainer, config)
@@ -266,6 +304,7 @@ CASES = {
     "tensor_parallel": tensor_parallel,
     "own_optimizer": own_optimizer,
     "named_optimizer": named_optimizer,
+    "adagrad": adagrad,
     "resumed": resumed,
     "own_loader": own_loader,
     "again": again_with_zero_3,

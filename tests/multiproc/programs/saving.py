@@ -319,6 +319,13 @@ class Ways:
             input_ids=next(token_batches(1))[:, :4], max_new_tokens=4, do_sample=False
         )
 
+    def set_embeddings(self):
+        self.model.set_input_embeddings(self.model.get_input_embeddings())
+        return str(self.model.get_input_embeddings().num_embeddings)
+
+    def resize_embeddings(self):
+        return str(self.model.resize_token_embeddings(VOCABULARY).num_embeddings)
+
     @property
     def _first(self):
         return dist.get_rank() == 0
@@ -353,6 +360,8 @@ def expected(way, layout, kind, folder):
     if way == "forward":
         with torch.no_grad():
             return model(ids).logits
+    if "embeddings" in way:
+        return str(VOCABULARY)
     if "generate" in way:
         return model.generate(input_ids=ids[:, :4], max_new_tokens=4, do_sample=False)
     if way in _FILES or "state_dict" in way or way == "deepcopy":

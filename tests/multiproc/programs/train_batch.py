@@ -12,6 +12,7 @@ from itertools import islice
 import torch
 from common import ACCUMULATION, build_gpt2, configuration, leave, token_batches, weights_digest
 from deepspeed import checkpointing
+from transformers.modeling_outputs import CausalLMOutput
 
 import wavemare
 from wavemare.engine import init_distributed
@@ -110,6 +111,32 @@ def evaluate_with_contiguous_checkpoints():
     return [abs(float(loss) - expected) < 1e-5 for loss in losses]
 
 
+class Returning(torch.nn.Module):
+    """A linear layer whose loss and outputs are returned in a form."""
+
+    def __init__(self, form):
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear, self.form = torch.nn.Linear(4, 4), form
+
+    def forward(self, x):
+        logits = self.linear(x)
+        loss = logits.square().sum()
+        return (loss, logits) if self.form is tuple else self.form(loss=loss, logits=logits)
+
+
+def forms_of_outputs():
+    """Losses and logits of models that return a tuple, a mapping and an output of transformers."""
+    found, config = [], configuration(1, wavemare={"guard": {}})
+    for form in (tuple, dict, CausalLMOutput):
+        engine = wavemare.initialize(model=Returning(form), config=config)[0]
+        data = [torch.full((2, 4), float(n), device=engine.device) for n in range(ACCUMULATION)]
+        losses = [float(engine.train_batch(iter(data))) for _ in range(3)]
+        loss, logits = engine.eval_batch(iter(data), return_logits=True)
+        found.append([*losses, float(loss), logits.tolist()])
+    return found
+
+
 if __name__ == "__main__":
     init_distributed()
     digests = [train(make(), cut=cut) for cut in (False, True)]
@@ -117,4 +144,5 @@ if __name__ == "__main__":
     refused = refusals(make())
     contiguous = evaluate_with_contiguous_checkpoints()
     found = {"digests": digests, "refusals": refused, "contiguous checkpoints": contiguous}
+    found["forms"] = forms_of_outputs()
     leave(found | {"evaluation": evaluate(engine)})

@@ -17,11 +17,21 @@ from wavemare.models.activations import split_batch
 from wavemare.models.layers import name_weights
 
 
+def count_rows(module, inputs, output):
+    """Count as layers with running statistics do, in place and anew."""
+    module.calls += 1
+    module.rows += len(output)
+    module.rows = module.rows + 1
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert-cls", "qwen3"])
 def test_construction_is_silent_and_leaves_no_trace(name, make_model, capfd):
     model = make_model(name)
     model.train()
-    model.get_input_embeddings().eval()
+    words = model.get_input_embeddings().eval()
+    words.register_buffer("rows", torch.zeros(()))
+    words.calls = 0
+    words.register_forward_hook(count_rows)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     config = model.config.to_dict()
     torch.manual_seed(1)
@@ -36,6 +46,7 @@ def test_construction_is_silent_and_leaves_no_trace(name, make_model, capfd):
     assert model.config.to_dict() == config
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert words.calls == 0
 
 
 def test_tables_made_under_inference_mode_are_not_used_for_training(make_model, make_batch):
@@ -290,6 +301,33 @@ def test_an_undeclared_mask_of_ones_is_dropped():
     batch = {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}
     inputs, _ = split_batch(batch, ["input_ids"])
     assert torch.equal(inputs, IDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("use_cache", False), ("logits_to_keep", 0), ("position_ids", None)]
+)
+def test_options_that_ask_for_nothing_are_dropped(name, value):
+    inputs, labels = split_batch({"input_ids": IDS, "labels": IDS, name: value}, ALL)
+    assert torch.equal(inputs[0], IDS)
+    assert [tensor.numel() for tensor in inputs[1:]] == [0, 0, 0]
+    assert labels is IDS
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logits_to_keep", 1),
+        ("output_hidden_states", True),
+        ("max_length_q", 3),
+        ("names", ["a", "b"]),
+        ("more", {"weights": IDS}),
+        ("attention_mask", [[1, 1, 1], [1, 1, 1]]),
+        ("position_ids", [[0, 1, 2], [0, 1, 2]]),
+    ],
+)
+def test_entries_that_are_no_tensors_are_refused(name, value):
+    with refuses(ModelError, name, type(value).__name__):
+        split_batch({"input_ids": IDS, "labels": IDS, name: value}, ("input_ids", "position_ids"))
 
 
 def test_undeclared_entries_are_refused(make_model):
