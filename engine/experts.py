@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's engines need to know of experts that `split_experts` has divided."""
+"""What DeepSpeed's engines need to know of experts, and of those that `split_experts` divides."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -12,9 +12,13 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.utils import groups
+from deepspeed.utils import groups, set_z3_leaf_module
+from torch import nn
 
+from wavemare.engine.config.shape import ZERO_WEIGHTS
 from wavemare.engine.seams import replaced
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def is_divided(parameter: Any) -> bool:
@@ -59,16 +63,29 @@ def forget_expert_groups(size: int, stages: int) -> None:
         groups._EXPERT_DATA_PARALLEL_GROUP.pop(name, None)
 
 
+def blocks_of_experts(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that choose, for each token, which of a list of experts they call."""
+    for module in model.modules():
+        lists = (c for n, c in module.named_children() if "expert" in n and isinstance(c, _LISTS))
+        # DeepSpeed's own modules call all of theirs.
+        if any(lists) and not type(module).__module__.startswith("deepspeed."):
+            yield module
+
+
 class ExpertsMixin(deepspeed.DeepSpeedEngine):
-    """Has DeepSpeed reduce, clip and save experts that its data ranks share."""
+    """Has DeepSpeed gather, reduce, clip and save experts."""
 
     _expert_grid: _ExpertGrid | None = None
 
     def _configure_distributed_model(self, model: Any) -> None:
         """Prepare a model as DeepSpeed's method of that name, and tell DeepSpeed of our experts.
 
-        It looks for modules of its own class alone. A stage may have none.
+        It looks for modules of its own class alone. A stage may have none. ZeRO 3 gathers all
+        experts of a block at once: the ranks call different ones, and would wait for each other.
         """
+        if self.zero_optimization_stage() == ZERO_WEIGHTS:
+            for block in blocks_of_experts(model):
+                set_z3_leaf_module(block, True)
         super()._configure_distributed_model(model)
         if self.settings.expert_parallel.size > 1:
             self._expert_grid = _ExpertGrid(f"ep_size_{self.settings.expert_parallel.size}")

@@ -170,8 +170,11 @@ def init_distributed(distributed_port: int | None = None) -> None:
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
+    from wavemare.engine.observe.restarts import reached
+
     # DeepSpeed calls collectives by names that torch is replacing: nothing that a user can mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    reached("imports")
     if comm.is_initialized():
         return
     ensure_launched()

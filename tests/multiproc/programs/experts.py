@@ -139,7 +139,8 @@ def equal(
     if stages > 1 and logits is not None:  # split stages have parts of them
         logits = whole_logits(engine.module.loss_fn, logits)
     trained = collected(engine.module)
-    held = {n: p.shape[0] for n, p in engine.module.named_parameters() if "gate_up_proj" in n}
+    named = engine.module.named_parameters()
+    held = {n: getattr(p, "ds_shape", p.shape)[0] for n, p in named if "gate_up_proj" in n}
     engine.destroy()
     twin, expected, expected_norms = train_whole(
         make,
