@@ -31,6 +31,7 @@ CASES = json.dumps(
         "fused": FUSED,
         "ignored": ["llama"],
         "own_losses": FUSED,
+        "thawed": ["qwen3-kv1"],
         "loaded": LOADED,
         "equal": NAMES + SHARED,
         "functions": [],
@@ -65,6 +66,12 @@ def test_two_ranks_share_a_head_of_keys_and_values(launch_once, name):
     first, second = (result["equal"][name] for result in launch_once("tensor_parallel.py", CASES))
     check_equality([first, second])
     assert first["copied"] == second["copied"] is not None
+
+
+@pytest.mark.world_size(2)
+def test_what_is_frozen_when_a_model_is_split_may_be_trained_later(launch_once):
+    results = launch_once("tensor_parallel.py", CASES)
+    check_equality([result["thawed"]["qwen3-kv1"] for result in results])
 
 
 @pytest.mark.world_size(2)

@@ -68,6 +68,13 @@ def own_losses(names):
     return {name: equality(name, change=penalize) for name in names}
 
 
+def thawed(names):
+    """Freeze models before they are split, and train them afterwards."""
+    return {
+        name: equality(name, change=lambda model: model.requires_grad_(False)) for name in names
+    }
+
+
 def penalize(model):
     """Let a model add to its loss what depends on the logits of all tokens."""
     original = model.forward
@@ -96,6 +103,8 @@ def equality(name, attention=None, dtype=torch.float32, change=None):
     if attention is not None:
         whole.set_attn_implementation(attention)
     merged = whole_state_dict(model)
+    for each in (whole, model):
+        each.requires_grad_(True)
     for seed in (13, 14):  # two micro-batches: what has accumulated must not be summed again
         given = batch(whole, seed)
         output = whole(**given, **extra)
