@@ -115,12 +115,12 @@ def results(launch_once):
     return launch_once("experts.py", json.dumps(RUNS))
 
 
-def check_equality(results, held=2, limit=1e-5):
+def check_equality(results, held=2):
     for result in results:
-        assert max(result["losses"], result["logits"]) < limit
+        assert max(result["losses"], result["logits"]) < 1e-5
         assert result["held"] == ([held] if held else [])
         assert result["changed"] > 5e-3
-    assert results[0]["weights"] < limit
+    assert results[0]["weights"] < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -137,8 +137,10 @@ def test_ranks_that_choose_other_experts_train_as_one_process(results, name):
 
 @pytest.mark.parametrize("name", HALF)
 def test_experts_in_bf16_train_near_the_whole_model(results, name):
-    held = 0 if "list" in name else 4 // HALF[name].get("size", 2)
-    check_equality([result[name] for result in results], held, limit=0.05)
+    for result in results:
+        assert result[name]["losses"] < 0.01
+        assert result[name]["changed"] > 5e-3
+    assert results[0][name]["weights"] < 0.005
 
 
 def test_adam_clips_by_the_norm_of_the_whole_model(results):

@@ -151,6 +151,7 @@ def equal(
         **model_keys,
     )
     whole = {name: p.detach() for name, p in twin.named_parameters()}
+    trained = {name: tensor for name, tensor in trained.items() if name in whole}  # no buffers
     first, apart = dist.get_rank() == 0, 0.0
     if logits is not None and not forced:  # all but the last stage have none
         with torch.no_grad():

@@ -352,7 +352,7 @@ def loaded(names):
 
 CASES = {"loaded": loaded, "equal": equal, "functions": functions, "dropout": dropout}
 CASES |= {"eager": eager, "half": half, "fused": fused, "ignored": ignored}
-CASES |= {"own_losses": own_losses}
+CASES |= {"own_losses": own_losses, "thawed": thawed}
 
 if __name__ == "__main__":
     init_distributed()
