@@ -7,18 +7,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import deepspeed
+import torch
 from deepspeed import comm as dist
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups, set_z3_leaf_module
-from torch import nn
+from torch import Tensor, nn
 
 from wavemare.engine.config.shape import ZERO_WEIGHTS
 from wavemare.engine.seams import replaced
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
+_complete: WeakSet[nn.Module] = WeakSet()
+"""Blocks whose experts all have gradients."""
 
 
 def is_divided(parameter: Any) -> bool:
@@ -72,6 +76,42 @@ def blocks_of_experts(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+class _WithZeros(torch.autograd.Function):
+    """Passes a value on, and gives weights gradients of zero beside those that they may have."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
+
+
+def _with_all_gradients(block: nn.Module, _: Any, output: Any) -> Any:
+    weights = [weight for weight in block.parameters() if weight.requires_grad]
+    if not weights or not torch.is_grad_enabled():
+        return output
+    if isinstance(output, tuple):
+        return (_WithZeros.apply(output[0], *weights), *output[1:])
+    return _WithZeros.apply(output, *weights)
+
+
+def _let_ranks_choose(model: nn.Module, zero_stage: int) -> None:
+    """Let ranks call different experts of a list under ZeRO.
+
+    ZeRO 1 and 2 sum gradients in the order in which they come, and need those of the same weights
+    on all ranks. ZeRO 3 gathers weights where they are used: it gathers all of a block at once.
+    """
+    for block in blocks_of_experts(model) if zero_stage else ():
+        if zero_stage == ZERO_WEIGHTS:
+            set_z3_leaf_module(block, True)
+        elif block not in _complete:
+            block.register_forward_hook(_with_all_gradients)
+            _complete.add(block)
+
+
 class ExpertsMixin(deepspeed.DeepSpeedEngine):
     """Has DeepSpeed gather, reduce, clip and save experts."""
 
@@ -80,12 +120,9 @@ class ExpertsMixin(deepspeed.DeepSpeedEngine):
     def _configure_distributed_model(self, model: Any) -> None:
         """Prepare a model as DeepSpeed's method of that name, and tell DeepSpeed of our experts.
 
-        It looks for modules of its own class alone. A stage may have none. ZeRO 3 gathers all
-        experts of a block at once: the ranks call different ones, and would wait for each other.
+        It looks for modules of its own class alone. A stage may have none.
         """
-        if self.zero_optimization_stage() == ZERO_WEIGHTS:
-            for block in blocks_of_experts(model):
-                set_z3_leaf_module(block, True)
+        _let_ranks_choose(model, self.zero_optimization_stage())
         super()._configure_distributed_model(model)
         if self.settings.expert_parallel.size > 1:
             self._expert_grid = _ExpertGrid(f"ep_size_{self.settings.expert_parallel.size}")
