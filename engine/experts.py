@@ -77,7 +77,11 @@ def blocks_of_experts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class _WithZeros(torch.autograd.Function):
-    """Passes a value on, and gives weights gradients of zero beside those that they may have."""
+    """Passes a value on, and gives weights gradients of zero beside those that they may have.
+
+    Its backward pass comes after those of all that reads the value. So the gradients of the weights
+    are complete together, in one order on all ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *weights: Tensor) -> Tensor:
@@ -89,26 +93,28 @@ class _WithZeros(torch.autograd.Function):
         return gradient, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
 
 
-def _with_all_gradients(block: nn.Module, _: Any, output: Any) -> Any:
+def _complete_gradients(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Give all weights of a block a gradient, by way of the first tensor that it reads."""
     weights = [weight for weight in block.parameters() if weight.requires_grad]
-    if not weights or not torch.is_grad_enabled():
-        return output
-    if isinstance(output, tuple):
-        return (_WithZeros.apply(output[0], *weights), *output[1:])
-    return _WithZeros.apply(output, *weights)
+    given = {**dict(enumerate(args)), **kwargs}
+    floats = (k for k, v in given.items() if isinstance(v, Tensor) and v.is_floating_point())
+    place = next(floats, None)
+    if place is not None and weights and torch.is_grad_enabled():
+        given[place] = _WithZeros.apply(given[place], *weights)
+    return tuple(given.pop(number) for number in range(len(args))), given
 
 
 def _let_ranks_choose(model: nn.Module, zero_stage: int) -> None:
     """Let ranks call different experts of a list under ZeRO.
 
-    ZeRO 1 and 2 sum gradients in the order in which they come, and need those of the same weights
-    on all ranks. ZeRO 3 gathers weights where they are used: it gathers all of a block at once.
+    ZeRO 1 and 2 sum gradients as they come: all ranks need those of the same weights, in one order.
+    ZeRO 3 gathers weights where they are used, and so has to gather all of a block at once.
     """
     for block in blocks_of_experts(model) if zero_stage else ():
         if zero_stage == ZERO_WEIGHTS:
             set_z3_leaf_module(block, True)
         elif block not in _complete:
-            block.register_forward_hook(_with_all_gradients)
+            block.register_forward_pre_hook(_complete_gradients, with_kwargs=True)
             _complete.add(block)
 
 
