@@ -104,7 +104,7 @@ def _complete_gradients(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, 
     return tuple(given.pop(number) for number in range(len(args))), given
 
 
-def _let_ranks_choose(model: nn.Module, zero_stage: int) -> None:
+def let_ranks_choose(model: nn.Module, zero_stage: int) -> None:
     """Let ranks call different experts of a list under ZeRO.
 
     ZeRO 1 and 2 sum gradients as they come: all ranks need those of the same weights, in one order.
@@ -128,7 +128,7 @@ class ExpertsMixin(deepspeed.DeepSpeedEngine):
 
         It looks for modules of its own class alone. A stage may have none.
         """
-        _let_ranks_choose(model, self.zero_optimization_stage())
+        let_ranks_choose(model, self.zero_optimization_stage())
         super()._configure_distributed_model(model)
         if self.settings.expert_parallel.size > 1:
             self._expert_grid = _ExpertGrid(f"ep_size_{self.settings.expert_parallel.size}")
