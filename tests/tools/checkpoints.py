@@ -102,7 +102,7 @@ def build(zero: int, stages: int = 1) -> Any:
 
 def read(folder: Path) -> float:
     """Return how long it takes to read the files into one buffer."""
-    files = [path for path in folder.rglob("*.pt")]
+    files = list(folder.rglob("*.pt"))
     buffer = memoryview(bytearray(max(path.stat().st_size for path in files)))
     started = time.perf_counter()
     for path in files:
@@ -133,7 +133,9 @@ def load(folder: Path, rounds: int) -> dict[str, Any]:
     size = sum(path.stat().st_size for path in saved.rglob("*.pt"))
     result: dict[str, Any] = {"bytes": size, "seconds": {}}
     for name, zero, stages in (("ZeRO 1", 1, 1), ("ZeRO 3", 3, 1), ("two stages", 0, 2)):
-        engine, loads, reads = build(zero, stages), [], []
+        engine = build(zero, stages)
+        loads: list[float] = []
+        reads: list[float] = []
         for _ in range(rounds):
             dist.barrier()
             if first:
@@ -161,6 +163,7 @@ if __name__ == "__main__":
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    found: dict[str, Any]
     if given.what == "restart":
         found = {"rounds": [restart(given.folder) for _ in range(given.rounds)]}
     else:
