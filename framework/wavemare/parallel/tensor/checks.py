@@ -76,7 +76,7 @@ def key_copies(model: Any, plan: TensorPlan, ranks: int) -> int:
             f"the {ranks} ranks that share a model cannot have whole heads each",
             f"Use {', '.join(map(str, fit))} ranks",
         )
-    return max(ranks // keys, 1)
+    return max(ranks // int(keys), 1)
 
 
 def gives_keys(name: str) -> bool:
