@@ -22,6 +22,8 @@ class Wait:
 
 failing = threading.Event()
 """Set when the process ends by an error: what it does at its exit must not wait for other ranks."""
+told_to_end = threading.Event()
+"""Set when a launcher has told the process to end, and so knows of whatever has failed."""
 
 _waits: dict[int, Wait] = {}
 _joined: dict[int, int] = {}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
@@ -30,7 +29,7 @@ from wavemare.engine.local_steps.elastic import ElasticSteps
 from wavemare.engine.local_steps.steps import LocalSteps
 from wavemare.engine.observe.choices import tell_warning
 from wavemare.engine.observe.progress import PROGRESS
-from wavemare.engine.observe.restarts import tell_first_step
+from wavemare.engine.observe.restarts import reached, tell_first_step
 from wavemare.engine.optim.groups import AllGroups, dropped_groups, keep_group, sum_all_norms
 from wavemare.engine.optim.loaded import LoadedWeights
 from wavemare.engine.optim.norm import GradientNorm
@@ -101,7 +100,7 @@ class EngineMixin(CheckpointMixin):
     """Those that were trained at first, where the optimizer steps a flat copy of them."""
 
     def __init__(self, *args: Any, settings: WavemareConfig | None = None, **kwargs: Any) -> None:
-        self._made_at = time.time()
+        reached("engine")
         # Set first: DeepSpeed's constructor makes the loader.
         self.settings = settings = settings or self.settings
         hold_grid(kwargs.get("mpu"), self)
@@ -220,7 +219,7 @@ class EngineMixin(CheckpointMixin):
             for feature in self.features:
                 feature.after_step()
             self.loaded_weights.note()
-            tell_first_step(self.global_steps, self._made_at)
+            tell_first_step(self.global_steps)
         except RuntimeError:
             # Another rank that is lost may have left for the save that failed here as well.
             if self._writing is not None and self._writing.fails_within(2.0):
@@ -315,7 +314,7 @@ class EngineMixin(CheckpointMixin):
         try:
             with PROGRESS.doing("train_batch"), naming_ids(self.module):
                 yield
-            tell_first_step(step, self._made_at)
+            tell_first_step(step)
         except StopIteration:  # the data had ended before it
             raise
         except BaseException as error:

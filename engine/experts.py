@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's engines need to know of experts that `split_experts` has divided."""
+"""What DeepSpeed's engines need to know of experts, and of those that `split_experts` divides."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import deepspeed
+import torch
 from deepspeed import comm as dist
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.utils import groups
+from deepspeed.utils import groups, set_z3_leaf_module
+from torch import Tensor, nn
 
+from wavemare.engine.config.shape import ZERO_WEIGHTS
 from wavemare.engine.seams import replaced
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_complete: WeakSet[nn.Module] = WeakSet()
+"""Blocks whose experts all have gradients."""
 
 
 def is_divided(parameter: Any) -> bool:
@@ -59,8 +67,59 @@ def forget_expert_groups(size: int, stages: int) -> None:
         groups._EXPERT_DATA_PARALLEL_GROUP.pop(name, None)
 
 
+def blocks_of_experts(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that choose, for each token, which of a list of experts they call."""
+    for module in model.modules():
+        lists = (c for n, c in module.named_children() if "expert" in n and isinstance(c, _LISTS))
+        # DeepSpeed's own modules call all of theirs.
+        if any(lists) and not type(module).__module__.startswith("deepspeed."):
+            yield module
+
+
+class _WithZeros(torch.autograd.Function):
+    """Passes a value on, and gives weights gradients of zero beside those that they may have.
+
+    Its backward pass comes after those of all that reads the value. So the gradients of the weights
+    are complete together, in one order on all ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
+
+
+def _complete_gradients(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Give all weights of a block a gradient, by way of the first tensor that it reads."""
+    weights = [weight for weight in block.parameters() if weight.requires_grad]
+    given = {**dict(enumerate(args)), **kwargs}
+    floats = (k for k, v in given.items() if isinstance(v, Tensor) and v.is_floating_point())
+    place = next(floats, None)
+    if place is not None and weights and torch.is_grad_enabled():
+        given[place] = _WithZeros.apply(given[place], *weights)
+    return tuple(given.pop(number) for number in range(len(args))), given
+
+
+def let_ranks_choose(model: nn.Module, zero_stage: int) -> None:
+    """Let ranks call different experts of a list under ZeRO.
+
+    ZeRO 1 and 2 sum gradients as they come: all ranks need those of the same weights, in one order.
+    ZeRO 3 gathers weights where they are used, and so has to gather all of a block at once.
+    """
+    for block in blocks_of_experts(model) if zero_stage else ():
+        if zero_stage == ZERO_WEIGHTS:
+            set_z3_leaf_module(block, True)
+        elif block not in _complete:
+            block.register_forward_pre_hook(_complete_gradients, with_kwargs=True)
+            _complete.add(block)
+
+
 class ExpertsMixin(deepspeed.DeepSpeedEngine):
-    """Has DeepSpeed reduce, clip and save experts that its data ranks share."""
+    """Has DeepSpeed gather, reduce, clip and save experts."""
 
     _expert_grid: _ExpertGrid | None = None
 
@@ -69,6 +128,7 @@ class ExpertsMixin(deepspeed.DeepSpeedEngine):
 
         It looks for modules of its own class alone. A stage may have none.
         """
+        let_ranks_choose(model, self.zero_optimization_stage())
         super()._configure_distributed_model(model)
         if self.settings.expert_parallel.size > 1:
             self._expert_grid = _ExpertGrid(f"ep_size_{self.settings.expert_parallel.size}")

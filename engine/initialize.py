@@ -46,7 +46,12 @@ from wavemare.engine.pipe.engine import PipelineEngine
 from wavemare.engine.pipe.plans import agreed_plan
 from wavemare.engine.pipe.spare import with_spare
 from wavemare.engine.pipe.staged import DualPipeVEngine
-from wavemare.engine.seams import dispatch_to, finding_recorders, warn_of_other_version
+from wavemare.engine.seams import (
+    dispatch_to,
+    finding_recorders,
+    import_muon,
+    warn_of_other_version,
+)
 from wavemare.errors import ConfigError, ModelError, WavemareError
 from wavemare.pipeline.plan.files import GivenPlan
 from wavemare.pipeline.plan.run_plan import RunPlan
@@ -81,6 +86,7 @@ def build_engine(
         PlanError: The stages would wait for each other, or miss a pass.
     """
     warn_of_other_version()
+    import_muon()
     names = ("model", "mpu", "mesh_param", "optimizer")
     model = arguments.get("model")
     given = {name: arguments.get(name) for name in names}

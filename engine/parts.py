@@ -145,7 +145,7 @@ def split_weights(module: nn.Module) -> list[nn.Parameter]:
 
     Pipelines mark all of their parameters as ``model_parallel``, for DeepSpeed's clipping.
     """
-    marks = ["tensor_model_parallel"]
+    marks = ["tensor_model_parallel", "tensor_partition"]
     if not isinstance(module, PipelineModule):
         marks.append("model_parallel")
     return [p for p in module.parameters() if any(getattr(p, mark, False) for mark in marks)]

@@ -170,6 +170,33 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
         vars(owner).update(own)
 
 
+def import_muon() -> None:
+    """Import DeepSpeed's Muon, which ZeRO compares each optimizer with, without a compiler.
+
+    ``torch.compile`` imports Inductor when it decorates a function, which takes two seconds at each
+    start. Here this waits until one of Muon's functions is called.
+    """
+    name = "deepspeed.runtime.zero.muon.original_muon"
+    if name in sys.modules:
+        return
+    later: list[Any] = []
+
+    def compile_later(function: Any) -> Any:
+        later.append(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            while later:  # all of them, as they call each other
+                each = later.pop()
+                vars(module)[each.__name__] = torch.compile(each)
+            return vars(module)[function.__name__](*args, **kwargs)
+
+        return call
+
+    with replaced(torch, {"compile": compile_later}):
+        module = import_module(name)
+
+
 def mark_waits() -> None:
     """Mark the waits of torch from now on; a second call does nothing.
 

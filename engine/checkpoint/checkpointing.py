@@ -78,6 +78,7 @@ from wavemare.engine.checkpoint.universal import (
 from wavemare.engine.experts import is_divided
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
+from wavemare.engine.observe.restarts import reached
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.optim.loaded import LoadedWeights
 from wavemare.engine.optim.policy import Written
@@ -306,6 +307,7 @@ class CheckpointMixin(DeepSpeedEngine):
                 another one; a universal checkpoint lacks the optimizer's states; or a file holds
                 an object of another class. The same on all ranks, before the engine changes.
         """
+        reached("load")
         self.drain()
         self.finish_saving()
         load_dir = self._of_job(os.path.abspath(load_dir))
@@ -362,6 +364,7 @@ class CheckpointMixin(DeepSpeedEngine):
             _drop_ours(self, result[1])
             if load_optimizer_states and not states:
                 result[1].pop("optimizer", None)  # nor is what DeepSpeed was told to leave
+        reached("loaded")
         return result
 
     def _resized(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from wavemare.comm.waits import told_to_end
 from wavemare.errors import ConfigError, check_number
 
 _PREFIX = "wavemare/interruption"
@@ -161,6 +162,7 @@ class Interruption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._process:
             self._signalled = True
+            told_to_end.set()
             return
         # A forked child, of a data loader for example, has inherited this handler and must end.
         signal.signal(number, signal.SIG_DFL)

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -44,7 +45,7 @@ _PEER_LOSS = (
     "socket closed",
     "failed to recv, got 0 bytes",
 )
-_GLOO_BESIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_MADE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def environment_rank() -> int:
@@ -87,15 +88,27 @@ def group_for(tensor: Any, group: Any) -> Any:
 
     if tensor.device.type != "cpu" or "cpu" in distributed.get_backend_config(group):
         return group
-    # One for all groups of these ranks, as long as the default group lives: with local
-    # synchronization a later one might get the name, and so the addresses, of one that is gone.
-    beside = _GLOO_BESIDE.setdefault(distributed.group.WORLD, {})
-    ranks = tuple(distributed.get_process_group_ranks(group))
-    if ranks not in beside:
-        beside[ranks] = distributed.new_group(
-            list(ranks), backend="gloo", use_local_synchronization=True
+    return group_of(distributed.get_process_group_ranks(group), "gloo")
+
+
+def group_of(ranks: Sequence[int], backend: str | None = None) -> Any:
+    """Return the process group of some global ranks; they alone call this.
+
+    Args:
+        ranks: In ascending order.
+        backend: That of the default group if omitted.
+    """
+    from torch import distributed
+
+    # One for each list of ranks, as long as the default group lives: with local synchronization
+    # a later one might get the name, and so the addresses, of one that is gone.
+    made = _MADE.setdefault(distributed.group.WORLD, {})
+    key = tuple(ranks), backend
+    if key not in made:
+        made[key] = distributed.new_group(
+            list(ranks), backend=backend, use_local_synchronization=True
         )
-    return beside[ranks]
+    return made[key]
 
 
 def meet(store: Any, key: str, size: int) -> None:
@@ -157,8 +170,11 @@ def init_distributed(distributed_port: int | None = None) -> None:
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
+    from wavemare.engine.observe.restarts import reached
+
     # DeepSpeed calls collectives by names that torch is replacing: nothing that a user can mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    reached("imports")
     if comm.is_initialized():
         return
     ensure_launched()

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from wavemare.comm.waits import Call, failing
+from wavemare.comm.waits import Call, failing, told_to_end
 from wavemare.engine.launch.group import (
     end_mpich_helper,
     environment_rank,
@@ -117,7 +117,8 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
         _count_failures(1)
     elif (summary := _explain_lost_peers()) is not None:
         sys.stderr.write(f"{summary}\n")
-        time.sleep(grace_s)  # in which a launcher sees the exit code of the rank that is lost
+        # In which a launcher sees the exit code of the rank that is lost.
+        time.sleep(0 if told_to_end.is_set() else grace_s)
         _report_to_torchrun(error)
         _leave(1)
     else:

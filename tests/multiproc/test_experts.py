@@ -36,6 +36,24 @@ CASES |= {
     "split mixtral, a rank without rows": {"tensor": 2, "forced": True, "clip": 0.5},
     "split mixtral, experts too": {"tensor": 2, "size": 1, "auxiliary": True, "clip": 0.5},
 }
+KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+LISTED = {"size": 1, "listed": True, "num_experts": 16, "num_experts_per_tok": 1, "clip": 0.5}
+"""Experts that are modules each, of which a rank calls those that its tokens choose."""
+UNDIVIDED = {
+    **{
+        f"{kind}, ZeRO 3": {"size": 1, "kind": kind, "zero": 3, "auxiliary": True, "clip": 0.5}
+        for kind in KINDS
+    },
+    **{f"a list of experts, ZeRO {zero}": {**LISTED, "zero": zero} for zero in range(4)},
+}
+BF16 = {"clip": 0.5, "num_experts_per_tok": 4, "config": {"bf16": {"enabled": True}}}
+"""Tokens take all experts: rounding chooses no others."""
+HALF = {
+    "mixtral, ZeRO 3, bf16": {**BF16, "size": 1, "zero": 3, "auxiliary": True},
+    "a list of experts, ZeRO 3, bf16": {**BF16, "size": 1, "zero": 3, "listed": True},
+    "qwen2_moe, ZeRO 2, bf16": {**BF16, "kind": "qwen2_moe", "zero": 2, "auxiliary": True},
+    "split qwen3_moe, ZeRO 1, bf16": {**BF16, "kind": "qwen3_moe", "zero": 1, "tensor": 2},
+}
 ADAM = {"kind": "qwen3_moe", "auxiliary": True, "zero": 2, "clip": 0.5, "adam": True}
 ADAFACTOR, SOAP = ({"type": name, "params": {"lr": 0.01}} for name in ("Adafactor", "SOAP"))
 REFUSED = {
@@ -51,7 +69,7 @@ REFUSED = {
     "parts": ({"optimizer": SOAP, "tensor": 2}, "optimizer = 'SOAP': it reads whole tensors"),
 }
 RUNS = {
-    **{name: {"part": "equal", **case} for name, case in CASES.items()},
+    **{name: {"part": "equal", **case} for name, case in (CASES | UNDIVIDED | HALF).items()},
     "adam": {"part": "equal", **ADAM},
     "resume 0": {"part": "resume", "zero": 0},
     "resume 1": {"part": "resume", "zero": 1, "lora": True},
@@ -100,7 +118,7 @@ def results(launch_once):
 def check_equality(results, held=2):
     for result in results:
         assert max(result["losses"], result["logits"]) < 1e-5
-        assert result["held"] == [held]
+        assert result["held"] == ([held] if held else [])
         assert result["changed"] > 5e-3
     assert results[0]["weights"] < 1e-5
 
@@ -109,6 +127,20 @@ def check_equality(results, held=2):
 def test_divided_experts_train_as_the_whole_model(results, name):
     """With clipping: by the norm of all experts."""
     check_equality([result[name] for result in results], held=4 // CASES[name].get("size", 2))
+
+
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_ranks_that_choose_other_experts_train_as_one_process(results, name):
+    """ZeRO 3 gathers a list of experts at once; of stacked ones each layer has a single module."""
+    check_equality([result[name] for result in results], held=0 if "list" in name else 4)
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_experts_in_bf16_train_near_the_whole_model(results, name):
+    for result in results:
+        assert result[name]["losses"] < 0.01
+        assert result[name]["changed"] > 5e-3
+    assert results[0][name]["weights"] < 0.005
 
 
 def test_adam_clips_by_the_norm_of_the_whole_model(results):

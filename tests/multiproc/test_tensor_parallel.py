@@ -19,18 +19,21 @@ NAMES = [
     "bert-qa",
     "bert-regression",
 ]
+SHARED = ["llama-kv1", "qwen2-kv1", "qwen3-kv1"]
 FAMILIES = [*SPLIT_DECODERS, "llama-tied", "qwen3-tied", "gemma3_text-tied"]
 DROPPED = ["gpt2", "gpt2-eager", "bert-mlm", "llama"]
 LOADED = ["llama-tied", "qwen3", "phi3", "opt-tied"]
 NEAR = {"eager": ["llama", "gpt2"], "half": ["llama", "qwen3"]}
+FOUR = ["gpt2-101", "gpt2-20", "bert-mlm-101", "qwen3", "qwen2-kv1"]
 FUSED = ["gpt2-101", "gpt2-untied", "llama"]
 CASES = json.dumps(
     {
         "fused": FUSED,
         "ignored": ["llama"],
         "own_losses": FUSED,
+        "thawed": ["qwen3-kv1"],
         "loaded": LOADED,
-        "equal": NAMES,
+        "equal": NAMES + SHARED,
         "functions": [],
         "dropout": DROPPED,
         **NEAR,
@@ -55,6 +58,20 @@ def test_two_ranks_compute_loss_and_gradients_of_the_whole_model(launch_once):
     results = launch_once("tensor_parallel.py", CASES)
     for name in NAMES:
         check_equality([result["equal"][name] for result in results])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", SHARED)
+def test_two_ranks_share_a_head_of_keys_and_values(launch_once, name):
+    first, second = (result["equal"][name] for result in launch_once("tensor_parallel.py", CASES))
+    check_equality([first, second])
+    assert first["copied"] == second["copied"] is not None
+
+
+@pytest.mark.world_size(2)
+def test_what_is_frozen_when_a_model_is_split_may_be_trained_later(launch_once):
+    results = launch_once("tensor_parallel.py", CASES)
+    check_equality([result["thawed"]["qwen3-kv1"] for result in results])
 
 
 @pytest.mark.world_size(2)
@@ -96,10 +113,19 @@ def test_ranks_read_their_own_parts_of_a_folder(launch_once):
 
 @pytest.mark.world_size(4)
 def test_four_ranks_of_which_one_may_hold_no_token(launch_once):
-    names = ["gpt2-101", "gpt2-20", "bert-mlm-101"]
-    results = launch_once("tensor_parallel.py", json.dumps({"equal": names}), ranks=4)
-    for name in names:
+    results = launch_once("tensor_parallel.py", json.dumps({"equal": FOUR}), ranks=4)
+    for name in FOUR:
         check_equality([result["equal"][name] for result in results])
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(("name", "sharing"), [("qwen3", 2), ("qwen2-kv1", 4)])
+def test_four_ranks_share_two_heads_of_keys_and_values_or_one(launch_once, name, sharing):
+    results = launch_once("tensor_parallel.py", json.dumps({"equal": FOUR}), ranks=4)
+    copied = [result["equal"][name]["copied"] for result in results]
+    assert copied[:sharing] == [copied[0]] * sharing
+    assert copied[-sharing:] == [copied[-1]] * sharing
+    assert len(set(copied)) == 4 // sharing
 
 
 @pytest.mark.world_size(2)
@@ -178,8 +204,8 @@ def check_training(results, ranks):
 @pytest.mark.parametrize(
     ("ranks", "stages", "names"),
     [
-        (2, "01", ["gpt2-101", "bert-cls", "llama-tied", "qwen3_moe"]),
-        pytest.param(4, "0123", ["gpt2-101", "qwen3-tied"], marks=pytest.mark.nightly),
+        (2, "01", ["gpt2-101", "bert-cls", "llama-tied", "qwen3_moe", "qwen2-kv1"]),
+        pytest.param(4, "0123", ["gpt2-101", "qwen3-tied", "qwen3-kv1"], marks=pytest.mark.nightly),
     ],
 )
 def test_engines_train_a_split_model_as_stock_deepspeed_the_whole_one(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines of two stages, each split over two ranks, beside whole models."""
 
+from itertools import product
+
 import pytest
 
 pytestmark = pytest.mark.world_size(4)
@@ -20,7 +22,7 @@ def check_training(results):
 
 
 def test_two_split_stages_train_like_the_whole_model(launch_once):
-    names = ["gpt2-101", "bert-mlm", "bert-cls", "llama-tied"]
+    names = ["gpt2-101", "bert-mlm", "bert-cls", "llama-tied", "qwen3-kv1"]
     results = launch_once("tensor_pipeline.py", "synchronous", *names, ranks=4)
     for name in names:
         check_training([result[name] for result in results])
@@ -50,10 +52,10 @@ def test_split_asynchronous_stages_train_like_whole_ones(launch_once):
 
 
 def test_split_stages_are_saved_whole_and_go_on_from_checkpoints(launch_once):
-    for rank, result in enumerate(
-        launch_once("tensor_pipeline.py", "saved", "bert-mlm-101", ranks=4)
-    ):
-        left = result["bert-mlm-101"]
+    names = ["bert-mlm-101", "llama-kv1"]
+    results = launch_once("tensor_pipeline.py", "saved", *names, ranks=4)
+    for (rank, result), name in product(enumerate(results), names):
+        left = result[name]
         assert left["losses"] == left["expected"]
         assert left["digests"][0] == left["digests"][1]
         assert left["difference"] == (0.0 if rank == 0 else None)

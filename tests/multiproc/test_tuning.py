@@ -207,6 +207,7 @@ def test_what_a_trainer_of_trl_cannot_do_in_stages_is_refused(launch_once):
         "waves and dpo": "wavemare.wavelet.mode",
         "stale reference": "wavemare.pipeline.schedule = 'pipemare'",
         "synchronized": "sync_ref_model = True",
+        "other size": "ref_model = 'LlamaForCausalLM'",
         "second adapter": "model = 'PeftModel'",
         "reward": "wavemare.pipeline.stages = 2",
     }

@@ -49,6 +49,11 @@ MORE = {
     "bf16, ZeRO 0": {"model": "bert", "zero": 0, "config": BF16},
     "split bert, ZeRO 2": {"model": "bert", "zero": 2, "wavemare": SPLIT},
     "LoRA of a split llama": {"model": "llama-tied", "zero": 1, "wavemare": SPLIT, "lora": True},
+    **{
+        f"experts of {kind}": {"model": "moe", "kind": kind, "zero": 0, "wavemare": EXPERTS}
+        for kind in ("mixtral", "qwen2_moe")
+    },
+    "split qwen3, a shared head": {"model": "qwen3-kv1", "zero": 1, "wavemare": SPLIT},
     "LoRA of experts": {"model": "moe", "zero": 1, "wavemare": EXPERTS, "lora": True},
     "split, auto": {
         "model": "gpt",

@@ -184,6 +184,7 @@ class Trainer(StockTrainer):
         return self.lr_scheduler
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        trl.check_reference(self)
         if self.is_deepspeed_enabled:
             refuse_overruled(self)
             self._release_engine()

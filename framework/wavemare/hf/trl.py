@@ -102,6 +102,25 @@ def check(trainer: Any, *, stages: int, asynchronous: bool) -> None:
             raise ConfigError(key, value, reason, remedy)
 
 
+def check_reference(trainer: Any) -> None:
+    """Refuse a reference model of another size than the model that TRL's DPOTrainer trains.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    from wavemare.training.preferences import unlike_size
+
+    reference = getattr(trainer, "ref_model", None)
+    if reference is None or class_of(trainer) != "DPOTrainer":
+        return
+    reference = getattr(reference, "module", reference)  # in an engine
+    found = unlike_size(reference.config, trainer.model.config)
+    if found is not None:
+        reason = f"its {found[0]} is {found[1]}, and that of the model {found[2]}"
+        remedy = "Give a copy of the model, or leave it out"
+        raise ConfigError("ref_model", type(reference).__name__, reason, remedy)
+
+
 def needs_reference(trainer: Any) -> bool:
     """Whether a trainer's loss asks for the log-probabilities of its model without the adapter."""
     return (

@@ -203,12 +203,20 @@ def check_preferences(args: Any) -> None:
         other = AutoConfig.from_pretrained(args.reference)
     is_megatron = args.pretrained_checkpoint is not None
     own = open_start(args).config if is_megatron else AutoConfig.from_pretrained(args.model)
-    for name in _SIZES:
-        size, wanted = getattr(other, name, None), getattr(own, name, None)
-        if size != wanted:
-            reason = f"its {name} is {size}, and that of --model {wanted}"
-            remedy = "Name the folder that --model was trained from, or leave it out"
-            raise ConfigError("--reference", args.reference, reason, remedy)
+    if (found := unlike_size(other, own)) is not None:
+        reason = f"its {found[0]} is {found[1]}, and that of --model {found[2]}"
+        remedy = "Name the folder that --model was trained from, or leave it out"
+        raise ConfigError("--reference", args.reference, reason, remedy)
+
+
+def unlike_size(reference: Any, model: Any) -> tuple[str, Any, Any] | None:
+    """Return the first size in which the configurations of a reference and a model differ.
+
+    Returns:
+        Its name, the reference's and the model's; None if all are alike.
+    """
+    sizes = ((n, getattr(reference, n, None), getattr(model, n, None)) for n in _SIZES)
+    return next((each for each in sizes if each[1] != each[2]), None)
 
 
 def load_pair_model(args: Any, folder: str | None = None) -> tuple[Any, Any]:

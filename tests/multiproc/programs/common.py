@@ -59,9 +59,23 @@ def build_bert(kind=transformers.BertForMaskedLM, **changes):
     return kind(transformers.BertConfig(**{**sizes, **changes}))
 
 
-def build_moe(kind="mixtral", *, seed=7, num_experts=4, auxiliary=False, eager=False, **changes):
-    """Return a tiny mixture of experts, with weights as large as those of trained models."""
+def build_moe(
+    kind="mixtral", *, seed=7, num_experts=4, auxiliary=False, eager=False, listed=False, **changes
+):
+    """Return a tiny mixture of experts, with weights as large as those of trained models.
+
+    Args:
+        kind: Type of model.
+        seed: Of the weights.
+        num_experts: Of a layer.
+        auxiliary: Whether the loss has the routers' part.
+        eager: Whether the experts are computed one by one.
+        listed: Whether each expert is a module of its own, as before transformers 5.
+        changes: Of the configuration.
+    """
     transformers.set_seed(seed)
+    counted = {"mixtral": "num_local_experts", "deepseek_v2": "n_routed_experts"}
+    counted["deepseek_v3"] = "n_routed_experts"
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
@@ -73,7 +87,7 @@ def build_moe(kind="mixtral", *, seed=7, num_experts=4, auxiliary=False, eager=F
         "num_key_value_heads": 2,
         "head_dim": 8,
         "num_experts_per_tok": 2,
-        "num_local_experts" if kind == "mixtral" else "num_experts": num_experts,
+        counted.get(kind, "num_experts"): num_experts,
         "max_position_embeddings": LENGTH,
         "output_router_logits": auxiliary,
         "router_aux_loss_coef": 0.1,
@@ -81,9 +95,51 @@ def build_moe(kind="mixtral", *, seed=7, num_experts=4, auxiliary=False, eager=F
         "use_cache": False,
         "pad_token_id": 0,
     }
+    if kind.startswith("deepseek"):  # whose heads have parts with positions and parts without
+        sizes |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
+        sizes |= {"kv_lora_rank": 16, "q_lora_rank": 16, "num_key_value_heads": 4}
+        sizes |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
     config = transformers.AutoConfig.for_model(kind, **{**sizes, **changes})
     chosen = {"experts_implementation": "eager"} if eager else {}
-    return transformers.AutoModelForCausalLM.from_config(config, **chosen)
+    model = transformers.AutoModelForCausalLM.from_config(config, **chosen)
+    if listed:
+        for layer in model.model.layers:
+            layer.mlp = ListedExperts(layer.mlp)
+    return model
+
+
+class ListedExperts(torch.nn.Module):
+    """A block that calls those of its experts, each a module, to which tokens go."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.gate = block.gate
+        parts = zip(block.experts.gate_up_proj, block.experts.down_proj, strict=True)
+        self.experts = torch.nn.ModuleList(ListedExpert(*part) for part in parts)
+
+    def forward(self, hidden):
+        rows = hidden.flatten(0, -2)
+        _, weights, chosen = self.gate(rows)
+        total = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == number)
+            if len(row):
+                found = expert(rows[row]) * weights[row, place, None]
+                total = total.index_add(0, row, found.to(total.dtype))
+        return total.view(hidden.shape)
+
+
+class ListedExpert(torch.nn.Module):
+    def __init__(self, gate_up, down):
+        super().__init__()
+        self.gate_up = torch.nn.Linear(gate_up.shape[1], gate_up.shape[0], bias=False)
+        self.down = torch.nn.Linear(down.shape[1], down.shape[0], bias=False)
+        self.gate_up.weight.data.copy_(gate_up.data)
+        self.down.weight.data.copy_(down.data)
+
+    def forward(self, rows):
+        gate, up = self.gate_up(rows).chunk(2, dim=-1)
+        return self.down(torch.nn.functional.silu(gate) * up)
 
 
 class AllRanks(torch.nn.Module):

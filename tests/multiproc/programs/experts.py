@@ -139,7 +139,8 @@ def equal(
     if stages > 1 and logits is not None:  # split stages have parts of them
         logits = whole_logits(engine.module.loss_fn, logits)
     trained = collected(engine.module)
-    held = {n: p.shape[0] for n, p in engine.module.named_parameters() if "gate_up_proj" in n}
+    named = engine.module.named_parameters()
+    held = {n: getattr(p, "ds_shape", p.shape)[0] for n, p in named if "gate_up_proj" in n}
     engine.destroy()
     twin, expected, expected_norms = train_whole(
         make,
@@ -150,6 +151,7 @@ def equal(
         **model_keys,
     )
     whole = {name: p.detach() for name, p in twin.named_parameters()}
+    trained = {name: tensor for name, tensor in trained.items() if name in whole}  # no buffers
     first, apart = dist.get_rank() == 0, 0.0
     if logits is not None and not forced:  # all but the last stage have none
         with torch.no_grad():

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import peft
 import torch

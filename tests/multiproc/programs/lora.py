@@ -33,7 +33,7 @@ def base_model():
         intermediate_size=64,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=1,  # which all ranks that split layers hold
         head_dim=8,
         max_position_embeddings=32,
         tie_word_embeddings=True,

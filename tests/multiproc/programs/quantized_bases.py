@@ -48,7 +48,7 @@ def base_folder(width=128):
             intermediate_size=2 * width,
             num_hidden_layers=4,
             num_attention_heads=4,
-            num_key_value_heads=2,
+            num_key_value_heads=1,
             max_position_embeddings=32,
         )
         transformers.LlamaForCausalLM(config).save_pretrained(name)

@@ -72,6 +72,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-qa": ("bert-qa", {"vocab_size": 101, "num_labels": 2}),
     "bert-regression": ("bert-cls", {"vocab_size": 96, "num_labels": 1}),
 }
+SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{kind}-kv1": (kind, {"num_key_value_heads": 1}) for kind in ("llama", "qwen2", "qwen3")
+}
+"""One head of keys and values, which all ranks hold."""
 
 
 class Widths(TorchDispatchMode):
@@ -89,7 +93,8 @@ class Widths(TorchDispatchMode):
 
 
 def build(name, residual=0.0, attention=0.0):
-    kind, changes = KINDS.get(name) or (name.removesuffix("-tied"), {"tie": name.endswith("-tied")})
+    own = name.removesuffix("-tied"), {"tie": name.endswith("-tied")}
+    kind, changes = (KINDS | SHARED).get(name, own)
     transformers.set_seed(7)
     if kind == "gpt2":
         drop = {"resid_pdrop": residual, "embd_pdrop": residual, "attn_pdrop": attention}

@@ -28,6 +28,7 @@ from wavemare.parallel.tensor.layers import (
     vocab_parallel_cross_entropy,
 )
 from wavemare.parallel.tensor.load import load_split
+from wavemare.parallel.tensor.partition import is_copied, partition_of
 from wavemare.parallel.tensor.split import split_model
 
 
@@ -67,6 +68,13 @@ def own_losses(names):
     return {name: equality(name, change=penalize) for name in names}
 
 
+def thawed(names):
+    """Freeze models before they are split, and train them afterwards."""
+    return {
+        name: equality(name, change=lambda model: model.requires_grad_(False)) for name in names
+    }
+
+
 def penalize(model):
     """Let a model add to its loss what depends on the logits of all tokens."""
     original = model.forward
@@ -95,6 +103,8 @@ def equality(name, attention=None, dtype=torch.float32, change=None):
     if attention is not None:
         whole.set_attn_implementation(attention)
     merged = whole_state_dict(model)
+    for each in (whole, model):
+        each.requires_grad_(True)
     for seed in (13, 14):  # two micro-batches: what has accumulated must not be summed again
         given = batch(whole, seed)
         output = whole(**given, **extra)
@@ -114,7 +124,8 @@ def equality(name, attention=None, dtype=torch.float32, change=None):
         "gradient_size": max(float(value.abs().max()) for value in own.values() if value.numel()),
         "logits_difference": float((scores(model(**without_labels)) - scores(output)).abs().max()),
         "merged": None if merged is None else same_bytes(merged, whole.state_dict()),
-        "replicated": replicated_digest(model),
+        "replicated": digest_of_gradients(model, is_replicated),
+        "copied": digest_of_gradients(model, is_copied),
         "elements": sum(value.numel() for value in model.parameters()),
         "whole_elements": sum(value.numel() for value in whole.parameters()),
     }
@@ -147,13 +158,18 @@ def same_bytes(these, those):
     )
 
 
-def replicated_digest(model):
-    """Of the gradients of weights that all ranks hold: they must be the same to the bit."""
-    digest = hashlib.sha256()
+def digest_of_gradients(model, chosen):
+    """Of weights that several ranks hold: they must be the same to the bit."""
+    digest = None
     for value in model.parameters():
-        if not hasattr(value, "tensor_model_parallel") and value.grad is not None:
+        if chosen(value) and value.grad is not None:
+            digest = digest or hashlib.sha256()
             digest.update(value.grad.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+    return digest and digest.hexdigest()
+
+
+def is_replicated(value):
+    return partition_of(value) is None
 
 
 def functions(names):
@@ -265,7 +281,8 @@ def drop(name):
         "evaluated": fresh,
         "repeated": distance(repeated[1], again[1]),
         "checkpointed": distance(checkpointed[1], again[1]),
-        "replicated": replicated_digest(model),
+        "replicated": digest_of_gradients(model, is_replicated),
+        "copied": digest_of_gradients(model, is_copied),
         "state": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
     }
 
@@ -335,7 +352,7 @@ def loaded(names):
 
 CASES = {"loaded": loaded, "equal": equal, "functions": functions, "dropout": dropout}
 CASES |= {"eager": eager, "half": half, "fused": fused, "ignored": ignored}
-CASES |= {"own_losses": own_losses}
+CASES |= {"own_losses": own_losses, "thawed": thawed}
 
 if __name__ == "__main__":
     init_distributed()

@@ -59,18 +59,19 @@ def rows(kind):
     return datasets.load_dataset("json", **files)
 
 
-def base():
+def base(**changes):
     transformers.set_seed(7)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer()),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
+    sizes = {
+        "vocab_size": len(tokenizer()),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+    }
+    config = transformers.LlamaConfig(**{**sizes, **changes})
     return transformers.LlamaForCausalLM(config)
 
 
@@ -83,7 +84,7 @@ def config_of(section):
     )
 
 
-def train(name, kind, section, *, lora=True, model=None, **changes):
+def train(name, kind, section, *, lora=True, model=None, reference=None, **changes):
     """Train, evaluate and save; return the figures and the weights that were saved."""
     arguments = {
         "output_dir": name,
@@ -111,7 +112,7 @@ def train(name, kind, section, *, lora=True, model=None, **changes):
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
     }[kind]
     whole = kind == "dpo" and not lora and model is None
-    others = {"ref_model": base()} if whole else {}
+    others = {"ref_model": base() if reference is None else reference} if whole else {}
     data = rows(kind)
     transformers.set_seed(11)  # adapters
     trainer = make(
@@ -162,6 +163,7 @@ def refused():
         ("waves", "sft", {"wavelet": {"mode": "sync"}}, {}),
         ("waves and dpo", "dpo", {"wavelet": {"mode": "sync"}}, {}),
         ("synchronized", "dpo", STAGES, {"sync_ref_model": True, "lora": False}),
+        ("other size", "dpo", SPLIT, {"reference": base(num_hidden_layers=2), "lora": False}),
         ("second adapter", "dpo", STAGES, {"model": adapted(), "lora": False}),
     ):
         found[name] = refusal(partial(train, "refused", kind, section, **changes))

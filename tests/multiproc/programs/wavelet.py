@@ -33,7 +33,7 @@ def build(case):
     elif case["model"] == "gpt":
         model = build_gpt2(use_cache=False, **case.get("model_keys", {}))
     elif case["model"] == "moe":
-        model = build_moe("qwen3_moe", auxiliary=True, attention_dropout=0.1)
+        model = build_moe(case.get("kind", "qwen3_moe"), auxiliary=True, attention_dropout=0.1)
     else:
         model = tensor_models.build(case["model"], residual=0.1, attention=0.1).train()
     if case.get("untied"):

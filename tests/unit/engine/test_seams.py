@@ -3,6 +3,9 @@
 
 import hashlib
 import inspect
+import os
+import subprocess
+import sys
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -51,6 +54,30 @@ def test_engines_refuse_what_only_others_do():
             Engine.eval_batch(object(), iter(()), **{name: value})
     with refuses(ConfigError, "wavemare.pipeline.stages", 2):
         PipelineEngine.forward(SimpleNamespace(num_stages=2), "batch")
+
+
+MUON = """
+import sys, torch
+from wavemare.engine.seams import import_muon
+
+import_muon()
+from deepspeed.runtime.zero.muon import original_muon as muon
+
+loaded = "torch._inductor" in sys.modules
+grad = torch.randn(6, 4)
+before = muon.muon_update.__wrapped__
+found = muon.muon_update(grad.clone(), torch.zeros(6, 4))
+same = torch.equal(found, before(grad.clone(), torch.zeros(6, 4)))
+print(loaded, same, muon.zeropower_via_newtonschulz5 is not muon.muon_update)
+"""
+
+
+def test_deepspeeds_muon_imports_no_compiler_until_it_steps():
+    variables = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", MUON], env=variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "True", "True"]
 
 
 def overridden():

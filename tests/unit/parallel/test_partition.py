@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from tensor_models import KINDS, build
+from tensor_models import KINDS, SHARED, build
 
 from wavemare.parallel.tensor.layers import VocabularyShare
 from wavemare.parallel.tensor.partition import Partition, partition_of
@@ -23,7 +23,7 @@ def parts_of(whole, ranks, as_rank):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", [*KINDS, "gpt_neox", "phi3", "roberta", "opt"])
+@pytest.mark.parametrize("name", [*KINDS, *SHARED, "llama", "gpt_neox", "phi3", "roberta", "opt"])
 def test_merging_is_the_inverse_of_splitting_to_the_byte(name, size, as_rank):
     whole = build(name)
     shards = parts_of(whole, size, as_rank)

@@ -14,6 +14,7 @@ from tensor_models import (
     BERT,
     GPT2,
     KINDS,
+    SHARED,
     Widths,
     batch,
     build,
@@ -35,11 +36,11 @@ from wavemare.parallel.tensor.layers import (
 )
 from wavemare.parallel.tensor.load import load_split
 from wavemare.parallel.tensor.output import loss_alone
-from wavemare.parallel.tensor.partition import gather_parts
+from wavemare.parallel.tensor.partition import gather_parts, is_copied
 from wavemare.parallel.tensor.split import split_model
 
 
-@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("name", [*KINDS, *SHARED])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_parameters_are_a_ranks_part_and_marked_for_megatron_and_deepspeed(name, rank, as_rank):
     whole = build(name)
@@ -57,6 +58,10 @@ def test_parameters_are_a_ranks_part_and_marked_for_megatron_and_deepspeed(name,
         split = part.shape != state[key].shape
         assert torch.equal(value, part)
         assert value.requires_grad == state[key].requires_grad
+        if is_copied(value):  # on all ranks; it counts on the first one
+            assert not split
+            assert value.tensor_model_parallel is value.model_parallel is (rank == 0)
+            continue
         assert getattr(value, "tensor_model_parallel", False) is split
         assert getattr(value, "model_parallel", False) is split
         if split:
@@ -260,9 +265,11 @@ def adapted(model, name, layer=LowRank):
         (lambda: gpt2().transformer, 2, ("model", "GPT2Model")),
         (lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)), 2, ("model", "Sequential")),
         (
-            lambda: of_family("llama", {"num_key_value_heads": 1}),
-            2,
-            ("config.num_key_value_heads", 1),
+            lambda: of_family(
+                "llama", {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
+            ),
+            6,
+            ("config.num_key_value_heads", 4),
         ),
         (lambda: of_family("llama", {"intermediate_size": 33}), 2, ("layers.0.mlp.gate_proj", 33)),
         (lambda: with_style("mla_kv_a_proj"), 2, ("model", "LlamaForCausalLM")),

@@ -59,15 +59,18 @@ def gather_from_group(value: Tensor, group: Any) -> Tensor:
 
 
 def sum_gradients(parameter: Tensor, group: Any) -> Any:
-    """Sum each gradient of a whole parameter that the ranks use on parts; return the hook's handle.
+    """Sum each gradient of a parameter that ranks hold alike and use on parts; return the handle.
 
     What is summed is the gradient of one backward pass, not what has accumulated. Hooks that the
-    parameter has come after it.
+    parameter has come after it. A frozen one is summed once it is trained.
     """
     hooks = parameter._backward_hooks or {}
     before = dict(hooks)
     hooks.clear()
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_()  # torch hooks no other
     handle = parameter.register_hook(lambda gradient: _summed(gradient, group))
+    parameter.requires_grad_(is_trained)
     if before:
         hooks.update(before)
     return handle

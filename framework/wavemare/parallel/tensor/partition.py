@@ -30,11 +30,14 @@ class Partition:
             keys and values are one tensor.
         tokens: Size of the vocabulary, if it is that which the dimension counts; the last ranks
             may then hold fewer, and padding.
+        copies: How many consecutive ranks hold the same part. More than one where there are fewer
+            heads of keys and values than ranks.
     """
 
     dim: int
     blocks: int = 1
     tokens: int | None = None
+    copies: int = 1
 
     def pieces(self, size: int, rank: int, ranks: int) -> list[tuple[int, int]]:
         """Return the first and the last element of each piece of a rank's part.
@@ -51,6 +54,7 @@ class Partition:
             share = VocabularyShare(self.tokens, rank, ranks)
             first = min(share.first, share.tokens)
             return [(first, first + share.held)]
+        rank, ranks = rank // self.copies, ranks // self.copies
         if size % (self.blocks * ranks):
             raise ValueError(f"{size} cannot be divided by {self.blocks * ranks}")
         block, width = size // self.blocks, size // (self.blocks * ranks)
@@ -73,6 +77,7 @@ class Partition:
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the tensor of which these are the ranks' parts."""
+        parts = parts[:: self.copies]
         blocks = zip(*(part.chunk(self.blocks, self.dim) for part in parts), strict=True)
         whole = torch.cat([torch.cat(block, self.dim) for block in blocks], self.dim)
         return whole if self.tokens is None else whole[: self.tokens].clone()
@@ -125,15 +130,17 @@ def split_parameter(
 
 def _part(whole: nn.Parameter, partition: Partition, group: Any, name: str) -> nn.Parameter:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    counts = rank % partition.copies == 0
     if deferred(whole) is not None:
-        return marked(partition.deferred_part(whole, rank, ranks), partition, whole.numel())
+        part = partition.deferred_part(whole, rank, ranks)
+        return marked(part, partition, whole.numel(), counts=counts)
     if quantized.is_quantized(whole):
         shape = quantized.whole_shape(whole)
         pieces = partition.pieces(shape[partition.dim], rank, ranks)
         own = quantized.part_of(whole, partition.dim, pieces, name)
-        return marked(own, partition, shape.numel())
-    part = partition.part(whole.detach(), rank, ranks)
-    return marked(nn.Parameter(part, whole.requires_grad), partition, whole.numel())
+        return marked(own, partition, shape.numel(), counts=counts)
+    part = nn.Parameter(partition.part(whole.detach(), rank, ranks), whole.requires_grad)
+    return marked(part, partition, whole.numel(), counts=counts)
 
 
 def _keep_hooks(whole: nn.Parameter, part: nn.Parameter, group: Any, name: str) -> None:
@@ -162,13 +169,21 @@ def _keep_hooks(whole: nn.Parameter, part: nn.Parameter, group: Any, name: str) 
     when_read(part, lambda parameter: parameter.register_hook(of_whole))
 
 
-def marked(parameter: nn.Parameter, partition: Partition, whole_numel: int) -> nn.Parameter:
-    """Mark a parameter as a part of one with so many elements."""
+def marked(
+    parameter: nn.Parameter, partition: Partition, whole_numel: int, *, counts: bool = True
+) -> nn.Parameter:
+    """Mark a parameter as a part of one with so many elements.
+
+    Args:
+        parameter: The part.
+        partition: How the whole is cut.
+        whole_numel: Elements of the whole.
+        counts: Whether the part counts in norms on this rank. Of copies the first one does.
+    """
     part: Any = parameter
     part.tensor_partition = partition
     part.whole_numel = whole_numel
-    part.tensor_model_parallel = True
-    part.model_parallel = True
+    part.tensor_model_parallel = part.model_parallel = counts
     part.partition_dim = partition.dim
     return parameter
 
@@ -176,6 +191,12 @@ def marked(parameter: nn.Parameter, partition: Partition, whole_numel: int) -> n
 def partition_of(part: Tensor) -> Partition | None:
     """Return how the whole of which a tensor is a part was cut; None: all ranks hold it."""
     return getattr(part, "tensor_partition", None)
+
+
+def is_copied(part: Tensor) -> bool:
+    """Whether several ranks hold the same part."""
+    partition = partition_of(part)
+    return partition is not None and partition.copies > 1
 
 
 def is_split(model: Any) -> bool:

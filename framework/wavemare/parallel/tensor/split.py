@@ -20,12 +20,20 @@ from torch import distributed as dist
 from transformers.pytorch_utils import Conv1D
 
 from wavemare.engine.labels import IGNORED, counts_items, shifts_labels
-from wavemare.engine.launch.group import gather
+from wavemare.engine.launch.group import gather, group_of
 from wavemare.errors import ModelError
-from wavemare.models.adapters import base_of, is_adapted, is_lora, make_ready
-from wavemare.models.deferred import is_deferred, lacks_weights, when_read
+from wavemare.models.adapters import base_of, is_lora, make_ready
+from wavemare.models.deferred import is_deferred, when_read
 from wavemare.models.proof import example_batch, has_own_loss, undisturbed
 from wavemare.models.quantized import in_fp32, is_quantized_layer, part_of_layer, whole_shape
+from wavemare.parallel.tensor.checks import (
+    check_adapters,
+    check_vocabulary,
+    checked_plan,
+    gives_keys,
+    key_copies,
+    refusal,
+)
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     InputCopies,
@@ -45,10 +53,10 @@ from wavemare.parallel.tensor.output import with_late_logits
 from wavemare.parallel.tensor.partition import (
     Partition,
     check_equal_weights,
-    is_split,
+    is_copied,
     split_parameter,
 )
-from wavemare.parallel.tensor.plan import EXPERTS, TensorPlan, plan_of
+from wavemare.parallel.tensor.plan import EXPERTS, TensorPlan
 
 _TINY = 1e-30
 _TOLERANCE = 1e-4  # of the largest element; what another order of sums changes is 1e-6
@@ -64,8 +72,9 @@ def split_model(
     """Split attention, feed-forward layers, embedding and language-modelling head over a group.
 
     The model computes the same loss on all ranks as before. What transformers' plan of its class
-    does not name, such as norms, stays whole on all ranks. A language model returns the logits of
-    the whole vocabulary. Called with labels it gathers them when they are read, see
+    does not name, such as norms, stays whole on all ranks. Where there are fewer heads of keys and
+    values than ranks, several ranks hold a head, and sum its gradients. A language model returns
+    the logits of the whole vocabulary. Called with labels it gathers them when they are read, see
     `with_late_logits`; then all ranks of the group have to read them. Attention probabilities, if
     asked for, are those of the rank's heads.
 
@@ -90,16 +99,18 @@ def split_model(
     """
     inner = base_of(model)
     with _together(inner, group):
-        _check_adapters(model)
+        check_adapters(model)
         make_ready(model)
-        plan = _check(inner, group)
+        plan = checked_plan(inner)
+        copies = key_copies(inner, plan, dist.get_world_size(group))
         plan = plan if experts else plan.without_experts()
-        split = _Split(inner, plan, group)
+        split = _Split(inner, plan, group, copies)
         trial = _Trial(inner, plan) if verify and not is_deferred(inner) else None
     check_equal_weights(inner, group)
     try:
         with _together(inner, group):
             split.apply()
+        split.sum_gradients()
         if trial is not None:
             trial.check(group)
     except BaseException:
@@ -116,12 +127,14 @@ class _Split:
         model: The model.
         plan: Its plan.
         group: The ranks.
+        copies: How many of them hold the same heads of keys and values.
     """
 
-    def __init__(self, model: Any, plan: TensorPlan, group: Any) -> None:
+    def __init__(self, model: Any, plan: TensorPlan, group: Any, copies: int) -> None:
         self._model = model
         self._plan = plan
         self._group = group
+        self._key_copies = copies
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._random = SplitRandom(self._rank)
         self._copies: dict[nn.Module, InputCopies] = {}
@@ -135,9 +148,7 @@ class _Split:
     def _known(self, name: str, style: str) -> tuple[str, Callable[[_Split, nn.Module, str], None]]:
         """Return a layer's name and what its style does; refuse what is not known."""
         if style not in _STYLES:
-            raise _refusal(
-                self._model, f"the style {style!r} of its plan, for {name}, is not known"
-            )
+            raise refusal(self._model, f"the style {style!r} of its plan, for {name}, is not known")
         layer = _found(self._model.base_model, name)
         if style in _LINEAR and is_lora(layer):
             if "colwise" in style and any(
@@ -167,17 +178,28 @@ class _Split:
         self._split_vocabulary()
         for name, apply in self._layers:
             apply(self, base, name)
-        summed = functools.partial(sum_gradients, group=self._group)
-        for parameter in self._summed:
-            handle = when_read(parameter, summed)
-            if handle is not None:
-                self.hook(handle)
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of what several ranks hold alike and use on parts, in each pass."""
+        copies, shared = self._key_copies, self._group
+        if 1 < copies < self._ranks:
+            first = self._rank // copies * copies
+            shared = group_of(dist.get_process_group_ranks(self._group)[first : first + copies])
+        copied = [part for part, _ in self._parts.values() if is_copied(part)]
+        for parameters, group in ((self._summed, self._group), (copied, shared)):
+            for parameter in parameters:
+                if not parameter.is_floating_point():  # quantized, and so never trained
+                    continue
+                handle = when_read(parameter, functools.partial(sum_gradients, group=group))
+                if handle is not None:
+                    self.hook(handle)
 
     def parameter(self, whole: nn.Parameter, partition: Partition, name: str = "") -> nn.Parameter:
         """Return the rank's part of a parameter, the same one for the same parameter."""
         if id(whole) not in self._parts:
             size = whole_shape(whole)[partition.dim]
-            if partition.tokens is None and size % (partition.blocks * self._ranks):
+            parts = partition.blocks * self._ranks // partition.copies
+            if partition.tokens is None and size % parts:
                 raise ModelError(
                     name,
                     size,
@@ -209,7 +231,7 @@ class _Split:
         share = VocabularyShare(embedding.num_embeddings, self._rank, self._ranks)
         rows = Partition(0, tokens=share.tokens)
         names = {module: name for name, module in model.named_modules()}
-        _check_vocabulary(names, embedding, head)
+        check_vocabulary(names, embedding, head)
         weight = self.parameter(embedding.weight, rows, names[embedding])
         new = VocabParallelEmbedding.standing_for(embedding, weight, share, group)
         self.replace(names[embedding], embedding, new, model)
@@ -243,12 +265,15 @@ class _Split:
             if "att" in name.rpartition(".")[0] and not gathers:
                 self._split_attention(parent)
         copies: InputCopies | None = self._copies[parent]
+        shared = self._key_copies if gives_keys(name) and not gathers else 1
         for part in _linear(layer, name, "lora_B"):
             old: Any = base.get_submodule(part)
             transposed = isinstance(old, Conv1D)
-            weight = self.parameter(old.weight, Partition(int(transposed), blocks), name)
+            cut = Partition(int(transposed), blocks, copies=shared)
+            weight = self.parameter(old.weight, cut, name)
             bias = old.bias
-            bias = None if bias is None else self.parameter(bias, Partition(0, blocks), name)
+            if bias is not None:
+                bias = self.parameter(bias, Partition(0, blocks, copies=shared), name)
             new = ColumnParallelLinear(
                 weight,
                 bias,
@@ -264,6 +289,9 @@ class _Split:
     def _split_attention(self, attention: Any) -> None:
         for name in self._plan.divided:
             self.set(attention, name, getattr(attention, name) // self._ranks)
+        if self._key_copies > 1:
+            queries = attention.num_key_value_groups // self._key_copies
+            self.set(attention, "num_key_value_groups", queries)
         for handle in self._random.surround(attention, self._plan.dropout):
             self.hook(handle)
 
@@ -295,7 +323,7 @@ class _Split:
     def summed(self, base: nn.Module, name: str) -> None:
         """Let a whole module be used on parts, such as the norm of the rank's queries."""
         own = base.get_submodule(name).parameters()
-        self._summed += [parameter for parameter in own if parameter.requires_grad]
+        self._summed += own
 
     def experts(self, base: nn.Module, name: str) -> None:
         """Let experts whose weights are split read whole tokens and give their sum."""
@@ -352,9 +380,7 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
     """
     shifts, counts, own = shifts_labels(model), counts_items(model), has_own_loss(model)
     if not own and not shifts and not type(model).__name__.endswith("ForMaskedLM"):
-        raise _refusal(
-            model, "its loss over the vocabulary is not that of a causal or masked model"
-        )
+        raise refusal(model, "its loss over the vocabulary is not that of a causal or masked model")
     whole = model.forward
     signature = inspect.signature(whole)
 
@@ -401,84 +427,6 @@ def _whole_head(model: Any, head: VocabParallelHead) -> Iterator[None]:
         head.gives_whole = False
 
 
-def _check_adapters(model: Any) -> None:
-    """Refuse adapters that read whole rows of a weight."""
-    if is_adapted(model) and any(c.use_dora for c in model.peft_config.values()):
-        reason = "DoRA needs the norms of whole rows, of which wavemare.tensor_parallel gives parts"
-        remedy = "Leave use_dora out, or use pipeline stages or ZeRO"
-        raise ModelError("use_dora", True, reason, remedy)
-
-
-def _check(model: Any, group: Any) -> TensorPlan:
-    plan = plan_of(model)
-    name, config = type(model).__name__, model.config
-    if is_split(model):
-        raise ModelError("model", name, "it has been split already", "Split it once")
-    if model.base_model is model:
-        raise ModelError("model", name, "it has no head", "Use the class with the head")
-    if getattr(config, "add_cross_attention", False) or getattr(config, "is_decoder", False):
-        raise ModelError(
-            "model",
-            name,
-            "it is a decoder with an encoder, or BERT as a decoder, which are not split",
-            "Set add_cross_attention and is_decoder to false",
-        )
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        raise _refusal(model, "it has layers of kind 'linear_attention'")
-    if lacks_weights(model):
-        raise ModelError(
-            "model",
-            name,
-            "its weights are not all here: they are on the meta device, or ZeRO-3 has cut them",
-            "Load the weights, outside deepspeed.zero.Init, or by wavemare.models.from_folder",
-        )
-    _check_heads(model, plan, dist.get_world_size(group))
-    return plan
-
-
-def _check_heads(model: Any, plan: TensorPlan, ranks: int) -> None:
-    """Check that each rank gets whole heads, where they are split."""
-    styles = {style for name, style in plan.layers(model.base_model) if "att" in name}
-    if not styles & {"colwise", "colwise_qkv"}:
-        return
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(model.config, key, None)
-        if heads is not None and heads % ranks:
-            counts = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise ModelError(
-                f"config.{key}",
-                heads,
-                f"it cannot be divided by the {ranks} ranks that share a model",
-                f"Use a number of ranks that divides it: {', '.join(map(str, counts))}",
-            )
-
-
-def _check_vocabulary(names: dict[Any, str], embedding: Any, head: Any) -> None:
-    """Refuse an embedding or a head that is more than its weight, as inside an adapter."""
-    for module in (embedding, head):
-        if module is None:
-            continue
-        own = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
-        options = [n for n in ("max_norm", "scale_grad_by_freq") if getattr(module, n, None)]
-        if own or options:
-            found = f"the weight {min(own)}" if own else options[0]
-            raise ModelError(
-                names[module],
-                type(module).__name__,
-                f"it has {found}, which wavemare.tensor_parallel does not keep",
-                "Leave that out, or use ZeRO",
-            )
-
-
-def _refusal(model: Any, reason: str) -> ModelError:
-    return ModelError(
-        "model",
-        type(model).__name__,
-        f"wavemare.tensor_parallel cannot split it: {reason}",
-        "Use ZeRO; or pipeline stages, if wavemare.models.SUPPORTED names the class",
-    )
-
-
 @contextmanager
 def _together(model: Any, group: Any) -> Iterator[None]:
     """Raise on all ranks if one of them fails inside, where there is no collective."""
@@ -491,7 +439,7 @@ def _together(model: Any, group: Any) -> Iterator[None]:
     if error is not None:
         raise error
     if failed:
-        raise _refusal(model, "another rank has failed, whose error says why")
+        raise refusal(model, "another rank has failed, whose error says why")
 
 
 def _found(base: nn.Module, name: str) -> Any:
@@ -559,7 +507,7 @@ class _Trial:
                 given = torch.autograd.grad(loss, kept, allow_unused=True) if kept else ()
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
             message = str(error).partition("\n")[0]
-            raise _refusal(
+            raise refusal(
                 model, f"{what} gave no logits and loss for a small batch ({message})"
             ) from error
         finally:
@@ -587,7 +535,7 @@ class _Trial:
         ]
         worst, name = max(gather(max(own), group))
         if not worst <= _TOLERANCE:
-            raise _refusal(
+            raise refusal(
                 self._model,
                 f"{name} of the split model differs by {worst:.1e} of the largest element, so the "
                 "plan of its class leaves something out",
