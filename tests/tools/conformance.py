@@ -100,6 +100,7 @@ def replace_initialize(mode):
     if mode == "stock":
         return
     import _pytest.python_api
+
     import wavemare
     from wavemare.engine.initialize import read_config
 
