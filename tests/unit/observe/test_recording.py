@@ -71,7 +71,8 @@ def test_a_line_has_what_is_given_and_what_the_engine_tells(tmp_path):
 def test_a_recording_that_is_older_than_its_engine_gets_it_later(tmp_path, capsys):
     recording = Recording(tmp_path, steps=2, show=True)
     logging.getLogger("wavemare").warning("the model is large")
-    with recording.training(pipeline_engine(), tokens=64, seconds=100.0):
+    recording.earlier_seconds = 100.0
+    with recording.training(pipeline_engine(), tokens=64):
         for step in (1, 2):
             with recording.step(step), PROGRESS.doing("train_batch"):
                 pass
