@@ -73,28 +73,28 @@ def main() -> None:
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Texts and model, whole on every process. One process of each host reads the texts.
-    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
+    join_and_seed(setup)  # with the other processes; all draw the same first weights
     corpus = read_labelled_texts(source, args)
     num_classes = len(corpus.label_names)
     tokenizer, model = make_or_load_classifier(args, corpus, setup.tensor_parallel)
     train_samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
-    wait_for_data(setup)  # a collective would time out while one host still reads
+    wait_for_data(setup)  # until all hosts have read; a collective would time out
     print_start("BERT classification", setup, model, corpus.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
-    setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
+    setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
+    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
 
-    # Batches of this process: it reads other samples than other replicas.
+    # Batches. Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
 
     # Training, then evaluation, export and the model's answer for a text.
     if train(args, setup, engine, train_loader, eval_loader, num_classes, recording):
-        engine.synchronize()  # one version of the weights on all ranks: evaluated and exported
+        engine.synchronize()  # all ranks have one version of the weights from here on
         scores = evaluate_classes(engine, final_loader, num_classes)
         recording.log_eval(args.max_steps, **scores)
         wavemare.save_pretrained(engine, setup.model_folder, tokenizer=tokenizer)

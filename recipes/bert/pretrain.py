@@ -72,12 +72,12 @@ def main() -> None:
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Text. One process of each host reads and tokenizes it; the others take it from the cache.
-    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
+    join_and_seed(setup)  # with the other processes; all draw the same first weights
     text = read_text(source, args, special_tokens="bert")
     train_samples, validation = text.masked_samples(
         args.sequence_length, probability=args.mask_probability, seed=args.seed
     )
-    wait_for_data(setup)  # a collective would time out while one host still reads
+    wait_for_data(setup)  # until all hosts have read; a collective would time out
 
     # Model, new and whole on every process.
     model = make_masked_model(args, text, setup.tensor_parallel)
@@ -85,19 +85,19 @@ def main() -> None:
     print_start("BERT pretraining", setup, model, text.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
-    setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
+    setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
+    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
 
-    # Batches of this process: it reads other samples than other replicas.
+    # Batches. Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
 
     # Training, then evaluation, export and what the model puts into a gap.
     if train(args, setup, engine, train_loader, eval_loader, recording):
-        engine.synchronize()  # one version of the weights on all ranks: evaluated and exported
+        engine.synchronize()  # all ranks have one version of the weights from here on
         eval_loss = evaluate(engine, final_loader)
         recording.log_eval(args.max_steps, eval_loss=eval_loss)
         wavemare.save_pretrained(engine, setup.model_folder, tokenizer=text.tokenizer)

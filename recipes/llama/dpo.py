@@ -88,7 +88,7 @@ def main() -> None:
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Model and pairs. Each process reads its part of the weights; one of each host formats pairs.
-    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
+    join_and_seed(setup)  # with the other processes; all draw the same first weights
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     tokenizer, model = load_pair_model(args)  # without dropout
     setup = fill_in_auto(  # "lr": "auto" in the JSON, and what travels between stages
@@ -97,7 +97,7 @@ def main() -> None:
         inputs=inputs_of_pairs(model),
     )
     pairs = read_pairs(source, args, tokenizer)
-    wait_for_data(setup)  # a collective would time out while one host still reads
+    wait_for_data(setup)  # until all hosts have read; a collective would time out
     print_start("preference tuning", setup, model, pairs.describe())
     print_rank_0(pairs.preview())
 
@@ -152,7 +152,7 @@ def train(
     Returns:
         Step and ``eval_loss`` of the best evaluation; None after SIGTERM.
     """
-    # Batches of this process: it reads other pairs than other replicas.
+    # Batches. Each replica reads its own pairs.
     train_loader = ResumableLoader.of(engine, pairs.train, seed=args.seed)
     train_batches = pair_loss.batches(train_loader)  # two rows for each pair
     eval_loader = pairs.evaluation_loader(engine, setup.eval_samples)
@@ -176,7 +176,7 @@ def train(
                 losses.clear()
 
             if step == args.max_steps or step % args.eval_interval == 0:
-                engine.synchronize()  # one version of the weights on all ranks
+                engine.synchronize()  # all ranks have one version of the weights
                 eval_loss = evaluate(engine, [*pair_loss.batches(eval_loader)])
                 rewards = pair_loss.take_rewards(training=False)
                 if not best or eval_loss < best["eval_loss"]:

@@ -79,14 +79,14 @@ def main() -> None:
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Text. One process of each host reads and tokenizes it; the others take it from the cache.
-    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
+    join_and_seed(setup)  # with the other processes; all draw the same first weights
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     text = read_text(source, args, special_tokens="gpt")
     # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
     train_samples, validation = text.causal_samples(
         args.sequence_length, num_samples=setup.num_samples, seed=args.seed
     )
-    wait_for_data(setup)  # a collective would time out while one host still reads
+    wait_for_data(setup)  # until all hosts have read; a collective would time out
 
     # Model: new, or a checkpoint's, of which each process reads its own part.
     model = make_or_load_model(args, text, setup.tensor_parallel)
@@ -94,20 +94,20 @@ def main() -> None:
     print_start("Llama pretraining", setup, model, text.describe(), rate="warm-up, constant, decay")
 
     # Engine. The JSON decides the layout and the optimizer, and may have a scheduler of its own.
-    setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
+    setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
     scheduler = None if "scheduler" in setup.config else warmup_stable_decay(args.max_steps)
     engine, *_ = wavemare.initialize(model=model, config=setup.config, lr_scheduler=scheduler)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
+    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
 
-    # Batches of this process: it reads other samples than other replicas.
+    # Batches. Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed, shuffle=text.shuffles)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
 
     # Training, then evaluation, export and a sample of what the model writes.
     if train(args, setup, engine, train_loader, eval_loader, recording):
-        engine.synchronize()  # one version of the weights on all ranks: evaluated and exported
+        engine.synchronize()  # all ranks have one version of the weights from here on
         eval_loss = evaluate(engine, final_loader)
         recording.log_eval(args.max_steps, eval_loss=eval_loss)
         export(args, engine, setup.model_folder, text.tokenizer)

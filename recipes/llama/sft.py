@@ -78,7 +78,7 @@ def main() -> None:
 
     # Model and chats. Each process reads its own part of the weights, and one process of each host
     # formats the chats.
-    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
+    join_and_seed(setup)  # with the other processes; all draw the same first weights
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     setup = fill_in_auto(  # "lr": "auto" in the JSON, and what travels between stages
         setup,
@@ -87,14 +87,14 @@ def main() -> None:
     )
     tokenizer, model = load_chat_model(args)
     chats = read_chats(source, args, tokenizer)
-    wait_for_data(setup)  # a collective would time out while one host still reads
+    wait_for_data(setup)  # until all hosts have read; a collective would time out
     print_start("supervised fine-tuning", setup, model, chats.describe())
     print_rank_0(chats.preview())
 
     # Engine. The JSON decides the layout and the optimizer.
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
+    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
 
     # Training. It exports the model of its best evaluation, which then answers a question.
     best = train(args, setup, engine, chats, recording)
@@ -121,7 +121,7 @@ def train(
     Returns:
         Step and ``eval_loss`` of the best evaluation; None after SIGTERM.
     """
-    # Batches of this process: it reads other samples than other replicas.
+    # Batches. Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
     train_batches = use_token_mean(engine, train_loader)  # a step's loss: over its trained tokens
     eval_loader = chats.evaluation_loader(engine, setup.eval_samples)  # packed, too
@@ -144,7 +144,7 @@ def train(
                 losses.clear()
 
             if step == args.max_steps or step % args.eval_interval == 0:
-                engine.synchronize()  # one version of the weights on all ranks
+                engine.synchronize()  # all ranks have one version of the weights
                 eval_loss = evaluate(engine, train_batches.weigh(eval_loader))
                 if not best or eval_loss < best["eval_loss"]:
                     export(args, engine, setup.model_folder, chats.tokenizer, merge=args.merge)
