@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from benchmarks.curve import first_at
 from benchmarks.local_steps.request import BASELINE, WARMED
 from wavemare.engine.config.resolve import WavemareConfig
-from wavemare.pipeline.staleness.staleness import MEASURED, largest_staleness
+from wavemare.pipeline.staleness.staleness import MEASURED, largest_staleness, policy_optimizer
 from wavemare.simulation.quality import SYSTEMS
 from wavemare.training import megatron
 
@@ -261,8 +261,11 @@ def staleness(pattern: str) -> str:
             one_step = SYSTEMS[name].delays == "one-step"  # whatever the pipeline is
             worst, mean = (1, 1.0) if one_step else largest_staleness(stages, micro_batches)
             states = row["memory"]["optimizer"]
-            kinds = {"auto": "SOAP" if states > _MOST_OF_MUON else "Muon"}
-            shown = f"`{name}` ({kinds[name]})" if name in kinds else f"`{name}`"
+            shown = f"`{name}`"
+            if name == "auto":
+                shown += " (SOAP)" if states > _MOST_OF_MUON else " (Muon)"
+            elif name == _MUON_OF_AUTO and policy_optimizer(worst) == "Muon":
+                shown = "`auto` (Muon)"
             model = "BERT" if "bert" in words else "GPT"
             rate_of = str(row.get("rate", rate))
             key = worst, mean, model, stages, micro_batches, row["steps"], shown, rate_of
@@ -280,6 +283,8 @@ def staleness(pattern: str) -> str:
 
 _MOST_OF_MUON = 5
 """Weights of states beyond which the policy has taken SOAP."""
+_MUON_OF_AUTO = "muon+feedback+prediction"
+"""What the policy takes today while gradients are fresh enough for Muon."""
 
 
 def in_time(shape: str) -> str:

@@ -107,9 +107,9 @@ def main(make: Any = None) -> None:
         seed=arguments.seed,
     )
     samples = pipeline.micro_batches * pipeline.micro_batch_size
-    losses, seconds = go_on(saved, pipeline, batches) if saved else ([], 0.0)
+    losses, recording.earlier_seconds = go_on(saved, pipeline, batches) if saved else ([], 0.0)
     tokens = samples * arguments.sequence_length
-    with recording.training(None, tokens=tokens, seconds=seconds, config=config):
+    with recording.training(None, tokens=tokens, config=config):
         for step in range(pipeline.global_steps + 1, arguments.max_steps + 1):
             rate = pipeline.learning_rate
             with recording.step(step):

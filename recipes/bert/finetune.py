@@ -29,6 +29,7 @@ from wavemare.data.classification import majority_baseline, prepare_encoded
 from wavemare.data.loader import ResumableLoader
 from wavemare.engine import Interruption
 from wavemare.failure import run_main
+from wavemare.observe import Recording
 from wavemare.training.arguments import ModelArguments, TrainArguments, option, parse_arguments
 from wavemare.training.balance import balance
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
@@ -36,6 +37,7 @@ from wavemare.training.evaluation import count_samples, evaluate_classes, evalua
 from wavemare.training.models import check_model, make_or_load_classifier
 from wavemare.training.samples import classify
 from wavemare.training.setup import (
+    Setup,
     disconnect,
     join_and_seed,
     read_setup,
@@ -71,60 +73,28 @@ def main() -> None:
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Texts and model, whole on every process. One process of each host reads the texts.
-    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
+    join_and_seed(setup)  # with the other processes; all draw the same first weights
     corpus = read_labelled_texts(source, args)
     num_classes = len(corpus.label_names)
     tokenizer, model = make_or_load_classifier(args, corpus, setup.tensor_parallel)
-    train, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
-    wait_for_data(setup)  # a collective would time out while one host still reads
+    train_samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
+    wait_for_data(setup)  # until all hosts have read; a collective would time out
     print_start("BERT classification", setup, model, corpus.describe())
 
     # Engine. The JSON decides the layout, the optimizer and the learning rate.
-    setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
+    setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
+    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
 
-    # Batches from the start, or from the newest checkpoint, with the training time before it.
-    train_loader = ResumableLoader.of(engine, train, seed=args.seed)
+    # Batches. Each replica reads its own samples.
+    train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
-    earlier_seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
 
-    # Training, until the last step or SIGTERM, which stops all processes after the same step.
-    tokens_per_step = engine.train_batch_size() * args.sequence_length
-    losses: list[Any] = []  # since the last line of the log
-    stopped = False
-    with (
-        recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
-        Interruption.of(engine) as interruption,
-    ):
-        for step in range(engine.global_steps + 1, args.max_steps + 1):
-            with recording.step(step):
-                # One optimizer step: forward and backward of each micro-batch, then the update.
-                loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
-            losses.append(loss)
-            stopped = step < args.max_steps and interruption.stops_after(step)  # by SIGTERM
-            is_last = stopped or step == args.max_steps
-            if is_last or step % args.log_interval == 0:
-                recording.log(step, loss=float(sum(losses) / len(losses)))  # waits for the device
-                losses.clear()
-
-            if step % args.eval_interval == 0 and not is_last:
-                with recording.paused():  # its time is not in tokens per second
-                    scores = evaluate_classes(engine, eval_loader, num_classes)
-                    recording.log_eval(step, **scores)  # eval_loss, accuracy, macro_f1
-
-            if is_last or step % args.save_interval == 0:
-                save_checkpoint(setup, engine, train_loader, recording)
-            if stopped:
-                recording.stopped(step)
-                break
-        engine.finish_saving()  # waits for a checkpoint that is written in the background
-
-    # Evaluation, export and the model's answer for a text.
-    if not stopped:
-        engine.synchronize()  # one version of the weights on all ranks: evaluated and exported
+    # Training, then evaluation, export and the model's answer for a text.
+    if train(args, setup, engine, train_loader, eval_loader, num_classes, recording):
+        engine.synchronize()  # all ranks have one version of the weights from here on
         scores = evaluate_classes(engine, final_loader, num_classes)
         recording.log_eval(args.max_steps, **scores)
         wavemare.save_pretrained(engine, setup.model_folder, tokenizer=tokenizer)
@@ -140,6 +110,52 @@ def main() -> None:
             results[f"majority {name}"] = value
         recording.finish(results)
     disconnect()
+
+
+def train(
+    args: FinetuneArguments,
+    setup: Setup,
+    engine: Any,
+    train_loader: ResumableLoader,
+    eval_loader: Any,
+    num_classes: int,
+    recording: Recording,
+) -> bool:
+    """Train, from the start or the newest checkpoint, until the last step or SIGTERM.
+
+    SIGTERM stops all processes after the same step.
+
+    Returns:
+        Whether the last step is done.
+    """
+    if setup.resume:
+        load_checkpoint(setup, engine, train_loader, recording)
+    tokens = engine.train_batch_size() * args.sequence_length  # of a step
+    losses: list[Any] = []  # since the last line of the log
+    stopped = False
+    with recording.training(engine, tokens=tokens), Interruption.of(engine) as interruption:
+        for step in range(engine.global_steps + 1, args.max_steps + 1):
+            with recording.step(step):
+                # One optimizer step: forward and backward of each micro-batch, then the update.
+                loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
+            losses.append(loss)
+            stopped = step < args.max_steps and interruption.stops_after(step)  # by SIGTERM
+            is_last = stopped or step == args.max_steps
+            if is_last or step % args.log_interval == 0:
+                recording.log(step, loss=float(sum(losses) / len(losses)))  # waits for the device
+                losses.clear()
+
+            if step % args.eval_interval == 0 and not is_last:
+                scores = evaluate_classes(engine, eval_loader, num_classes)
+                recording.log_eval(step, **scores)  # eval_loss, accuracy, macro_f1
+
+            if is_last or step % args.save_interval == 0:
+                save_checkpoint(setup, engine, train_loader, recording)
+            if stopped:
+                recording.stopped(step)
+                break
+        engine.finish_saving()  # waits for a checkpoint that is written in the background
+    return not stopped
 
 
 if __name__ == "__main__":

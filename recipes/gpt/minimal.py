@@ -5,8 +5,8 @@ wavemare launch --nproc 2 recipes/gpt/minimal.py [FILE]
 
 FILE is your text; by default, the model learns Python from the standard library. A token is a byte.
 Each process runs this program: it reads the same batches as the others, and trains one stage.
-To compare speeds, put "1f1b" or "pipemare" in the place of "auto". pretrain.py adds what longer
-runs need: a tokenizer, options, metrics, checkpoints.
+To compare speeds and losses, put "1f1b" (DeepSpeed's order) or "pipemare" in the place of "auto".
+pretrain.py adds what longer runs need: a tokenizer, options, metrics, checkpoints.
 """
 
 import sys

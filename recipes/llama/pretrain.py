@@ -28,6 +28,7 @@ import wavemare
 from wavemare.data.loader import ResumableLoader
 from wavemare.engine import Interruption
 from wavemare.failure import run_main
+from wavemare.observe import Recording
 from wavemare.training.arguments import (
     ModelArguments,
     TokenizerArguments,
@@ -41,6 +42,7 @@ from wavemare.training.evaluation import count_samples, evaluate, evaluation_loa
 from wavemare.training.models import check_model, export, make_or_load_model
 from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
+    Setup,
     disconnect,
     join_and_seed,
     prefer_bf16,
@@ -77,14 +79,14 @@ def main() -> None:
     recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
 
     # Text. One process of each host reads and tokenizes it; the others take it from the cache.
-    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
+    join_and_seed(setup)  # with the other processes; all draw the same first weights
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     text = read_text(source, args, special_tokens="gpt")
     # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
-    train, validation = text.causal_samples(
+    train_samples, validation = text.causal_samples(
         args.sequence_length, num_samples=setup.num_samples, seed=args.seed
     )
-    wait_for_data(setup)  # a collective would time out while one host still reads
+    wait_for_data(setup)  # until all hosts have read; a collective would time out
 
     # Model: new, or a checkpoint's, of which each process reads its own part.
     model = make_or_load_model(args, text, setup.tensor_parallel)
@@ -92,26 +94,54 @@ def main() -> None:
     print_start("Llama pretraining", setup, model, text.describe(), rate="warm-up, constant, decay")
 
     # Engine. The JSON decides the layout and the optimizer, and may have a scheduler of its own.
-    setup = balance(setup, model)  # by the devices' speed with --balance; else it stays as it is
+    setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
     scheduler = None if "scheduler" in setup.config else warmup_stable_decay(args.max_steps)
     engine, *_ = wavemare.initialize(model=model, config=setup.config, lr_scheduler=scheduler)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
+    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
 
-    # Batches from the start, or from the newest checkpoint, with the training time before it.
-    train_loader = ResumableLoader.of(engine, train, seed=args.seed, shuffle=text.shuffles)
+    # Batches. Each replica reads its own samples.
+    train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed, shuffle=text.shuffles)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
-    earlier_seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
 
-    # Training, until the last step or SIGTERM, which stops all processes after the same step.
-    tokens_per_step = engine.train_batch_size() * args.sequence_length
+    # Training, then evaluation, export and a sample of what the model writes.
+    if train(args, setup, engine, train_loader, eval_loader, recording):
+        engine.synchronize()  # all ranks have one version of the weights from here on
+        eval_loss = evaluate(engine, final_loader)
+        recording.log_eval(args.max_steps, eval_loss=eval_loss)
+        export(args, engine, setup.model_folder, text.tokenizer)
+        if setup.rank == 0:
+            sample = continue_text(setup.model_folder, prompt, args.seed)
+            print(f"\nThe model in {setup.model_folder} writes:\n{sample}\n", flush=True)
+        results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
+        results["parameters"] = count_parameters(setup, model)
+        # N-grams to compare with are counted last, on rank 0: the model is saved by then.
+        recording.finish(results, lambda: text.baselines(args.sequence_length, setup.final_samples))
+    disconnect()
+
+
+def train(
+    args: PretrainArguments,
+    setup: Setup,
+    engine: Any,
+    train_loader: ResumableLoader,
+    eval_loader: Any,
+    recording: Recording,
+) -> bool:
+    """Train, from the start or the newest checkpoint, until the last step or SIGTERM.
+
+    SIGTERM stops all processes after the same step.
+
+    Returns:
+        Whether the last step is done.
+    """
+    if setup.resume:
+        load_checkpoint(setup, engine, train_loader, recording)
+    tokens = engine.train_batch_size() * args.sequence_length  # of a step
     losses: list[Any] = []  # since the last line of the log
     stopped = False
-    with (
-        recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
-        Interruption.of(engine) as interruption,
-    ):
+    with recording.training(engine, tokens=tokens), Interruption.of(engine) as interruption:
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
                 # One optimizer step: forward and backward of each micro-batch, then the update.
@@ -124,8 +154,7 @@ def main() -> None:
                 losses.clear()
 
             if step % args.eval_interval == 0 and not is_last:
-                with recording.paused():  # its time is not in tokens per second
-                    recording.log_eval(step, eval_loss=evaluate(engine, eval_loader))
+                recording.log_eval(step, eval_loss=evaluate(engine, eval_loader))
 
             if is_last or step % args.save_interval == 0:
                 save_checkpoint(setup, engine, train_loader, recording)
@@ -133,21 +162,7 @@ def main() -> None:
                 recording.stopped(step)
                 break
         engine.finish_saving()  # waits for a checkpoint that is written in the background
-
-    # Evaluation, export and a sample of what the model writes.
-    if not stopped:
-        engine.synchronize()  # one version of the weights on all ranks: evaluated and exported
-        eval_loss = evaluate(engine, final_loader)
-        recording.log_eval(args.max_steps, eval_loss=eval_loss)
-        export(args, engine, setup.model_folder, text.tokenizer)
-        if setup.rank == 0:
-            sample = continue_text(setup.model_folder, prompt, args.seed)
-            print(f"\nThe model in {setup.model_folder} writes:\n{sample}\n", flush=True)
-        results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
-        results["parameters"] = count_parameters(setup, model)
-        # N-grams to compare with are counted last, on rank 0: the model is saved by then.
-        recording.finish(results, lambda: text.baselines(args.sequence_length, setup.final_samples))
-    disconnect()
+    return not stopped
 
 
 def warmup_stable_decay(steps: int) -> Callable[[Any], Any]:

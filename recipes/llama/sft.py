@@ -18,17 +18,21 @@ Differs from ``gpt/pretrain.py`` in:
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
 from wavemare.engine import Interruption
 from wavemare.failure import run_main
-from wavemare.observe import print_rank_0
-from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
-from wavemare.training.chats import check_chat_options, read_chats, use_token_mean
+from wavemare.observe import Recording, print_rank_0
+from wavemare.training.arguments import ChatArguments, option, parse_arguments
+from wavemare.training.chats import (
+    TrainingChats,
+    check_chat_options,
+    read_chats,
+    use_token_mean,
+)
 from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import evaluate, keep_best, read_best
 from wavemare.training.models import check_model, export, load_chat_model
@@ -36,6 +40,7 @@ from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
     Setup,
     disconnect,
+    fill_in_auto,
     join_and_seed,
     prefer_bf16,
     read_setup,
@@ -47,7 +52,7 @@ from wavemare.training.text import find_data
 
 
 @dataclass(frozen=True)
-class SftArguments(TokenizerArguments, TrainArguments):
+class SftArguments(ChatArguments):
     """Options of fine-tuning, beside those of all recipes (``--data``, ``--set``, ...)."""
 
     megatron_checkpoints: ClassVar[bool] = True  # --load may name one; --save-megatron writes one
@@ -59,13 +64,6 @@ class SftArguments(TokenizerArguments, TrainArguments):
     eval_interval: int = option(50, "steps between evaluations; the best one's model is exported")
     save_interval: int = option(50, "steps between checkpoints")
     no_packing: bool = option(False, "one row per sample")
-    long_rows: str = option("cut", "what becomes of too long rows: cut, or skip to leave them out")
-    chat_template: str | None = option(None, "file in place of the tokenizer's chat template")
-    chat_template_kwargs: str | None = option(None, "JSON that the template is given")
-    lora_r: int | None = option(None, "rank of LoRA; all weights are trained if omitted")
-    lora_alpha: int = option(32, "LoRA's alpha: adapters are scaled by alpha / rank")
-    lora_targets: str = option("all-linear", "names of the adapted layers, with commas between")
-    merge: bool = option(False, "export a full model, with LoRA's weights merged")
 
 
 def main() -> None:
@@ -80,35 +78,60 @@ def main() -> None:
 
     # Model and chats. Each process reads its own part of the weights, and one process of each host
     # formats the chats.
-    join_and_seed(setup)  # the other processes; the weights are drawn alike on all of them
+    join_and_seed(setup)  # with the other processes; all draw the same first weights
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
-    setup = fill_in_auto(setup, args)  # "lr": "auto", and what travels between stages
+    setup = fill_in_auto(  # "lr": "auto" in the JSON, and what travels between stages
+        setup,
+        lr=2e-5 if args.lora_r is None else 2e-4,
+        inputs=["input_ids"] if args.no_packing else ["input_ids", "position_ids"],
+    )
     tokenizer, model = load_chat_model(args)
     chats = read_chats(source, args, tokenizer)
-    wait_for_data(setup)  # a collective would time out while one host still reads
+    wait_for_data(setup)  # until all hosts have read; a collective would time out
     print_start("supervised fine-tuning", setup, model, chats.describe())
     print_rank_0(chats.preview())
 
     # Engine. The JSON decides the layout and the optimizer.
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # its own on each replica; load_checkpoint replaces it
+    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
 
-    # Batches from the start, or from the newest checkpoint, with the training time before it.
+    # Training. It exports the model of its best evaluation, which then answers a question.
+    best = train(args, setup, engine, chats, recording)
+    if best is not None:
+        if setup.rank == 0:
+            answer = continue_text(setup.model_folder, chats.question(), args.seed)
+            print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
+        results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
+        recording.finish({**results, "parameters": count_parameters(setup, model)})
+    disconnect()
+
+
+def train(
+    args: SftArguments,
+    setup: Setup,
+    engine: Any,
+    chats: TrainingChats,
+    recording: Recording,
+) -> dict[str, Any] | None:
+    """Train, from the start or the newest checkpoint, until the last step or SIGTERM.
+
+    The model of the best evaluation is exported. SIGTERM stops all processes after the same step.
+
+    Returns:
+        Step and ``eval_loss`` of the best evaluation; None after SIGTERM.
+    """
+    # Batches. Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
     train_batches = use_token_mean(engine, train_loader)  # a step's loss: over its trained tokens
     eval_loader = chats.evaluation_loader(engine, setup.eval_samples)  # packed, too
-    earlier_seconds = load_checkpoint(setup, engine, train_loader) if setup.resume else 0.0
-    best = read_best(setup)  # step and loss of the evaluation whose model was exported; or empty
-
-    # Training, until the last step or SIGTERM. The model of the best evaluation is exported.
-    tokens_per_step = engine.train_batch_size() * args.sequence_length
+    if setup.resume:
+        load_checkpoint(setup, engine, train_loader, recording)
+    best = read_best(setup)  # of the steps before; empty if there is none
+    tokens = engine.train_batch_size() * args.sequence_length  # of a step
     losses: list[Any] = []  # since the last line of the log
     stopped = False
-    with (
-        recording.training(engine, tokens=tokens_per_step, seconds=earlier_seconds),
-        Interruption.of(engine) as interruption,
-    ):
+    with recording.training(engine, tokens=tokens), Interruption.of(engine) as interruption:
         for step in range(engine.global_steps + 1, args.max_steps + 1):
             with recording.step(step):
                 # One optimizer step: forward and backward of each micro-batch, then the update.
@@ -121,13 +144,12 @@ def main() -> None:
                 losses.clear()
 
             if step == args.max_steps or step % args.eval_interval == 0:
-                with recording.paused():  # its time is not in tokens per second
-                    engine.synchronize()  # one version of the weights on all ranks
-                    eval_loss = evaluate(engine, train_batches.weigh(eval_loader))
-                    recording.log_eval(step, eval_loss=eval_loss)
-                    if not best or eval_loss < best["eval_loss"]:
-                        export(args, engine, setup.model_folder, tokenizer, merge=args.merge)
-                        best = keep_best(setup, step, eval_loss)
+                engine.synchronize()  # all ranks have one version of the weights
+                eval_loss = evaluate(engine, train_batches.weigh(eval_loader))
+                if not best or eval_loss < best["eval_loss"]:
+                    export(args, engine, setup.model_folder, chats.tokenizer, merge=args.merge)
+                    best = keep_best(setup, step, eval_loss)
+                recording.log_eval(step, eval_loss=eval_loss)
 
             # After the evaluation: a run that resumes here evaluates later steps only.
             if is_last or step % args.save_interval == 0:
@@ -136,27 +158,7 @@ def main() -> None:
                 recording.stopped(step)
                 break
         engine.finish_saving()  # waits for a checkpoint that is written in the background
-
-    # An answer of the exported model.
-    if not stopped:
-        if setup.rank == 0:
-            answer = continue_text(setup.model_folder, chats.question(), args.seed)
-            print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
-        results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
-        recording.finish({**results, "parameters": count_parameters(setup, model)})
-    disconnect()
-
-
-def fill_in_auto(setup: Setup, args: SftArguments) -> Setup:
-    """Return the setup with a learning rate, and with what travels through a pipeline."""
-    config = copy.deepcopy(setup.config)
-    rates = config.get("optimizer", {}).get("params", {})
-    if rates.get("lr") == "auto":
-        rates["lr"] = 2e-5 if args.lora_r is None else 2e-4
-    pipeline = config.get("wavemare", {}).get("pipeline")
-    if pipeline is not None:
-        pipeline["inputs"] = ["input_ids"] if args.no_packing else ["input_ids", "position_ids"]
-    return replace(setup, config=config)
+    return None if stopped else best
 
 
 if __name__ == "__main__":

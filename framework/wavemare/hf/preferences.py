@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DPO's loss with any engine, and the log-probabilities of its reference.
+"""A loss of pairs of answers, such as DPO's, with any engine; and what a reference says of them.
 
 Rafailov et al., "Direct Preference Optimization", 2023: the reward of an answer is beta times the
 log of the ratio of its probabilities under the model and under the reference, and the loss is the
-negative log of the sigmoid of the margin between the rewards.
+negative log of the sigmoid of the margin between the rewards. The recipe ``llama/dpo`` has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,21 +32,26 @@ _AT_ONCE = 256
 """Micro-batches of one evaluation at most: the reference reads all data."""
 
 
+PairLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From the log-probabilities of both answers by the model and by the reference, each (pairs, 2), to
+the mean loss, a scalar, and the rewards, (pairs, 2)."""
+
+
 class PreferenceLoss:
-    """DPO's loss of an engine's micro-batches, in place of the loss of their labels.
+    """A loss of pairs of an engine's micro-batches, in place of the loss of their labels.
 
     Args:
         engine: Of `wavemare.initialize`; its loss is replaced.
-        beta: How much it costs to leave the reference.
+        loss: Of pairs.
 
     Attributes:
         engine: The same.
         main: The loss of labels that a pipeline had.
     """
 
-    def __init__(self, engine: Any, *, beta: float) -> None:
+    def __init__(self, engine: Any, loss: PairLoss) -> None:
         self.engine, self.main = engine, None
-        self._beta = beta
+        self._loss = loss
         # FIGURES of each micro-batch, of training and of evaluation
         self._measured: dict[bool, list[Tensor]] = {True: [], False: []}
         self._found: list[Tensor] | None = None  # log-probabilities, in place of losses
@@ -85,13 +90,14 @@ class PreferenceLoss:
         if self._found is not None:
             self._found.append(found)
             return found.new_zeros(())
-        chosen, rejected = (self._beta * (found - reference)).unbind(-1)
-        margins = chosen - rejected
+        loss, rewards = self._loss(found, reference)
         with torch.no_grad():
+            chosen, rejected = rewards.unbind(-1)
+            margins = chosen - rejected
             figures = (chosen, rejected, margins, (margins > 0).float())
             measured = torch.stack([figure.mean() for figure in figures])
         self._measured[torch.is_grad_enabled()].append(measured)
-        return -F.logsigmoid(margins).mean()
+        return loss
 
     def batches(self, batches: Iterable[dict[str, Tensor]]) -> Iterator[Any]:
         """Yield the engine's micro-batches of those that `PairSamples` were put together to."""
@@ -105,7 +111,7 @@ class PreferenceLoss:
             else:
                 yield {**rows, "reference": batch["reference"]}
 
-    def take_figures(self, *, training: bool = True) -> dict[str, float]:
+    def take_rewards(self, *, training: bool = True) -> dict[str, float]:
         """Return the means of `FIGURES` since the last call, equal on all ranks, which all call.
 
         Args:

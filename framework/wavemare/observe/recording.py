@@ -53,6 +53,7 @@ class Recording:
         run: The folder.
         results: Figures by name, for ``summary.json``.
         tokens: As given; a loop may set it inside of each step.
+        earlier_seconds: Training time of the earlier parts of a continued run.
         screen: Draws on rank 0 if ``show`` is set.
 
     Raises:
@@ -76,7 +77,7 @@ class Recording:
         self.results: dict[str, Any] = {}
         self._engine = engine
         self._config: Mapping[str, Any] | None = None
-        self._seconds = 0.0
+        self.earlier_seconds = 0.0
         self._steps = steps
         self._given_done = done
         self._rate: float | None = None
@@ -91,7 +92,7 @@ class Recording:
         self._drawing = ExitStack()
         self._done = self._step = self._first()
         self._pauses = self._trained = 0.0
-        self._started = time.perf_counter()
+        self._started = self._marked = time.perf_counter()
         self._events.listen()
 
     def __enter__(self) -> Self:
@@ -113,7 +114,6 @@ class Recording:
         engine: Any,
         *,
         tokens: int | None = None,
-        seconds: float = 0.0,
         config: Mapping[str, Any] | None = None,
     ) -> Self:
         """Return this recording, to train an engine inside of ``with``.
@@ -121,21 +121,23 @@ class Recording:
         Args:
             engine: As of the class.
             tokens: As of the class.
-            seconds: Training time of the earlier parts of a continued run.
             config: DeepSpeed's configuration, for ``config.json``; the engine's if it is None.
         """
-        self._engine, self.tokens = engine, tokens
-        self._seconds, self._config = seconds, config
+        self._engine, self.tokens, self._config = engine, tokens, config
         return self
 
     @property
     def training_seconds(self) -> float:
         """Seconds of this run and of the earlier parts that it continues."""
-        return self._seconds + time.perf_counter() - self._started
+        return self.earlier_seconds + time.perf_counter() - self._started
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks, in this process; None if tokens are not known or no step was trained."""
+        """Of all ranks, in this process; None if tokens are not known or no step was trained.
+
+        The time before a `log_eval` that follows a step, which is that of an evaluation, is left
+        out.
+        """
         steps = self._step - self._done
         if not (self.tokens and self._trained and steps):
             return None
@@ -159,7 +161,7 @@ class Recording:
         self.run.write_config(self._configuration(), world_size=environment_world_size())
         progress = self.screen.progress(self._steps, done=self._done)
         self._progress = self._drawing.enter_context(progress)
-        self._started = time.perf_counter()
+        self._started = self._marked = time.perf_counter()
 
     def end(self, *, finished: bool) -> None:
         """Write the summary, and close all files; ``with`` does it.
@@ -235,6 +237,7 @@ class Recording:
             self._end_trace(save=True)
         self._step = step
         self._progress.step(step, tokens=self.tokens or 0, learning_rate=self._rate)
+        self._marked = time.perf_counter()
 
     def log(self, step: int, **metrics: float | None) -> None:
         """Write a line: these figures and the engine's figures of the last step.
@@ -262,19 +265,20 @@ class Recording:
         warnings, latest = self._events.warnings, self._events.latest
         facts = live_facts(measured, memory_bytes=used, warnings=warnings, latest=latest)
         self._progress.show(given.get("loss"), facts)
+        self._marked = time.perf_counter()
 
     def log_eval(self, step: int, **metrics: float | None) -> None:
-        """Write and show figures that are measured between two steps, such as ``eval_loss``."""
+        """Write and show figures that were measured since the step, such as ``eval_loss``.
+
+        The time since the last step, line or checkpoint was that of an evaluation: it is left out
+        of `tokens_per_second`.
+        """
         self.run.log(step, **metrics)
         known = (f"{name} {value:.4f}" for name, value in metrics.items() if value is not None)
         self.screen.note("  ".join([f"step {step}", *known]))
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time inside, such as an evaluation's, out of `tokens_per_second`."""
-        start = time.perf_counter()
-        yield
-        self._pauses += time.perf_counter() - start
+        now = time.perf_counter()
+        self._pauses += now - self._marked
+        self._marked = now
 
     @contextmanager
     def saving(self, step: int, tag: str) -> Iterator[str]:
@@ -286,6 +290,7 @@ class Recording:
     def saved(self, step: int, tag: str, *, seconds: float) -> None:
         """Record how long the training waited for a checkpoint not saved inside of `saving`."""
         self._events.note("checkpoint", step, tag=tag, seconds=seconds)
+        self._marked = time.perf_counter()
 
     def _first(self) -> int:
         counted = int(getattr(self._engine, "global_steps", 0))

@@ -148,6 +148,19 @@ class TokenizerArguments:
 Arguments = TypeVar("Arguments", bound=TrainArguments)
 
 
+@dataclass(frozen=True)
+class ChatArguments(TokenizerArguments, TrainArguments):
+    """Options of recipes that tune a causal model on chats, with LoRA or without."""
+
+    long_rows: str = option("cut", "what becomes of too long rows: cut, or skip to leave them out")
+    chat_template: str | None = option(None, "file in place of the tokenizer's chat template")
+    chat_template_kwargs: str | None = option(None, "JSON that the template is given")
+    lora_r: int | None = option(None, "rank of LoRA; all weights are trained if omitted")
+    lora_alpha: int = option(32, "LoRA's alpha: adapters are scaled by alpha / rank")
+    lora_targets: str = option("all-linear", "names of the adapted layers, with commas between")
+    merge: bool = option(False, "export a full model, with LoRA's weights merged")
+
+
 def parse_arguments(kind: type[Arguments], words: Sequence[str] | None = None) -> Arguments:
     """Parse and check the command line of a recipe.
 

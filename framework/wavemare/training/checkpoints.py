@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from wavemare.training.setup import Setup
 
 
-def load_checkpoint(setup: Setup, engine: Any, loader: ResumableLoader) -> float:
-    """Go on from the newest checkpoint: the engine and the order of the data.
-
-    Returns:
-        The training time of the run so far, in seconds.
+def load_checkpoint(
+    setup: Setup,
+    engine: Any,
+    loader: ResumableLoader,
+    recording: Recording,
+) -> None:
+    """Go on from the newest checkpoint: engine, order of the data, and the training time so far.
 
     Raises:
         CheckpointError: The checkpoint does not fit the engine, or is of other data.
@@ -35,7 +37,7 @@ def load_checkpoint(setup: Setup, engine: Any, loader: ResumableLoader) -> float
         raise ConfigError("--max_steps", setup.arguments.max_steps, reason, "Give more steps")
     loader.load_state_dict({**state["loader"], "consumed_samples": engine.global_samples})
     print_rank_0(f"resumed after step {engine.global_steps}")
-    return float(state.get("seconds", 0.0))
+    recording.earlier_seconds = float(state.get("seconds", 0.0))
 
 
 def save_checkpoint(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wavemare.data.chat import EncodedRows
     from wavemare.data.preferences import PairSamples
     from wavemare.data.sources import Source
-    from wavemare.hf.preferences import PreferenceLoss
+    from wavemare.hf.preferences import PairLoss, PreferenceLoss
     from wavemare.training.setup import Setup
 
 _SIZES = (
@@ -98,14 +98,14 @@ class TrainingPairs:
         chosen, _ = sides_of(self.validation_rows.first)
         return last_question(chosen, self.tokenizer, template_arguments_of(self.arguments))
 
-    def refer_to(self, loss: PreferenceLoss, setup: Setup) -> None:
-        """Ask a model for the reference's log-probabilities of all pairs; all ranks call this.
+    def ask_reference(self, setup: Setup, loss: PreferenceLoss) -> None:
+        """Compute the reference's log-probabilities of all pairs; all ranks call this.
 
         The run folder keeps them.
 
         Args:
-            loss: Of an engine whose model is the reference.
             setup: Of the run.
+            loss: Of an engine whose model is the reference.
         """
         import numpy as np
 
@@ -116,7 +116,7 @@ class TrainingPairs:
         if setup.rank == 0:
             np.savez(setup.folder / _FILE, **known)
 
-    def refer_to_other(self, setup: Setup) -> bool:
+    def ask_other_model(self, setup: Setup, loss: PairLoss) -> bool:
         """Ask the model of ``--reference``, in an engine of its own; all ranks call this.
 
         Returns:
@@ -129,14 +129,14 @@ class TrainingPairs:
 
         _, model = load_pair_model(self.arguments, self.arguments.reference)
         engine, *_ = wavemare.initialize(model=model, config=copy.deepcopy(setup.config))
-        self.refer_to(use_preferences(engine, self.arguments.beta), setup)
+        self.ask_reference(setup, use_pair_loss(engine, loss))
         engine.destroy()
         del engine, model
         gc.collect()  # the engine and its loss refer to each other
         return True
 
-    def recall_reference(self, setup: Setup) -> bool:
-        """Take what `refer_to` has found before the run was interrupted; all ranks call this.
+    def load_reference(self, setup: Setup) -> bool:
+        """Load what `ask_reference` found before the run was interrupted; all ranks call this.
 
         Returns:
             Whether there was such, of these pairs.
@@ -177,11 +177,18 @@ def read_pairs(source: Source, arguments: Any, tokenizer: Any) -> TrainingPairs:
     return TrainingPairs(source, tokenizer, arguments, rows, validation_rows, train, validation)
 
 
-def use_preferences(engine: Any, beta: float) -> PreferenceLoss:
-    """Make the loss of an engine's steps and evaluations DPO's; see `PreferenceLoss`."""
+def use_pair_loss(engine: Any, loss: PairLoss) -> PreferenceLoss:
+    """Make a loss of pairs that of an engine's steps and evaluations; see `PreferenceLoss`."""
     from wavemare.hf.preferences import PreferenceLoss
 
-    return PreferenceLoss(engine, beta=beta)
+    return PreferenceLoss(engine, loss)
+
+
+def inputs_of_pairs(model: Any) -> tuple[str, ...]:
+    """Return what of a batch travels between the stages of a model, by name."""
+    from wavemare.hf.preferences import inputs_of
+
+    return inputs_of(model.config)
 
 
 def check_preferences(args: Any) -> None:

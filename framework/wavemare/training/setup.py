@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,6 +140,24 @@ def prefer_bf16(setup: Setup) -> Setup:
             check_config(changed, world_size=setup.world_size)
             return replace(setup, config=changed)
     return setup
+
+
+def fill_in_auto(setup: Setup, *, lr: float, inputs: Sequence[str]) -> Setup:
+    """Return the setup with a learning rate for ``"lr": "auto"``, and with a pipeline's inputs.
+
+    Args:
+        setup: Of the run.
+        lr: The learning rate.
+        inputs: What of a batch travels between stages, by name.
+    """
+    config = copy.deepcopy(setup.config)
+    rates = config.get("optimizer", {}).get("params", {})
+    if rates.get("lr") == "auto":
+        rates["lr"] = lr
+    pipeline = config.get("wavemare", {}).get("pipeline")
+    if pipeline is not None:
+        pipeline["inputs"] = list(inputs)
+    return replace(setup, config=config)
 
 
 def join_and_seed(setup: Setup) -> None:

@@ -7,6 +7,7 @@ Usage: preferences.py FOLDER CASES; CASES is a JSON object of keyword arguments 
 import copy
 import json
 import sys
+from functools import partial
 
 import peft
 import torch
@@ -21,6 +22,7 @@ from wavemare.data.loader import ResumableLoader
 from wavemare.data.preferences import PairSamples
 from wavemare.hf.preferences import PreferenceLoss, inputs_of
 from wavemare.models import whole_state_dict
+from wavemare.recipes.llama.dpo import dpo_loss
 from wavemare.training.evaluation import evaluate, evaluation_loader
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
@@ -135,15 +137,15 @@ def train(*, zero=0, stages=1, ranks=1, section=None, **keys):
         "wavemare": section,
     }
     engine, *_ = wavemare.initialize(model=model, config=config)
-    loss = PreferenceLoss(engine, beta=BETA)
+    loss = PreferenceLoss(engine, partial(dpo_loss, beta=BETA))
     samples.reference = loss.log_probs_of(samples)
     batches = loss.batches(ResumableLoader.of(engine, samples, seed=3))
     losses, figures = [], []
     for _ in range(STEPS):
         losses.append(float(engine.train_batch(batches)))
-        figures.append([*loss.take_figures().values()])
+        figures.append([*loss.take_rewards().values()])
     evaluation = evaluate(engine, [*loss.batches(evaluation_loader(engine, samples))])
-    evaluated = loss.take_figures(training=False)
+    evaluated = loss.take_rewards(training=False)
     trained = whole_state_dict(engine.module) or {}
     engine.destroy()
     places = ResumableLoader(

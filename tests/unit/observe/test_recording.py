@@ -2,6 +2,7 @@
 """What a training loop of one's own leaves in its run folder, and what is told of memory."""
 
 import logging
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -71,7 +72,8 @@ def test_a_line_has_what_is_given_and_what_the_engine_tells(tmp_path):
 def test_a_recording_that_is_older_than_its_engine_gets_it_later(tmp_path, capsys):
     recording = Recording(tmp_path, steps=2, show=True)
     logging.getLogger("wavemare").warning("the model is large")
-    with recording.training(pipeline_engine(), tokens=64, seconds=100.0):
+    recording.earlier_seconds = 100.0
+    with recording.training(pipeline_engine(), tokens=64):
         for step in (1, 2):
             with recording.step(step), PROGRESS.doing("train_batch"):
                 pass
@@ -87,6 +89,25 @@ def test_a_recording_that_is_older_than_its_engine_gets_it_later(tmp_path, capsy
     assert facts.summary["results"]["training seconds"] > 100
     assert len(facts.trace.ranks[0].steps) == 2
     assert "the model is large" in [e["text"] for e in facts.events if e["kind"] == "warning"]
+
+
+def test_the_time_of_evaluations_is_not_in_the_speed(tmp_path, monkeypatch):
+    now = [0.0]
+    recording = Recording(tmp_path, pipeline_engine(), steps=3, tokens=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: now[0])
+        recording.begin()
+        for step in (1, 2, 3):
+            with recording.step(step):
+                now[0] += 2.0
+            recording.log(step, loss=1.0)
+            if step < 3:
+                now[0] += 50.0  # an evaluation
+                recording.log_eval(step, eval_loss=1.0)
+            with recording.saving(step, "a checkpoint"):
+                now[0] += 1.0  # counts
+        recording.end(finished=True)
+    assert recording.tokens_per_second == 3 * 60 / (3 * 2.0 + 3 * 1.0)
 
 
 @pytest.mark.parametrize("tells", ["train_batch", "forward"])

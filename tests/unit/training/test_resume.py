@@ -48,7 +48,7 @@ def test_a_run_that_is_past_the_last_step_is_not_continued():
     engine = SimpleNamespace(global_steps=20, load_checkpoint=lambda folder: (folder, {}))
     arguments = TrainArguments(max_steps=19)
     with refuses(ConfigError, "--max_steps", 19):
-        load_checkpoint(continued(arguments), engine, None)
+        load_checkpoint(continued(arguments), engine, None, None)
 
 
 def test_a_host_without_the_file_knows_the_best_evaluation_of_rank_0(tmp_path, monkeypatch):
