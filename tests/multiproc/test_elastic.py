@@ -6,6 +6,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from benchmarks.cluster import EmulatedCluster
 from wavemare.engine.launch.environment import free_port
@@ -27,6 +29,7 @@ pytestmark = [
 ]
 
 PROGRAM = Path(__file__).parent / "programs" / "elastic.py"
+CLUSTER = Path(__file__).resolve().parents[2] / "docs" / "cluster"
 LIMIT_S = 300
 STEPS = 200
 WAITS = {"steps": STEPS, "patience": 0.5}
@@ -442,3 +445,99 @@ def test_the_benchmark_kills_replicas_and_counts(tmp_path):
         assert rows[name]["kills"] >= 1
         assert 0 < rows[name]["goodput"] <= rows[name]["progress"] + 1e-9
         assert all(seconds > 0 for seconds in rows[name]["back_each_s"][:1])
+
+
+def containers(file):
+    """Return command and variables of each container by its name; the lighthouse comes first.
+
+    A pod has the number of its replica as an annotation, which the cluster writes.
+    """
+    documents = list(yaml.safe_load_all((CLUSTER / file).read_text()))
+    if "services" in documents[0]:
+        services = documents[0]["services"].items()
+        given = {n: (s["command"], s.get("environment", {})) for n, s in services if n != "prepare"}
+        return dict(sorted(given.items()))
+    by_kind = {one["kind"]: one for one in documents}
+    pods = {kind: by_kind[kind]["spec"]["template"]["spec"] for kind in ("Deployment", "Job")}
+    [server], [replica] = (pod["containers"] for pod in pods.values())
+    given = {by_kind["Service"]["metadata"]["name"]: (server["args"], {})}
+    for number in range(by_kind["Job"]["spec"]["completions"]):
+        variables = {each["name"]: each.get("value", str(number)) for each in replica["env"]}
+        given[f"replica{number}"] = replica["args"], variables
+    return given
+
+
+class Containers:
+    """The containers of a file, each on an emulated host of its own; those that fail start again.
+
+    Args:
+        cluster: Has a host for each of them.
+        given: See `containers`.
+        folder: For logs; what containers share lies in it, too.
+        started: See the fixture.
+    """
+
+    def __init__(self, cluster, given, folder, started):
+        self._cluster, self._given, self._started = cluster, given, started
+        self.folder, self._processes, self.codes = folder, {}, []
+        names = (cluster.folder / "hosts").read_text()
+        for number, name in enumerate(given):
+            names = names.replace(f" node{number}\n", f" node{number} {name}\n")
+        (cluster.folder / "hosts").write_text(names)
+        for name in given:
+            self._run(name)
+
+    def _run(self, name):
+        (words, variables), number = self._given[name], [*self._given].index(name)
+        enter = [*self._cluster.enter(number), "sh", "-c", 'cd "$0" && exec "$@"', self.folder]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        with open(self.folder / f"{name}.log", "a") as log:
+            self._processes[name] = subprocess.Popen(
+                [*enter, CLUSTER / "entrypoint", *words],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "DS_ACCELERATOR": "cpu", "PATH": path, **variables},
+            )
+        self._started.append(self._processes[name])
+
+    def kill(self, name):
+        """Let the rank of a replica die."""
+        for process in psutil.Process(self._processes[name].pid).children(recursive=True):
+            if "RANK" in process.environ():
+                process.kill()
+
+    def said(self, name):
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def present(self, name):
+        """Return whose changes each exchange had, by what a replica has printed."""
+        return [float(found) for found in re.findall(r"replicas ([0-9.]+)", self.said(name))]
+
+    def until(self, condition):
+        """Do what containers' restart policy does, until the condition holds."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline, "\n".join(map(self.said, self._given))
+            for name, process in list(self._processes.items()):
+                if process.poll() is not None:
+                    assert process.returncode != 0, self.said(name)
+                    self.codes.append(process.returncode)
+                    self._run(name)
+            time.sleep(0.1)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+@pytest.mark.parametrize("file", ["replicas.compose.yaml", "replicas.yaml"])
+def test_a_container_that_is_killed_comes_back(tmp_path, started, file):
+    given = containers(file)
+    with EmulatedCluster(len(given)) as cluster:
+        run = Containers(cluster, given, tmp_path, started)
+        run.until(lambda: run.present("replica0")[-1:] == [4.0])
+        run.kill("replica2")
+        run.until(lambda: 3.0 in run.present("replica0"))
+        run.until(lambda: run.present("replica0")[-1] == 4.0)
+        assert run.codes == [137]
+        assert "this replica goes on from another one's step" in run.said("replica2")
+        steps = [int(found) for found in re.findall(r"step (\d+): loss", run.said("replica0"))]
+        assert steps == list(range(32, steps[-1] + 1, 32))
