@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas that come and go: real kills, a lighthouse that is gone, replicas that do not fit.
 
-``make test-elastic`` installs torchft and runs these tests. Each replica is a job of its own.
+Each replica is a job of its own. One test runs in continuous integration, the others at night
+(``make test-elastic``).
 """
 
 import json
@@ -23,10 +24,7 @@ from benchmarks.cluster import EmulatedCluster
 from wavemare.engine.launch.environment import free_port
 
 OBSTACLE = EmulatedCluster.obstacle()
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft"),
-]
+pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft")
 
 PROGRAM = Path(__file__).parent / "programs" / "elastic.py"
 CLUSTER = Path(__file__).resolve().parents[2] / "docs" / "cluster"
@@ -177,6 +175,7 @@ def losses(run, rank):
     return [[row["step"], row["loss"], row["at"]] for row in run.steps(rank)]
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_without_failures_it_is_the_fixed_run_bit_for_bit(start, tmp_path, zero):
@@ -188,6 +187,7 @@ def test_without_failures_it_is_the_fixed_run_bit_for_bit(start, tmp_path, zero)
     assert len(run.digests(3) | twin.digests(3)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(4)
 def test_replicas_of_two_ranks_are_the_fixed_run_bit_for_bit(start, tmp_path):
     run = start(2, {"local": {**STREAM, **elastic(2)}, "zero": 1}, ranks=2).wait()
@@ -201,6 +201,7 @@ ZBV = {"pipeline": {"stages": 2, "schedule": "zbv"}}
 SPLIT = {"tensor_parallel": {"size": 2}}
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("section", [{"pipeline": {"stages": 2}}, SPLIT])
 def test_replicas_of_parts_are_the_fixed_run_bit_for_bit(start, tmp_path, section):
@@ -214,6 +215,7 @@ def test_replicas_of_parts_are_the_fixed_run_bit_for_bit(start, tmp_path, sectio
         assert len(set(ends)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     "given", [{"shapes": {n: {"n_layer": 6} for n in "01"}, "section": ZBV}, {"own": True}]
@@ -263,6 +265,7 @@ def test_a_killed_replica_costs_an_exchange_and_comes_back(start):
         assert own == twin[str(rank)]
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 def test_one_that_comes_back_at_the_last_step_makes_no_other_one(start):
     run = start(3, {"events": {"1": {"14": "kill"}}, "steps": 14, "late": "1"}).wait()
@@ -272,6 +275,7 @@ def test_one_that_comes_back_at_the_last_step_makes_no_other_one(start):
     assert len(run.digests(3)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 def test_one_that_dies_within_an_exchange_costs_the_others_that_exchange(start):
     run = start(3, {"events": {"1": {"12": "kill in the exchange"}}, **WAITS}).wait()
@@ -285,6 +289,7 @@ def test_one_that_dies_within_an_exchange_costs_the_others_that_exchange(start):
     assert len(run.digests(3)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 def test_all_but_one_are_gone_and_it_goes_on_alone(start):
     events = {"0": {"10": "kill"}, "2": {"15": "kill"}}
@@ -295,6 +300,7 @@ def test_all_but_one_are_gone_and_it_goes_on_alone(start):
     assert {len(run.steps(rank)) for rank in (0, 2)} == {9, 14}
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_too_few_replicas_end_after_a_time(start):
     local = elastic(2, min_replicas=2, timeout_s=5)
@@ -305,6 +311,7 @@ def test_too_few_replicas_end_after_a_time(start):
     assert {row["replicas"] for row in run.steps(1) if "replicas" in row} == {2.0}
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 def test_a_replica_that_diverges_leaves_and_the_others_go_on(start):
     run = start(3, {"events": {"2": {"6": "nan"}}, "steps": 30}).wait(2)
@@ -317,6 +324,7 @@ def test_a_replica_that_diverges_leaves_and_the_others_go_on(start):
     assert len(run.digests(2)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize(
     "unlike", [{"unlike": {"1": {"every": 8}}}, {"shapes": {"1": {"n_layer": 1}}}]
@@ -333,6 +341,7 @@ def test_a_replica_that_does_not_fit_is_refused_and_the_others_go_on(start, unli
     assert len(run.digests(1) | {row["digest"] for row in run.rows(2)[-1:]}) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_no_lighthouse_is_told_at_once(single):
     run = single("http://localhost:1", {"steps": 4}).wait(2)
@@ -344,6 +353,7 @@ SOON = {"elastic": {"timeout_s": 5, "start_s": 1}, "watchdog": {"timeout_s": 15}
 """Limits for a replica that is to end by itself."""
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_a_server_that_is_no_lighthouse_is_told_after_a_time(single):
     with socket.create_server(("localhost", 0)) as silent:
@@ -354,6 +364,7 @@ def test_a_server_that_is_no_lighthouse_is_told_after_a_time(single):
     assert "Traceback" not in run.said
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_a_lighthouse_that_stays_away_ends_the_replica(single, lighthouse):
     server, address = lighthouse()
@@ -365,6 +376,7 @@ def test_a_lighthouse_that_stays_away_ends_the_replica(single, lighthouse):
     assert "Traceback" not in run.said
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_one_that_stands_still_for_long_is_left_out_and_catches_up(start):
     """As a link that stalls: the other goes on alone, and the late one takes its weights."""
@@ -382,6 +394,7 @@ def test_one_that_stands_still_for_long_is_left_out_and_catches_up(start):
     assert len(run.digests(2)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_a_link_that_is_cut_for_a_minute(single, lighthouse):
@@ -403,19 +416,22 @@ def test_a_link_that_is_cut_for_a_minute(single, lighthouse):
     assert len(runs[0].digests(2)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
-def test_all_are_gone_and_come_back_from_their_checkpoints(start):
+@pytest.mark.parametrize(("saves", "first"), [({"save": 10, "load": True}, 11), ({}, 1)])
+def test_all_are_gone_and_come_back(start, saves, first):
+    """They go on from their checkpoints, and begin anew without."""
     events = {"0": {"14": "kill"}, "1": {"15": "kill"}}
-    given = {"events": events, "save": 10, "load": True, "steps": 40}
-    run = start(2, given).wait()
+    run = start(2, {"events": events, "steps": 40, **saves}).wait()
     for rank in (0, 1):
         again = [row["step"] for row in run.steps(rank) if row["attempt"]]
         assert again == list(range(again[0], 41))
-        assert again[0] >= 11
-    assert min(r["step"] for rank in (0, 1) for r in run.steps(rank) if r["attempt"]) == 11
+        assert again[0] >= first
+    assert min(r["step"] for rank in (0, 1) for r in run.steps(rank) if r["attempt"]) == first
     assert len(run.digests(2)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_a_lighthouse_that_dies_is_started_again(start):
     run = start(2, {"steps": 100, "sleep": 0.2})
@@ -432,6 +448,7 @@ def test_a_lighthouse_that_dies_is_started_again(start):
     assert len(run.digests(2)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_the_benchmark_kills_replicas_and_counts(tmp_path):
     file, systems = tmp_path / "result.json", "fixed,elastic,elastic-killed,restarts-killed"
@@ -526,6 +543,7 @@ class Containers:
             time.sleep(0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(4)
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 @pytest.mark.parametrize("file", ["replicas.compose.yaml", "replicas.yaml"])
