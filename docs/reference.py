@@ -6,10 +6,11 @@
 ``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``ratios of`` a table
 of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``duels of``,
 ``schedules of``, ``steps of``, ``gpu of`` result files that match NAME; ``families of``,
-``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``staleness of`` result
-files that match NAME; ``corrections of`` the engine's table; ``losses of`` a
-pipeline, ``stages x micro-batches``, over time. A test compares the pages with what
-this file would write. It also writes `LOSSES`, the table that the planner of local steps reads.
+``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``settings of`` local
+steps, which were measured; ``staleness of`` result files that match NAME; ``corrections of`` the
+engine's table; ``losses of`` a pipeline, ``stages x micro-batches``, over time. A test compares the
+pages with what this file would write. It also writes `LOSSES`, which the planner of local steps
+reads.
 """
 
 import inspect
@@ -71,7 +72,12 @@ def page(text: str) -> str:
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
     kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
     kinds |= {"times": times, "cells": cells, "gpu": gpu, "options": options}
-    kinds |= {"staleness": staleness, "corrections": corrections, "losses": in_time}
+    kinds |= {
+        "settings": settings,
+        "staleness": staleness,
+        "corrections": corrections,
+        "losses": in_time,
+    }
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -201,6 +207,24 @@ def measured_losses() -> str:
             row[name].append(round(figure, 4))
     lines = sorted(json.dumps({**json.loads(key), **row}) for key, row in found.items())
     return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+def settings(_: str) -> str:
+    """Return a row for each setting of `measured_losses`, with the range over its seeds."""
+    heads = ["inner optimizer", "weights", "steps between exchanges", "message", "fragments"]
+    heads += ["outer rate, momentum", "seeds", "gap of the loss", "times as many steps"]
+
+    def span(figures: list[float], form: str) -> str:
+        ends = dict.fromkeys((min(figures), max(figures))) if figures else {}
+        return " to ".join(format(each, form) for each in ends)
+
+    rows = []
+    for row in json.loads(measured_losses()):
+        bits = f"{row['message']} bits" if row["message"].isdigit() else f"`{row['message']}`"
+        cells = [row["optimizer"], f"{row['parameters'] / 1e6:.2f} M", str(row["every"]), bits]
+        cells += [str(row["fragments"]), row["outer"].replace("/", ", "), str(len(row["gaps"]))]
+        rows.append([*cells, span(row["gaps"], "+.1%"), span(row["steps"], ".2f")])
+    return _markdown([heads, ["---"] * 2 + ["---:"] * (len(heads) - 2), *rows])
 
 
 def _in_processes() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
