@@ -238,14 +238,14 @@ class Advice:
         elif far:
             yield f'  not measured: all of them at "every": {self.every}'
         yield "  not measured: larger models, longer runs, replicas of several ranks"
-        if self.optimizer is not None:
-            yield f"inner optimizer: {self.optimizer}, which lost least"
-        for message in sorted({row.message for row in measured() if not row.message.isdigit()}):
-            if (cost := penalty(message, measured())) is not None:
-                yield (
-                    f"sparse messages ({message}): none, they cost {100 * cost:.1f} points more of "
-                    "the loss than 32 bits"
-                )
+        name = self.optimizer
+        chosen = f"{name}, which lost least" if name else "as you like, no two were compared"
+        yield f"inner optimizer: {chosen}"
+        sparse = {row.message for row in measured() if not row.message.isdigit()}
+        costs = {message: penalty(message, measured()) for message in sorted(sparse)}
+        told = [f"{each} cost {100 * cost:.1f} points" for each, cost in costs.items() if cost]
+        reason = f"{', '.join(told)} more of the loss" if told else "their loss was not measured"
+        yield f"sparse messages: none, {reason}"
 
     def _is_near(self, row: Measured) -> bool:
         return max(row.every / self.every, self.every / row.every) <= _SAME
