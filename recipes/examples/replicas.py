@@ -38,7 +38,8 @@ def main(steps: int) -> None:
 
     engine, *_ = wavemare.initialize(model=GPT2LMHeadModel(config), config=CONFIG)
     loader = ResumableLoader.of(engine, samples, seed=1)
-    engine.load_checkpoint(OUTPUT)  # if there is one: only those that nobody lives beside need it
+    if os.path.exists(OUTPUT):  # needed if all replicas were gone; else a living one's state counts
+        engine.load_checkpoint(OUTPUT)
     loader.consumed_samples = engine.global_samples
     loader.consumed_samples += engine.join_replicas()  # those that are there may be further on
     while engine.global_steps < steps:  # one that comes back goes on at the others' step

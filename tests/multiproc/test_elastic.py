@@ -477,7 +477,8 @@ def containers(file):
     by_kind = {one["kind"]: one for one in documents}
     pods = {kind: by_kind[kind]["spec"]["template"]["spec"] for kind in ("Deployment", "Job")}
     [server], [replica] = (pod["containers"] for pod in pods.values())
-    given = {by_kind["Service"]["metadata"]["name"]: (server["args"], {})}
+    quiet = {each["name"]: each["value"] for each in server["env"]}
+    given = {by_kind["Service"]["metadata"]["name"]: (server["args"], quiet)}
     for number in range(by_kind["Job"]["spec"]["completions"]):
         variables = {each["name"]: each.get("value", str(number)) for each in replica["env"]}
         given[f"replica{number}"] = replica["args"], variables
