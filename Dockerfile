@@ -37,7 +37,7 @@ COPY engine engine
 COPY pipeline pipeline
 COPY comm comm
 COPY recipes recipes
-RUN /opt/wavemare/bin/pip install --no-cache-dir --constraint constraints.txt ".[${MPI},report,sparse]"
+RUN /opt/wavemare/bin/pip install --no-cache-dir --constraint constraints.txt ".[${MPI},report,sparse,torchft]"
 
 FROM base
 ARG UID=1000

@@ -7,7 +7,7 @@
 # make test-openmpi, test-hosts, test-gpu   those of another MPI, of several hosts, of a GPU
 # make test-megatron   proofs against megatron-core itself, which it installs
 # make test-tuning   proofs with bitsandbytes, torchao and TRL, which it installs
-# make test-elastic   kills of replicas, with torchft, which it installs
+# make test-elastic   kills of replicas that come and go
 # make test-oldest, test-newest   unit tests with the oldest versions that are allowed, the newest
 # make conformance DEEPSPEED_TESTS=FOLDER   DeepSpeed's own unit tests with our engines
 # make docs    builds the site of the documentation into build/docs; make reference writes the tables
@@ -114,7 +114,8 @@ $(PASSED)-%: $(DEV)
 	touch $@
 
 NIGHTLY_unit := $(TWO) tests/unit
-NIGHTLY_ranks := $(TWO) tests/multiproc
+ELASTIC := tests/multiproc/test_quorum.py tests/multiproc/test_elastic.py
+NIGHTLY_ranks := $(TWO) $(ELASTIC:%=--ignore=%) tests/multiproc
 NIGHTLY_pages := $(TWO) tests/e2e/test_documentation.py
 NIGHTLY_commands := $(TWO) $(ALONE:%=--ignore=%) --ignore=tests/e2e/test_documentation.py \
     --ignore=tests/e2e/test_hosts.py --ignore=tests/e2e/test_megatron_core.py tests/e2e
@@ -140,10 +141,9 @@ test-tuning: $(DEV)
 	$(PIP) install --quiet --editable '.[bnb,torchao,trl]'
 	$(call pytest) -m nightly tests/multiproc/test_tuning.py tests/e2e/test_tuning_pages.py tests/unit/data/test_row_format.py tests/unit/models/test_int8.py $(ARGS)
 
-# Replicas that come and go, with real kills.
+# Replicas that come and go, with real kills, one test at a time.
 test-elastic: $(DEV)
-	$(PIP) install --quiet --editable '.[torchft]'
-	$(call pytest) -m nightly tests/multiproc/test_quorum.py tests/multiproc/test_elastic.py $(ARGS)
+	$(call pytest) $(ELASTIC) $(ARGS)
 
 # The unit tests with the oldest versions that pyproject.toml allows, and with the newest ones.
 test-oldest: RESOLUTION := lowest-direct

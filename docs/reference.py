@@ -6,10 +6,11 @@
 ``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``ratios of`` a table
 of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``duels of``,
 ``schedules of``, ``steps of``, ``gpu of`` result files that match NAME; ``families of``,
-``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``staleness of`` result
-files that match NAME; ``corrections of`` the engine's table; ``losses of`` a
-pipeline, ``stages x micro-batches``, over time. A test compares the pages with what
-this file would write.
+``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``settings of`` local
+steps, which were measured; ``staleness of`` result files that match NAME; ``corrections of`` the
+engine's table; ``losses of`` a pipeline, ``stages x micro-batches``, over time. A test compares the
+pages with what this file would write. It also writes `LOSSES`, which the planner of local steps
+reads.
 """
 
 import inspect
@@ -29,12 +30,15 @@ from pydantic import BaseModel
 from benchmarks.curve import first_at
 from benchmarks.local_steps.request import BASELINE, WARMED
 from wavemare.engine.config.resolve import WavemareConfig
+from wavemare.parallel.planner import local_steps as planner
 from wavemare.pipeline.staleness.staleness import MEASURED, largest_staleness, policy_optimizer
 from wavemare.simulation.quality import SYSTEMS
 from wavemare.training import megatron
 
 TESTS = Path(__file__).parents[1] / "tests"
 RESULTS = Path(__file__).with_name("results")
+LOSSES = Path(planner.__file__).with_name("local_steps.json")
+"""What local steps were measured to lose: the file of the package that the planner reads."""
 PAGES = (
     Path(__file__).with_name("configuration.md"),
     Path(__file__).with_name("asynchronous.md"),
@@ -68,7 +72,12 @@ def page(text: str) -> str:
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
     kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
     kinds |= {"times": times, "cells": cells, "gpu": gpu, "options": options}
-    kinds |= {"staleness": staleness, "corrections": corrections, "losses": in_time}
+    kinds |= {
+        "settings": settings,
+        "staleness": staleness,
+        "corrections": corrections,
+        "losses": in_time,
+    }
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -183,6 +192,74 @@ def times(name: str) -> str:
             rows.append([text, *cells])
     head = ["ZeRO 1's time over", *heads.values()]
     return _markdown([head, ["---"] + ["---:"] * len(heads), *rows])
+
+
+def measured_losses() -> str:
+    """Return `LOSSES` anew: a line for each setting of local steps, with the figures of its seeds.
+
+    Gaps are to synchronous training with the same inner optimizer and as many steps; ``steps`` says
+    how many times as many steps the loss of synchronous training takes, where that was measured.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for setting, figures in (*_in_processes(), *_replayed()):
+        row = found.setdefault(json.dumps(setting), {"gaps": [], "losses": [], "steps": []})
+        for name, figure in figures.items():
+            row[name].append(round(figure, 4))
+    lines = sorted(json.dumps({**json.loads(key), **row}) for key, row in found.items())
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+def settings(_: str) -> str:
+    """Return a row for each setting of `measured_losses`, with the range over its seeds."""
+    heads = ["inner optimizer", "weights", "steps between exchanges", "message", "fragments"]
+    heads += ["outer rate, momentum", "seeds", "gap of the loss", "times as many steps"]
+
+    def span(figures: list[float], form: str) -> str:
+        ends = dict.fromkeys((min(figures), max(figures))) if figures else {}
+        return " to ".join(format(each, form) for each in ends)
+
+    rows = []
+    for row in json.loads(measured_losses()):
+        bits = f"{row['message']} bits" if row["message"].isdigit() else f"`{row['message']}`"
+        cells = [row["optimizer"], f"{row['parameters'] / 1e6:.2f} M", str(row["every"]), bits]
+        cells += [str(row["fragments"]), row["outer"].replace("/", ", "), str(len(row["gaps"]))]
+        rows.append([*cells, span(row["gaps"], "+.1%"), span(row["steps"], ".2f")])
+    return _markdown([heads, ["---"] * 2 + ["---:"] * (len(heads) - 2), *rows])
+
+
+def _in_processes() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Yield setting and figures of each row of ``benchmarks local-steps`` without first steps."""
+    fragments = {"wavemare-local-steps": 1, "wavemare-local-steps-streaming": 4}
+    for result in _results("slow-links-loss-cold-*.json"):
+        request = result["request"]
+        for row in (row for row in result["rows"] if row["system"] in fragments):
+            setting = {"optimizer": "AdamW", "every": request["every"], "message": "32"}
+            setting |= {"fragments": fragments[row["system"]], "outer": "1/0.5"}
+            setting |= {"replicas": request["ranks"], "parameters": result["parameters"]}
+            figures = {"gaps": row["loss_gap"], "losses": row["eval_loss"]}
+            figures["steps"] = row["steps_to_loss"] / request["quality"]
+            yield setting | {"training": request["quality"]}, figures
+
+
+def _replayed() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Yield the same of ``benchmarks local-steps-loss``, with gaps over all of its files."""
+    names = {"adamw": "AdamW", "muon": "Muon"}
+    files = list(_results("slow-links-messages-*.json"))
+    rows = [({**f["request"], "parameters": f["parameters"]}, r) for f in files for r in f["rows"]]
+
+    def run(request: dict[str, Any], row: dict[str, Any]) -> list[Any]:
+        sizes = [request[name] for name in ("steps", "parameters", "replicas", "batch", "sequence")]
+        return [row["optimizer"], row["seed"], *sizes]
+
+    for request, row in rows:
+        if row["every"]:
+            own = run(request, row)
+            alone = [r["loss"] for q, r in rows if not r["every"] and run(q, r) == own]
+            setting = {"optimizer": names[row["optimizer"]], "every": row["every"]}
+            setting |= {"message": row["message"], "fragments": 1, "outer": row["outer"]}
+            setting |= {"replicas": request["replicas"], "parameters": request["parameters"]}
+            figures = {"gaps": row["loss"] / min(alone) - 1, "losses": row["loss"]}
+            yield setting | {"training": request["steps"]}, figures
 
 
 def duels(pattern: str) -> str:
@@ -485,3 +562,4 @@ def _first_line(model: type[BaseModel]) -> str:
 if __name__ == "__main__":
     for each in PAGES:
         each.write_text(page(each.read_text()))
+    LOSSES.write_text(measured_losses())

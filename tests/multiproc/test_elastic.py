@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas that come and go: real kills, a lighthouse that is gone, replicas that do not fit.
 
-``make test-elastic`` installs torchft and runs these tests. Each replica is a job of its own.
+Each replica is a job of its own. One test runs in continuous integration, the others at night
+(``make test-elastic``).
 """
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,17 +18,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from benchmarks.cluster import EmulatedCluster
 from wavemare.engine.launch.environment import free_port
 
 OBSTACLE = EmulatedCluster.obstacle()
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft"),
-]
+pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs torchft")
 
 PROGRAM = Path(__file__).parent / "programs" / "elastic.py"
+CLUSTER = Path(__file__).resolve().parents[2] / "docs" / "cluster"
 LIMIT_S = 300
 STEPS = 200
 WAITS = {"steps": STEPS, "patience": 0.5}
@@ -174,6 +175,7 @@ def losses(run, rank):
     return [[row["step"], row["loss"], row["at"]] for row in run.steps(rank)]
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_without_failures_it_is_the_fixed_run_bit_for_bit(start, tmp_path, zero):
@@ -185,6 +187,7 @@ def test_without_failures_it_is_the_fixed_run_bit_for_bit(start, tmp_path, zero)
     assert len(run.digests(3) | twin.digests(3)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(4)
 def test_replicas_of_two_ranks_are_the_fixed_run_bit_for_bit(start, tmp_path):
     run = start(2, {"local": {**STREAM, **elastic(2)}, "zero": 1}, ranks=2).wait()
@@ -198,6 +201,7 @@ ZBV = {"pipeline": {"stages": 2, "schedule": "zbv"}}
 SPLIT = {"tensor_parallel": {"size": 2}}
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("section", [{"pipeline": {"stages": 2}}, SPLIT])
 def test_replicas_of_parts_are_the_fixed_run_bit_for_bit(start, tmp_path, section):
@@ -211,6 +215,7 @@ def test_replicas_of_parts_are_the_fixed_run_bit_for_bit(start, tmp_path, sectio
         assert len(set(ends)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     "given", [{"shapes": {n: {"n_layer": 6} for n in "01"}, "section": ZBV}, {"own": True}]
@@ -260,6 +265,7 @@ def test_a_killed_replica_costs_an_exchange_and_comes_back(start):
         assert own == twin[str(rank)]
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 def test_one_that_comes_back_at_the_last_step_makes_no_other_one(start):
     run = start(3, {"events": {"1": {"14": "kill"}}, "steps": 14, "late": "1"}).wait()
@@ -269,6 +275,7 @@ def test_one_that_comes_back_at_the_last_step_makes_no_other_one(start):
     assert len(run.digests(3)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 def test_one_that_dies_within_an_exchange_costs_the_others_that_exchange(start):
     run = start(3, {"events": {"1": {"12": "kill in the exchange"}}, **WAITS}).wait()
@@ -282,6 +289,7 @@ def test_one_that_dies_within_an_exchange_costs_the_others_that_exchange(start):
     assert len(run.digests(3)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 def test_all_but_one_are_gone_and_it_goes_on_alone(start):
     events = {"0": {"10": "kill"}, "2": {"15": "kill"}}
@@ -292,6 +300,7 @@ def test_all_but_one_are_gone_and_it_goes_on_alone(start):
     assert {len(run.steps(rank)) for rank in (0, 2)} == {9, 14}
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_too_few_replicas_end_after_a_time(start):
     local = elastic(2, min_replicas=2, timeout_s=5)
@@ -302,6 +311,7 @@ def test_too_few_replicas_end_after_a_time(start):
     assert {row["replicas"] for row in run.steps(1) if "replicas" in row} == {2.0}
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 def test_a_replica_that_diverges_leaves_and_the_others_go_on(start):
     run = start(3, {"events": {"2": {"6": "nan"}}, "steps": 30}).wait(2)
@@ -314,6 +324,7 @@ def test_a_replica_that_diverges_leaves_and_the_others_go_on(start):
     assert len(run.digests(2)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize(
     "unlike", [{"unlike": {"1": {"every": 8}}}, {"shapes": {"1": {"n_layer": 1}}}]
@@ -330,6 +341,7 @@ def test_a_replica_that_does_not_fit_is_refused_and_the_others_go_on(start, unli
     assert len(run.digests(1) | {row["digest"] for row in run.rows(2)[-1:]}) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_no_lighthouse_is_told_at_once(single):
     run = single("http://localhost:1", {"steps": 4}).wait(2)
@@ -341,6 +353,7 @@ SOON = {"elastic": {"timeout_s": 5, "start_s": 1}, "watchdog": {"timeout_s": 15}
 """Limits for a replica that is to end by itself."""
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_a_server_that_is_no_lighthouse_is_told_after_a_time(single):
     with socket.create_server(("localhost", 0)) as silent:
@@ -351,6 +364,7 @@ def test_a_server_that_is_no_lighthouse_is_told_after_a_time(single):
     assert "Traceback" not in run.said
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_a_lighthouse_that_stays_away_ends_the_replica(single, lighthouse):
     server, address = lighthouse()
@@ -362,6 +376,7 @@ def test_a_lighthouse_that_stays_away_ends_the_replica(single, lighthouse):
     assert "Traceback" not in run.said
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_one_that_stands_still_for_long_is_left_out_and_catches_up(start):
     """As a link that stalls: the other goes on alone, and the late one takes its weights."""
@@ -379,6 +394,7 @@ def test_one_that_stands_still_for_long_is_left_out_and_catches_up(start):
     assert len(run.digests(2)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 def test_a_link_that_is_cut_for_a_minute(single, lighthouse):
@@ -400,19 +416,22 @@ def test_a_link_that_is_cut_for_a_minute(single, lighthouse):
     assert len(runs[0].digests(2)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
-def test_all_are_gone_and_come_back_from_their_checkpoints(start):
+@pytest.mark.parametrize(("saves", "first"), [({"save": 10, "load": True}, 11), ({}, 1)])
+def test_all_are_gone_and_come_back(start, saves, first):
+    """They go on from their checkpoints, and begin anew without."""
     events = {"0": {"14": "kill"}, "1": {"15": "kill"}}
-    given = {"events": events, "save": 10, "load": True, "steps": 40}
-    run = start(2, given).wait()
+    run = start(2, {"events": events, "steps": 40, **saves}).wait()
     for rank in (0, 1):
         again = [row["step"] for row in run.steps(rank) if row["attempt"]]
         assert again == list(range(again[0], 41))
-        assert again[0] >= 11
-    assert min(r["step"] for rank in (0, 1) for r in run.steps(rank) if r["attempt"]) == 11
+        assert again[0] >= first
+    assert min(r["step"] for rank in (0, 1) for r in run.steps(rank) if r["attempt"]) == first
     assert len(run.digests(2)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_a_lighthouse_that_dies_is_started_again(start):
     run = start(2, {"steps": 100, "sleep": 0.2})
@@ -429,6 +448,7 @@ def test_a_lighthouse_that_dies_is_started_again(start):
     assert len(run.digests(2)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_the_benchmark_kills_replicas_and_counts(tmp_path):
     file, systems = tmp_path / "result.json", "fixed,elastic,elastic-killed,restarts-killed"
@@ -442,3 +462,101 @@ def test_the_benchmark_kills_replicas_and_counts(tmp_path):
         assert rows[name]["kills"] >= 1
         assert 0 < rows[name]["goodput"] <= rows[name]["progress"] + 1e-9
         assert all(seconds > 0 for seconds in rows[name]["back_each_s"][:1])
+
+
+def containers(file):
+    """Return command and variables of each container by its name; the lighthouse comes first.
+
+    A pod has the number of its replica as an annotation, which the cluster writes.
+    """
+    documents = list(yaml.safe_load_all((CLUSTER / file).read_text()))
+    if "services" in documents[0]:
+        services = documents[0]["services"].items()
+        given = {n: (s["command"], s.get("environment", {})) for n, s in services if n != "prepare"}
+        return dict(sorted(given.items()))
+    by_kind = {one["kind"]: one for one in documents}
+    pods = {kind: by_kind[kind]["spec"]["template"]["spec"] for kind in ("Deployment", "Job")}
+    [server], [replica] = (pod["containers"] for pod in pods.values())
+    quiet = {each["name"]: each["value"] for each in server["env"]}
+    given = {by_kind["Service"]["metadata"]["name"]: (server["args"], quiet)}
+    for number in range(by_kind["Job"]["spec"]["completions"]):
+        variables = {each["name"]: each.get("value", str(number)) for each in replica["env"]}
+        given[f"replica{number}"] = replica["args"], variables
+    return given
+
+
+class Containers:
+    """The containers of a file, each on an emulated host of its own; those that fail start again.
+
+    Args:
+        cluster: Has a host for each of them.
+        given: See `containers`.
+        folder: For logs; what containers share lies in it, too.
+        started: See the fixture.
+    """
+
+    def __init__(self, cluster, given, folder, started):
+        self._cluster, self._given, self._started = cluster, given, started
+        self.folder, self._processes, self.codes = folder, {}, []
+        names = (cluster.folder / "hosts").read_text()
+        for number, name in enumerate(given):
+            names = names.replace(f" node{number}\n", f" node{number} {name}\n")
+        (cluster.folder / "hosts").write_text(names)
+        for name in given:
+            self._run(name)
+
+    def _run(self, name):
+        (words, variables), number = self._given[name], [*self._given].index(name)
+        enter = [*self._cluster.enter(number), "sh", "-c", 'cd "$0" && exec "$@"', self.folder]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        with open(self.folder / f"{name}.log", "a") as log:
+            self._processes[name] = subprocess.Popen(
+                [*enter, CLUSTER / "entrypoint", *words],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "DS_ACCELERATOR": "cpu", "PATH": path, **variables},
+            )
+        self._started.append(self._processes[name])
+
+    def kill(self, name):
+        """Let the rank of a replica die."""
+        for process in psutil.Process(self._processes[name].pid).children(recursive=True):
+            if "RANK" in process.environ():
+                process.kill()
+
+    def said(self, name):
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def present(self, name):
+        """Return whose changes each exchange had, by what a replica has printed."""
+        return [float(found) for found in re.findall(r"replicas ([0-9.]+)", self.said(name))]
+
+    def until(self, condition):
+        """Do what containers' restart policy does, until the condition holds."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline, "\n".join(map(self.said, self._given))
+            for name, process in list(self._processes.items()):
+                if process.poll() is not None:
+                    assert process.returncode != 0, self.said(name)
+                    self.codes.append(process.returncode)
+                    self._run(name)
+            time.sleep(0.1)
+
+
+@pytest.mark.nightly
+@pytest.mark.world_size(4)
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+@pytest.mark.parametrize("file", ["replicas.compose.yaml", "replicas.yaml"])
+def test_a_container_that_is_killed_comes_back(tmp_path, started, file):
+    given = containers(file)
+    with EmulatedCluster(len(given)) as cluster:
+        run = Containers(cluster, given, tmp_path, started)
+        run.until(lambda: run.present("replica0")[-1:] == [4.0])
+        run.kill("replica2")
+        run.until(lambda: 3.0 in run.present("replica0"))
+        run.until(lambda: run.present("replica0")[-1] == 4.0)
+        assert run.codes == [137]
+        assert "this replica goes on from another one's step" in run.said("replica2")
+        steps = [int(found) for found in re.findall(r"step (\d+): loss", run.said("replica0"))]
+        assert steps == list(range(32, steps[-1] + 1, 32))

@@ -48,7 +48,6 @@ def come(world):
                 replica=replica,
                 replicas=2,
                 least=1,
-                group=distributed.group.WORLD,
                 timeout_s=20.0,
                 state=lambda: {"header": list(TURN), "weights": state},
                 digests=(1, settings),

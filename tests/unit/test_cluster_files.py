@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "docs" / "cluster"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((CLUSTER / "compose.yaml").read_text())
+REPLICAS = yaml.safe_load((CLUSTER / "replicas.compose.yaml").read_text())["services"]
 BATCH_SCRIPTS = sorted(CLUSTER.glob("*.sbatch"))
 BIN = Path(sys.executable).parent
 NO_VALIDATOR = "kubernetes-validate is not installed (the extra 'cluster')"
@@ -49,15 +50,19 @@ TEMPLATES = {
     "launcher": MPI_JOB["spec"]["mpiReplicaSpecs"]["Launcher"]["template"],
     "worker": MPI_JOB["spec"]["mpiReplicaSpecs"]["Worker"]["template"],
     "torchrun": kind("torchrun-job.yaml", "Job")["spec"]["template"],
+    "replica": kind("replicas.yaml", "Job")["spec"]["template"],
 }
 
 
-@pytest.mark.parametrize("name", ["mpijob.yaml", "torchrun-job.yaml"])
-def test_kubernetes_takes_the_other_documents(name):
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("mpijob.yaml", "1.28"), ("torchrun-job.yaml", "1.28"), ("replicas.yaml", "1.29")],
+)
+def test_kubernetes_takes_the_other_documents(name, version):
     validator = pytest.importorskip("kubernetes_validate", reason=NO_VALIDATOR)
     for document in documents(name):
         if document["kind"] != "MPIJob":
-            validator.validate(document, "1.28", strict=True)
+            validator.validate(document, version, strict=True)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -119,6 +124,25 @@ def test_the_torchrun_job_trains_on_its_configuration():
     ranks = nodes * int(words["--nproc-per-node"])
     check_config(config, world_size=ranks)
     check_batch_sizes(config, data_world_size=ranks)
+
+
+def test_replicas_of_both_files_are_the_same():
+    """The nightly tests of replicas run what is in these containers."""
+    (server,) = kind("replicas.yaml", "Deployment")["spec"]["template"]["spec"]["containers"]
+    (replica,) = TEMPLATES["replica"]["spec"]["containers"]
+    services = [one for name, one in REPLICAS.items() if name.startswith("replica")]
+    numbers = [one["environment"]["WAVEMARE_REPLICA"] for one in services]
+    assert numbers == [str(n) for n in range(kind("replicas.yaml", "Job")["spec"]["completions"])]
+    assert {tuple(one["command"]) for one in services} == {tuple(replica["args"])}
+    assert REPLICAS["lighthouse"]["command"] == server["args"]
+    variables = {each["name"]: each.get("value") for each in replica["env"]}
+    addresses = {one["environment"]["TORCHFT_LIGHTHOUSE"] for one in services}
+    service = kind("replicas.yaml", "Service")
+    for address, host in (
+        (variables["TORCHFT_LIGHTHOUSE"], service["metadata"]["name"]),
+        (*addresses, "lighthouse"),
+    ):
+        assert address == f"http://{host}:{service['spec']['ports'][0]['port']}"
 
 
 def test_compose_trains_on_its_hosts(tmp_path, monkeypatch):

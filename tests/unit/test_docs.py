@@ -58,6 +58,7 @@ def test_generated_tables_are_those_of_the_models_and_results():
     for page in REFERENCE.PAGES:
         text = page.read_text()
         assert REFERENCE.page(text) == text, "run `make reference`"
+    assert REFERENCE.LOSSES.read_text() == REFERENCE.measured_losses(), "run `make reference`"
     text = REFERENCE.PAGES[0].read_text()
     marked = re.findall(r"^<!-- generated: keys of (\w+) -->$", text, re.MULTILINE)
     assert sorted(marked) == sorted(["wavemare", *REFERENCE.SECTIONS])

@@ -370,7 +370,11 @@ def launch_script(
     ] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(min=0, help="How often each of the REPLICAS starts again. (Default: 100.)"),
+        typer.Option(
+            min=0,
+            help="How often each of the REPLICAS starts again, or this job if it is the replica "
+            "WAVEMARE_REPLICA. (Default: 100, and 0.)",
+        ),
     ] = None,
     print_command: PrintCommand = False,
 ) -> None:
@@ -378,7 +382,8 @@ def launch_script(
 
     For example: wavemare launch --nproc 4 train.py --epochs 3
 
-    With --replicas, torchft's lighthouse runs as well, and a replica that fails starts again.
+    With --replicas, torchft's lighthouse runs as well, and a replica that fails starts again. With
+    --max-restarts, so does a job that is one of several machines' replicas.
 
     Unlike the launchers themselves it fails if the hostfile is wrong or a rank is killed.
     """
@@ -395,10 +400,11 @@ def launch_script(
         hosts=read_hosts(hostfile),
         hostfile=hostfile,
         launcher_options=split_options(launcher_args),
-        max_restarts=0 if replicas is None else _RESTARTS if max_restarts is None else max_restarts,
+        max_restarts=_RESTARTS * (replicas is not None) if max_restarts is None else max_restarts,
     )
-    if replicas is None and max_restarts is not None:
-        reason, remedy = "only replicas start again by themselves", "Use torchrun --max-restarts"
+    if replicas is None and max_restarts is not None and REPLICA not in os.environ:
+        reason = "only replicas start again by themselves"
+        remedy = "Use torchrun --max-restarts, or set WAVEMARE_REPLICA if this is a replica"
         raise ConfigError("--max-restarts", max_restarts, reason, remedy)
     if replicas is not None:
         raise typer.Exit(job.run_replicas(replicas))

@@ -124,6 +124,7 @@ def local_steps(
         bits=32 if dtype == "fp32" else 16,
         zero=zero,
     )
-    typer.echo(str(advise(link)))
+    advice = advise(link)
+    typer.echo(str(advice))
     if failures.per_day:
-        typer.echo(str(failures))
+        typer.echo(failures.told(replicas, advice.period_s))

@@ -52,7 +52,11 @@ def start(given):
     config["wavemare"] |= given.get("section", {})
     config["wavemare"]["watchdog"] = given.get("watchdog", {})
     shape = given.get("shapes", {}).get(os.environ.get("WAVEMARE_REPLICA"), {})
-    model = build_pipeline() if given.get("own") else build_gpt2(**QUIET, **shape)
+    if given.get("own"):
+        wavemare.init_distributed()  # DeepSpeed cuts the model by the ranks
+        model = build_pipeline()
+    else:
+        model = build_gpt2(**QUIET, **shape)
     return wavemare.initialize(model=model, config=config)[0]
 
 

@@ -341,3 +341,21 @@ def test_each_replica_starts_again_by_itself(tmp_path, end, code):
     assert lines == [f"wavemare: {who} ended with 137" for who in ("replica 1", "the server")]
     told = [process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"])]
     assert not [words for words in told if str(tmp_path) in words]
+
+
+@pytest.mark.parametrize(("number", "code", "attempts"), [("1", 0, 2), (None, 2, 0)])
+def test_a_job_that_is_a_replica_starts_again_and_no_other(
+    tmp_path, monkeypatch, number, code, attempts
+):
+    monkeypatch.delenv("WAVEMARE_REPLICA", raising=False)
+    if number is not None:
+        monkeypatch.setenv("WAVEMARE_REPLICA", number)
+    script, tried = tmp_path / "dies_once.py", tmp_path / "tried"
+    again = f"again = os.path.exists({str(tried)!r})\nopen({str(tried)!r}, 'a').write('x')\n"
+    script.write_text(f"import os\n{again}again or os.kill(os.getpid(), 9)\n")
+    words = [sys.executable, "-m", "wavemare", "launch", "--nproc", "1", "--max-restarts", "3"]
+    done = subprocess.run(
+        [*words, str(script)], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert (len(tried.read_text()) if attempts else tried.exists()) == attempts
