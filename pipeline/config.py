@@ -98,10 +98,10 @@ class PipelineConfig(Section):
     ``auto`` and a file: the number of ranks of the pipeline, each of which may have several
     stages."""
 
-    partition: str | list[int] = "parameters"
+    partition: str | list[int] | list[list[int]] = "parameters"
     """What makes stages equal: the number of parameters (``parameters``), the same without the word
     embedding (``compute``), measured times (``time``), or the number of layers (``uniform``). A
-    list gives the first layer of each stage."""
+    list gives the first layer of each stage, and a list of such lists those of each replica."""
 
     chunks: int | None = Field(default=None, ge=1)
     """For ``interleaved``: stages per rank; 2 if omitted."""
@@ -125,6 +125,14 @@ class PipelineConfig(Section):
 
     pipemare: PipeMareConfig = PipeMareConfig()
     """Settings of the schedule ``pipemare``."""
+
+    @property
+    def own_cuts(self) -> list[list[int]] | None:
+        """The first layers of each replica's stages, where replicas are cut apart; else None."""
+        given = self.partition
+        if isinstance(given, str) or not given or not isinstance(given[0], list):
+            return None
+        return given  # type: ignore[return-value]
 
     @property
     def is_asynchronous(self) -> bool:
