@@ -106,6 +106,11 @@ class PipelineConfig(Section):
     chunks: int | None = Field(default=None, ge=1)
     """For ``interleaved``: stages per rank; 2 if omitted."""
 
+    slack: int | None = Field(default=None, ge=0)
+    """For ``1f1b``: how many micro-batches each stage runs further ahead of the next one. 1 hides
+    the latency of slow messages, and nearly doubles the activations; 0 if omitted. No result
+    changes. (``pipemare`` has a key of its own.)"""
+
     memory_limit: str | None = None
     """For ``auto``: the most activations of a rank, as a share of 1F1B's on its first rank, such as
     ``0.63x``; ``1x`` if omitted."""

@@ -121,7 +121,7 @@ REMOVED: Mapping[str, Removed] = {
     ),
 }
 """By the key, counted from the section."""
-_OPTIONS = "chunks", "memory_limit"
+_OPTIONS = "chunks", "memory_limit", "slack"
 """Keys of a pipeline that are options of some schedules."""
 _BESIDE_PIPEMARE: _Beside = {
     "fp16.enabled": (_OFF, 'stages at different steps cannot share a loss scale; use "bf16"'),
@@ -393,6 +393,7 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     pipeline, key = ours.pipeline, f"{SECTION}.pipeline"
     given = pipeline.model_dump(exclude_unset=True)
     users = {name: [n for n, row in SCHEDULES.items() if name in row.options] for name in _OPTIONS}
+    users["slack"] = [name for name in users["slack"] if SCHEDULES[name].flushes]
     users["pipemare"] = [n for n, row in SCHEDULES.items() if not row.flushes]
     for name, schedules in users.items():
         yield (

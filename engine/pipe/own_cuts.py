@@ -8,25 +8,17 @@ of a segment. These ranks are a group: they begin with the same weights, and ave
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 from deepspeed import comm as dist
 from torch import Tensor
 
 from wavemare.engine.pipe.chunks import numbered_layers
+from wavemare.pipeline.plan.partition import segments
 
 _BUCKET = 500_000_000
 """Numbers of one all-reduce, as in DeepSpeed's pipelines."""
-
-
-def segments(cuts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the ranges [first, end) of layers that no replica cuts.
-
-    Args:
-        cuts: The bounds of each replica's stages.
-    """
-    return list(pairwise(sorted({bound for bounds in cuts for bound in bounds})))
 
 
 class SharedSegments:

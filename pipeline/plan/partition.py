@@ -131,6 +131,15 @@ def cuts_of_replicas(
     return found[0] if len(set(found)) == 1 else found
 
 
+def segments(cuts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the ranges [first, end) of layers that no replica cuts.
+
+    Args:
+        cuts: The bounds of each replica's stages.
+    """
+    return list(pairwise(sorted({bound for bounds in cuts for bound in bounds})))
+
+
 def _lightest_heaviest_stage(totals: list[float], num_stages: int) -> float:
     # best[j]: weight of the heaviest stage when the first j layers form the stages so far.
     best = [0.0] + [math.inf] * (len(totals) - 1)
