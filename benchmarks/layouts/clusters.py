@@ -91,9 +91,7 @@ def _one_host(*speeds: float, holds: float | None = None) -> Emulated:
     return Emulated((speeds,), holds=holds)
 
 
-def _hosts(
-    hosts: Sequence[Sequence[float]], *mbit: float, holds: float | None = None
-) -> Emulated:
+def _hosts(hosts: Sequence[Sequence[float]], *mbit: float, holds: float | None = None) -> Emulated:
     given = mbit if len(mbit) == len(hosts) else mbit * len(hosts)
     return Emulated(tuple(map(tuple, hosts)), given, holds)
 

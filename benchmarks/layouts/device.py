@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A device of an emulated cluster: it runs its rank of one trial after the other.
 
-``python -m benchmarks.layouts.device JOB FOLDER``. Each trial is a process of its own, forked from
-this one once all imports are done: a trial's ranks have another order, and begin in a second.
+``python -m benchmarks.layouts.device FOLDER`` waits there for jobs. Each trial is a process of its
+own, forked from this one once all imports are done: a trial's ranks have another order, and begin
+in a second.
 """
 
 from __future__ import annotations
@@ -17,42 +18,45 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-_PORT = 29600
-
 
 def main() -> None:
-    """Run this process's ranks of all trials."""
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    folder = Path(sys.argv[2])
+    """Run this process's ranks of all trials of all jobs, in their order, until there is an end."""
+    folder = Path(sys.argv[1])
     process = int(os.environ["RANK"])
-    if process not in job["processes"]:
-        return
-    device = job["processes"].index(process)
     for name in ("deepspeed", "transformers", "wavemare", "wavemare.models"):
         __import__(name)
-    for number, trial in enumerate(job["trials"]):
-        if device in trial["order"]:
-            _run_forked(job, number, trial["order"].index(device), folder)
+    for number in count():
+        asked = folder / f"job-{number}.json"
+        while not asked.exists():
+            time.sleep(0.05)
+        job = json.loads(asked.read_text(encoding="utf-8"))
+        if process not in job["processes"] or not job["trials"]:
+            return
+        device = job["processes"].index(process)
+        for place, trial in enumerate(job["trials"]):
+            if device in trial["order"]:
+                _run_forked(job, trial, trial["order"].index(device), folder, f"{number}-{place}")
 
 
-def _run_forked(job: dict[str, Any], number: int, rank: int, folder: Path) -> None:
+def _run_forked(
+    job: dict[str, Any], trial: dict[str, Any], rank: int, folder: Path, name: str
+) -> None:
     child = os.fork()
     if child:
         _wait(child, job["timeout_s"])
         return
     code = 1
     try:
-        trial = job["trials"][number]
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": "0",
             "WORLD_SIZE": str(len(trial["order"])),
             "MASTER_ADDR": trial["meet"],
-            "MASTER_PORT": str(_PORT + number),
+            "MASTER_PORT": str(trial["port"]),
         }
         found = _measure(job, trial, rank)
         if rank == 0:
-            written = folder / f"trial-{number}.json"
+            written = folder / f"trial-{name}.json"
             written.with_suffix(".part").write_text(json.dumps(found), encoding="utf-8")
             written.with_suffix(".part").rename(written)
         code = 0
@@ -129,7 +133,11 @@ def _train(job: dict[str, Any], trial: dict[str, Any], rank: int) -> dict[str, A
     clock = _Clock()
     model = _sleeping_gpt(job, job["block_s"] / speed, clock)
     config = layout.configure(
-        {"gradient_clipping": 0.0, "steps_per_print": None, "wavemare": {"watchdog": {"enabled": False}}}
+        {
+            "gradient_clipping": 0.0,
+            "steps_per_print": None,
+            "wavemare": {"watchdog": {"enabled": False}},
+        }
     )
     engine = wavemare.initialize(model=model, config=config, optimizer=SleepingOptimizer)[0]
     batches, steps = _batches(job, layout, rank), []
@@ -170,7 +178,7 @@ def _sleeping_gpt(job: dict[str, Any], block_s: float, clock: _Clock) -> Any:
         weights = list(block.parameters())
 
         def forward(hidden: Any, *_: Any, own: Any = weights, **__: Any) -> Any:
-            spent = block_s * len(hidden) * clock.runs
+            spent = (block_s * len(hidden) + job["overhead_s"] / 3) * clock.runs
             return _Pass.apply(hidden, Waits(spent, spent, spent), 1e-3, *own)
 
         block.forward = forward

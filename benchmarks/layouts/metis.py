@@ -67,9 +67,7 @@ def _layers(scene: Scene, groups: list[list[int]]) -> tuple[int, ...]:
         done += speed / sum(speeds) * total
         most = len(work) - (len(groups) - 1 - number)
         place += 1
-        while place < most and abs(sum(work[: place + 1]) - done) <= abs(
-            sum(work[:place]) - done
-        ):
+        while place < most and abs(sum(work[: place + 1]) - done) <= abs(sum(work[:place]) - done):
             place += 1
         bounds.append(place)
     found = (*bounds, len(work))

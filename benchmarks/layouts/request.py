@@ -93,10 +93,13 @@ class LayoutsRequest(GptRequest):
         """Yield the lines below the table."""
         yield from super().remarks(result)
         errors = [abs(row["error"]) for row in result["rows"]]
-        yield f"error of {len(errors)} predictions: median {median(errors):.1%}, worst "\
+        yield (
+            f"error of {len(errors)} predictions: median {median(errors):.1%}, worst "
             f"{max(errors):.1%}"
+        )
         chosen = {row["cluster"]: row for row in result["rows"] if row["system"] == CHOSEN}
-        yield f"the choice, of the best measured: worst {min(r['of_best'] for r in chosen.values()):.1%}"
+        worst = min(row["of_best"] for row in chosen.values())
+        yield f"the choice, of the best measured: worst {worst:.1%}"
         gains = {
             row["cluster"]: row["median_s"] / chosen[row["cluster"]]["median_s"]
             for row in result["rows"]
@@ -105,5 +108,7 @@ class LayoutsRequest(GptRequest):
         unlike = [gain for name, gain in gains.items() if chosen[name]["unlike"]]
         for name, values in (("all clusters", [*gains.values()]), ("unlike replicas", unlike)):
             if values:
-                yield f"speed beside Metis' rule, {name} ({len(values)}): median "\
+                yield (
+                    f"speed beside Metis' rule, {name} ({len(values)}): median "
                     f"{median(values):.3f}, from {min(values):.3f} to {max(values):.3f}"
+                )

@@ -7,7 +7,9 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -19,6 +21,7 @@ from benchmarks.layouts.metis import metis_layout
 from benchmarks.layouts.request import CHOSEN, EQUAL, METIS, LayoutsRequest
 from benchmarks.ranks import build_gpt
 from wavemare.errors import LaunchError
+from wavemare.files import atomic_write_text
 from wavemare.observe.run import describe_machine
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.planner.cluster import Link
@@ -29,6 +32,8 @@ from wavemare.parallel.planner.search import search_layouts
 _ROOT = str(Path(__file__).parents[2])
 _PROGRAM = [sys.executable, "-m", "benchmarks.layouts.device"]
 _TERA = 1e12
+_PORT = 29600
+_END_S = 20.0
 
 
 def measure_clusters(request: LayoutsRequest) -> dict[str, Any]:
@@ -66,19 +71,18 @@ def _line(row: dict[str, Any]) -> str:
 def _measure(
     request: LayoutsRequest, name: str, emulated: Emulated, costs: ModelCosts
 ) -> list[dict[str, Any]]:
-    with EmulatedCluster(len(emulated.hosts)) as hosts:
+    with EmulatedCluster(len(emulated.hosts)) as hosts, ExitStack() as stack:
         for host, mbit in enumerate(emulated.mbit or ()):
             hosts.shape(mbit, [host])
         devices = range(len(emulated.speeds))
         pairs = _pairs(emulated)
         probe = {"order": list(devices), "pairs": [pair for _, pair in pairs]}
-        found = _try(request, hosts, emulated, [probe])[0]["links"]
+        ranks = stack.enter_context(_Devices(request, hosts, emulated))
+        found = ranks.run([probe])[0]["links"]
         links = {key: Link(*own) for (key, _), own in zip(pairs, found, strict=True)}
         flops = next(layer.flops for layer in costs.layers if layer.is_block)
         tflops = flops / (request.block_ms / 1e3) / _TERA
-        cluster = emulated.describe(
-            tflops, links, costs.parameters, request.overhead_ms / 1e3
-        )
+        cluster = emulated.describe(tflops, links, costs.parameters, request.overhead_ms / 1e3)
         settings = Settings(
             global_batch=request.batch,
             margin=0.0,
@@ -105,7 +109,7 @@ def _measure(
             }
             for layout in distinct.values()
         ]
-        measured = _try(request, hosts, emulated, trials)
+        measured = ranks.run(trials)
     rounds = {key: own["rounds_s"] for key, own in zip(distinct, measured, strict=True)}
     best = min(median(own) for own in rounds.values())
     told = {" - ".join(key): [own.alpha_s, own.bytes_s] for key, own in links.items()}
@@ -130,43 +134,86 @@ def _pairs(emulated: Emulated) -> list[tuple[tuple[str, str], tuple[int, int]]]:
     return found
 
 
-def _try(
-    request: LayoutsRequest,
-    hosts: EmulatedCluster,
-    emulated: Emulated,
-    trials: Sequence[dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """Run trials on the devices; return what rank 0 of each has found."""
-    sizes = ("layers", "hidden", "heads", "vocabulary", "sequence")
-    job = {
-        "processes": emulated.processes,
-        "speeds": emulated.speeds,
-        "block_s": request.block_ms / 1e3,
-        "model": {key: getattr(request, key) for key in sizes},
-        "warmups": request.warmups,
-        "rounds": request.rounds,
-        "timeout_s": request.timeout_s,
-        "trials": [
-            {**trial, "meet": f"node{emulated.host(trial['order'][0])}"} for trial in trials
-        ],
-    }
-    with tempfile.TemporaryDirectory(prefix="wavemare-layouts-") as folder:
-        asked = Path(folder, "job.json")
-        asked.write_text(json.dumps(job), encoding="utf-8")
+class _Devices:
+    """The processes of a cluster's devices, which run jobs of trials until the block ends.
+
+    Args:
+        request: Has the sizes.
+        hosts: Open.
+        emulated: The cluster.
+    """
+
+    def __init__(self, request: LayoutsRequest, hosts: EmulatedCluster, emulated: Emulated) -> None:
+        self._request, self._hosts, self._emulated = request, hosts, emulated
+        self._jobs = self._trials = 0
+        self._open = ExitStack()
+
+    def __enter__(self) -> _Devices:
+        made = tempfile.TemporaryDirectory(prefix="wavemare-layouts-")
+        self._folder = Path(self._open.enter_context(made))
         path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
-        code = hosts.run_ranks(
-            [*_PROGRAM, str(asked), folder],
-            ranks_per_host=emulated.ranks_per_host,
-            timeout_s=(len(trials) + 1) * request.timeout_s,
+        self._ranks = self._hosts.start_ranks(
+            [*_PROGRAM, str(self._folder)],
+            ranks_per_host=self._emulated.ranks_per_host,
             environment={"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         )
-        answers = [Path(folder, f"trial-{number}.json") for number in range(len(trials))]
-        missing = [number for number, answer in enumerate(answers) if not answer.exists()]
-        if missing:
-            layout = trials[missing[0]].get("layout")
-            reason = f"the ranks of {len(missing)} trials left no result (code {code})"
-            raise LaunchError("trial", layout, reason, "Look at their output above")
+        self._open.callback(self._ranks.kill)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if error[0] is None:
+                self._ask([])
+                self._ranks.wait(_END_S)
+        finally:
+            self._open.close()
+
+    def run(self, trials: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Run trials one after the other; return what rank 0 of each has found.
+
+        Raises:
+            LaunchError: A trial left no result in time.
+        """
+        number = self._ask(trials)
+        answers = [self._folder / f"trial-{number}-{place}.json" for place in range(len(trials))]
+        for trial, answer in zip(trials, answers, strict=True):
+            end = time.monotonic() + self._request.timeout_s
+            while not answer.exists():
+                if time.monotonic() > end:
+                    logs = sorted(self._ranks_folder.glob("rank_*.log"))
+                    tails = " ".join(" ".join(log.read_text().split()[-40:]) for log in logs)
+                    reason = f"its ranks left no result in time; they said: {tails[-2000:]}"
+                    remedy = "Give more --timeout-s, or mend that"
+                    raise LaunchError("trial", trial.get("layout"), reason, remedy)
+                time.sleep(0.05)
         return [json.loads(answer.read_text(encoding="utf-8")) for answer in answers]
+
+    @property
+    def _ranks_folder(self) -> Path:
+        return self._hosts.folder / "job1"
+
+    def _ask(self, trials: Sequence[dict[str, Any]]) -> int:
+        """Write the next job; one without trials ends the processes."""
+        sizes, own = ("layers", "hidden", "heads", "vocabulary", "sequence"), self._request
+        asked = []
+        for trial in trials:
+            meet = f"node{self._emulated.host(trial['order'][0])}"
+            asked.append({**trial, "meet": meet, "port": _PORT + self._trials})
+            self._trials += 1
+        job = {
+            "processes": self._emulated.processes,
+            "speeds": self._emulated.speeds,
+            "block_s": own.block_ms / 1e3,
+            "overhead_s": own.overhead_ms / 1e3,
+            "model": {key: getattr(own, key) for key in sizes},
+            "warmups": own.warmups,
+            "rounds": own.rounds,
+            "timeout_s": own.timeout_s,
+            "trials": asked,
+        }
+        number, self._jobs = self._jobs, self._jobs + 1
+        atomic_write_text(self._folder / f"job-{number}.json", json.dumps(job))
+        return number
 
 
 def _row(

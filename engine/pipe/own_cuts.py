@@ -38,9 +38,7 @@ class SharedSegments:
         made: dict[tuple[int, ...], Any] = {}
         own: list[Any] = []
         for first, _ in self._found:
-            stages = [
-                sum(bound <= first for bound in bounds[1:]) for bounds in self.cuts
-            ]
+            stages = [sum(bound <= first for bound in bounds[1:]) for bounds in self.cuts]
             for part in range(parts):
                 axes = {"model": part} if parts > 1 else {}
                 ranks = tuple(

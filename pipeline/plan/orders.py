@@ -104,9 +104,7 @@ def _one_by_one(stage: int, lead: int, ends: Iterable[int]) -> Iterator[Action]:
         first = end
 
 
-def one_f_one_b(
-    num_ranks: int, micro_batches: int, num_steps: int = 1, *, slack: int = 0
-) -> Plan:
+def one_f_one_b(num_ranks: int, micro_batches: int, num_steps: int = 1, *, slack: int = 0) -> Plan:
     """Return 1F1B: the passes of DeepSpeed's and Megatron-LM's order, one stage per rank.
 
     Args:

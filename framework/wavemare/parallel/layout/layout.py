@@ -78,7 +78,8 @@ class Layout:
             pipeline. None where all are cut alike.
         num_layers: Length of that chain; None where nothing is cut.
         schedule: ``1f1b``, ``zb-h1`` or ``pipemare``.
-        slack: With 1F1B and PipeMare: how many micro-batches more each stage runs ahead of the next one.
+        slack: With 1F1B and PipeMare: how many micro-batches more each stage runs ahead of the next
+            one.
         expert_parallel: Ranks that share the experts of each layer, of a stage's
             ``data_parallel * tensor_parallel``.
         wavelet: Whether waves hide tensor-parallel sums, by ``wavelet.mode`` "auto"; with one

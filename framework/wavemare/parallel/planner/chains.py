@@ -12,6 +12,7 @@ from wavemare.models.disk_names import empty_model
 from wavemare.models.families import family_of
 from wavemare.models.layers import TiedHead
 from wavemare.parallel.experts import FAMILIES as DIVIDED
+from wavemare.parallel.experts import STACKED
 from wavemare.parallel.planner.model import (
     LayerCost,
     Sizes,
@@ -22,8 +23,7 @@ from wavemare.parallel.planner.model import (
 )
 from wavemare.parallel.tensor.plan import plan_of
 
-_STACKED = ("gate_up_proj", "down_proj")
-"""Weights of all experts of a layer, in dimension 0."""
+_MATRIX = 2
 
 
 def layers_of(config: Any, head: str, sizes: Sizes) -> tuple[list[LayerCost], bool, int]:
@@ -87,9 +87,9 @@ def as_config(config: Any) -> Any:
 
 
 def _block(sizes: Sizes, own: list[tuple[str, Any]], count: int, active: int) -> LayerCost:
-    """Return a block's costs: a token is multiplied by all matrices, and by those of its experts."""
-    stacked = [w for name, w in own if name.rpartition(".")[2] in _STACKED and w.dim() > 2]
-    matrices = sum(weight.numel() for _, weight in own if weight.dim() == 2)
+    """Return a block's costs: all matrices multiply a token, and those of its experts."""
+    stacked = [w for name, w in own if name.rpartition(".")[2] in STACKED and w.dim() > _MATRIX]
+    matrices = sum(weight.numel() for _, weight in own if weight.dim() == _MATRIX)
     if not stacked or not active:
         return block_cost(sizes, count, matrices)
     experts = stacked[0].shape[0]
@@ -110,6 +110,6 @@ def _experts(model: Any) -> int:
     counts = {
         weight.shape[0]
         for name, weight in model.named_parameters()
-        if name.rpartition(".")[2] in _STACKED and weight.dim() > 2
+        if name.rpartition(".")[2] in STACKED and weight.dim() > _MATRIX
     }
     return min(counts, default=0)

@@ -254,7 +254,7 @@ class _PairItem(_LinkItem):
 class _Links(Section):
     within: _LinkItem = _LinkItem()
     between: _LinkItem | None = None
-    pairs: list[_PairItem] = []
+    pairs: list[_PairItem] = Field(default_factory=list)
 
 
 class _ClusterFile(Section):

@@ -182,6 +182,19 @@ class Sizes:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], family: str, sequence: int, size: int) -> Sizes:
+        """Return the numbers of a configuration.
+
+        Args:
+            values: The content of its ``config.json``.
+            family: Its ``model_type``.
+            sequence: Tokens of a sample.
+            size: Bytes of a number.
+
+        Raises:
+            ModelError: A number is missing, or cannot be.
+            PlanError: The sequence is too long for the model.
+        """
+
         def number(*names: str, default: int | None = None) -> int:
             for name in names:
                 if values.get(name) is not None:
@@ -356,6 +369,7 @@ def block_cost(
 
 
 def embedding_cost(sizes: Sizes) -> LayerCost:
+    """Return the costs of a word embedding."""
     return LayerCost(
         name="embedding",
         parameters=sizes.vocabulary * sizes.width,
@@ -379,6 +393,7 @@ def small_cost(
 
 
 def head_cost(sizes: Sizes, bias: int = 0) -> LayerCost:
+    """Return the costs of a head, which may be tied to the embedding and have a bias."""
     weights = sizes.vocabulary * sizes.width
     logits = float(sizes.sequence * sizes.vocabulary)
     return LayerCost(

@@ -16,7 +16,7 @@ from wavemare.errors import PlanError, check_number
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
 from wavemare.parallel.planner.model import BYTES, ModelCosts
-from wavemare.parallel.planner.timing import Hop, pipeline_ends
+from wavemare.parallel.planner.timing import Hop, estimated_ends, pipeline_ends
 from wavemare.parallel.stages import Cut
 from wavemare.pipeline.plan.orders import ahead
 from wavemare.pipeline.plan.partition import balanced_cuts, segments
@@ -422,16 +422,22 @@ class Scene:
                 needed += [size] * len(unit)
         return tuple(needed)
 
-    def predict(self, layout: Candidate) -> Prediction | None:
-        """Return what a layout takes; None where it does not fit into memory."""
+    def predict(self, layout: Candidate, *, roughly: bool = False) -> Prediction | None:
+        """Return what a layout takes; None where it does not fit into memory.
+
+        Args:
+            layout: The candidate.
+            roughly: Whether to estimate the time of its pipelines, rather than to run them.
+        """
         memory = self.memory_of(layout)
         order = device_order(layout)
         if any(size > self.usable(d) for size, d in zip(memory, order, strict=True)):
             return None
         variant, replicas = layout.variant, range(layout.variant.data_parallel)
         table = [tuple(self.stage_times(layout, replica)) for replica in replicas]
+        find = estimated_ends if roughly else pipeline_ends
         ends = [
-            pipeline_ends(
+            find(
                 row,
                 self.hops(layout, replica),
                 layout.micro_steps,
@@ -482,9 +488,7 @@ class Scene:
             for stage in range(variant.stages)
         )
 
-    def _reduction_s(
-        self, layout: Candidate, units: Sequence[Unit], first: int, end: int
-    ) -> float:
+    def _reduction_s(self, layout: Candidate, units: Sequence[Unit], first: int, end: int) -> float:
         """Return what the replicas' reduction of some layers takes."""
         variant, layers = layout.variant, self.costs.layers[first:end]
         nodes = [self.node(unit[0]) for unit in units]

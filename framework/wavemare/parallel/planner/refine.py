@@ -15,11 +15,14 @@ from wavemare.parallel.planner.proposals import may_cut_apart
 _FEW = 16
 """Devices up to which each of them may be left out, and any two be swapped."""
 _FEW_NODES = 8
+_MOST_SLOW = 4
+"""Slow devices that may be left out one by one."""
+_POWERS = (1, 2, 4, 8)
 _MOST_SLACK = 3
 _LEAST_GAIN = 1e-3
 _SLACK_GAIN = 0.02
 """Of a step, for which more activations are kept."""
-_MOST_TRIALS = 1500
+_MOST_TRIALS = 400
 
 
 def pools(cluster: Cluster, *, leave_out: bool = True) -> Iterator[tuple[int, ...]]:
@@ -34,7 +37,8 @@ def pools(cluster: Cluster, *, leave_out: bool = True) -> Iterator[tuple[int, ..
         rate = {index: device.rate for index, device in enumerate(cluster.devices)}
         fast = sorted(everything, key=lambda index: (-rate[index], index))
         if len(everything) <= _FEW:
-            found |= {tuple(sorted(fast[:count])): None for count in everything[1:]}
+            counts = {*everything[-_MOST_SLOW:], *_POWERS} & {*everything[1:]}
+            found |= {tuple(sorted(fast[:count])): None for count in sorted(counts)[::-1]}
         for kind in sorted(set(rate.values()))[1:]:
             found[tuple(index for index in everything if rate[index] >= kind)] = None
         nodes = dict.fromkeys(device.node for device in cluster.devices)
@@ -46,9 +50,9 @@ def pools(cluster: Cluster, *, leave_out: bool = True) -> Iterator[tuple[int, ..
     yield from found
 
 
-def refined(scene: Scene, candidate: Candidate, predicted: Prediction) -> tuple[
-    Candidate, Prediction
-]:
+def refined(
+    scene: Scene, candidate: Candidate, predicted: Prediction
+) -> tuple[Candidate, Prediction]:
     """Return a layout to which no small change makes a difference any more.
 
     A bound moves by a layer, a sample moves to another replica, two devices of one type on two
@@ -62,7 +66,9 @@ def refined(scene: Scene, candidate: Candidate, predicted: Prediction) -> tuple[
             found = scene.predict(other)
             more = other.variant.slack > candidate.variant.slack
             limit_s = predicted.step_s * (1 - (_SLACK_GAIN if more else 0))
-            if found is not None and found.step_s < min(limit_s, best[1].step_s if best else limit_s):
+            if found is not None and found.step_s < min(
+                limit_s, best[1].step_s if best else limit_s
+            ):
                 best = other, found
         if best is None or best[1].step_s > predicted.step_s * (1 - _LEAST_GAIN):
             break

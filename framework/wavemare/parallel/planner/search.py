@@ -28,6 +28,7 @@ from wavemare.parallel.planner.proposals import (
 from wavemare.parallel.planner.refine import pools, refined
 
 _GIB = 2**30
+_WEIGHTS = 3  # the ZeRO stage that divides them
 _HEADER = ("layout", "P", "T", "D", "steps", "shares", "ZeRO", "other", "tokens/s", "gain", "GiB")
 
 
@@ -154,7 +155,7 @@ def search_layouts(costs: ModelCosts, cluster: Cluster, settings: Settings) -> L
         known = key in best and bound_s > best[key][0]
         if scene is whole and (equal is None or bound_s < equal[1].step_s):
             for layout in equal_layouts(scene, variant, micro_steps):
-                predicted = scene.predict(layout)
+                predicted = scene.predict(layout, roughly=True)
                 plain = variant.schedule == "1f1b" and variant.experts == 1
                 if plain and predicted and (equal is None or predicted.step_s < equal[1].step_s):
                     equal = layout, predicted
@@ -165,13 +166,14 @@ def search_layouts(costs: ModelCosts, cluster: Cluster, settings: Settings) -> L
         if len(leaders) == settings.keep:
             limit_s = min(limit_s, leaders[-1])
         for layout in unlike_layouts(scene, variant, micro_steps, limit_s):
-            _keep(best, key, scene, layout, scene.predict(layout))
+            _keep(best, key, scene, layout, scene.predict(layout, roughly=True))
     if not best:
         raise _nothing_fits(whole)
-    found = [
-        (own, *refined(own, each, p))
-        for _, own, each, p in sorted(best.values(), key=lambda entry: entry[0])[: settings.keep]
-    ]
+    if equal is not None:
+        equal = equal[0], whole.predict(equal[0]) or equal[1]
+    exact = [(own, each, own.predict(each) or p) for _, own, each, p in best.values()]
+    exact.sort(key=lambda entry: entry[2].step_s)
+    found = [(own, *refined(own, each, p)) for own, each, p in exact[: settings.keep]]
     found.sort(key=lambda entry: entry[2].step_s)
     limit = equal[1].step_s if equal else float("inf")
     layouts = tuple(own.layout(each, p) for own, each, p in found if p.step_s <= limit)
@@ -208,7 +210,9 @@ def _notes(scene: Scene, layouts: Sequence[Layout], *, slower: int) -> Iterator[
         yield f"{slower} other ways to use the axes were predicted to be slower than these rows"
     if not any(layout.tensor_parallel > 1 for layout in layouts):
         yield f"no layer is shared by ranks: {_why_whole(scene)}"
-    if settings.zero_stages != (0,) and not any(layout.zero_stage == 3 for layout in layouts):
+    if settings.zero_stages != (0,) and not any(
+        layout.zero_stage == _WEIGHTS for layout in layouts
+    ):
         yield "ZeRO 3 is in no row: it gathers weights in each micro-batch, and memory suffices"
     if len(scene.cluster.types) > 1 and costs.dtype != "fp32":
         yield "replicas have one cut: those of their own need fp32 (torch_autocast goes with it)"

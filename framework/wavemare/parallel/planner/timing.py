@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from wavemare.pipeline.plan.orders import ahead
 
@@ -107,3 +108,33 @@ def _run(
                 if to not in waiting:
                     waiting.append(to)
     return tuple(clock)
+
+
+def estimated_ends(
+    stage_s: Sequence[float],
+    hops: Sequence[Hop],
+    micro_steps: int,
+    slack: int = 0,
+    *,
+    drains: bool = True,
+) -> tuple[float, ...]:
+    """Return about what `pipeline_ends` does, in a hundredth of its time.
+
+    A micro-batch takes the slowest stage's time, or a link's, or that of a round trip between two
+    neighbours, in which each may be ahead by one micro-batch and the slack. The first one passes
+    all stages and links.
+    """
+    period = max(stage_s)
+    for hop, pair in zip(hops, pairwise(stage_s), strict=True):
+        trip = 2 * (hop.alpha_s + hop.busy_s) + max(pair)
+        period = max(period, hop.busy_s, trip / (1 + slack))
+    if not drains:
+        return (micro_steps * period,) * len(stage_s)
+    path = sum(stage_s) + sum(2 * (hop.alpha_s + hop.busy_s) for hop in hops)
+    end = path + (micro_steps - 1) * period
+    ends, back = [], 0.0
+    for stage, spent in enumerate(stage_s):
+        ends.append(end - back)
+        back += (1 - _FORWARD) * spent
+        back += hops[stage].alpha_s + hops[stage].busy_s if stage < len(hops) else 0.0
+    return tuple(ends)
