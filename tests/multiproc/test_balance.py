@@ -91,6 +91,7 @@ PIPES = {
             "pipeline": {"stages": 2, "partition": [[0, 2], [0, 4]]},
         },
     },
+    "slack": staged("1f1b", pipeline={"slack": 2}),
     "own cuts, zb-h1, tokens": staged("zb-h1", pipeline={"partition": [[0, 4], [0, 3]]}),
     "split": {
         **staged("1f1b"),
