@@ -65,7 +65,7 @@ def unlike_layouts(
     if several and all(number % variant.data_parallel == 0 for number in counts):
         yield from _mixed(scene, variant, micro_steps, units, limit_s)
     if several and variant.data_parallel > 1 and variant.experts == 1:
-        yield from _other_mixes(scene, variant, micro_steps, units)
+        yield from _other_mixes(scene, variant, micro_steps, units, limit_s)
 
 
 def may_cut_apart(scene: Scene, variant: Variant) -> bool:
@@ -175,7 +175,11 @@ def _mixed(
 
 
 def _other_mixes(
-    scene: Scene, variant: Variant, micro_steps: int, units: Sequence[Sequence[Unit]]
+    scene: Scene,
+    variant: Variant,
+    micro_steps: int,
+    units: Sequence[Sequence[Unit]],
+    limit_s: float,
 ) -> Iterator[Candidate]:
     """Yield layouts whose replicas have unlike mixes of types: the fast ones together, or dealt."""
     stages, replicas = variant.stages, variant.data_parallel
@@ -193,7 +197,7 @@ def _other_mixes(
         mixes = [Counter(kind for kind, _ in row) for row in members]
         if all(mix == mixes[0] for mix in mixes) or all(len(mix) == 1 for mix in mixes):
             continue  # these are made elsewhere
-        yield from _of_mixes(scene, variant, micro_steps, members)
+        yield from _of_mixes(scene, variant, micro_steps, members, limit_s)
 
 
 def _of_mixes(
@@ -201,6 +205,7 @@ def _of_mixes(
     variant: Variant,
     micro_steps: int,
     members: Sequence[Sequence[tuple[int, Unit]]],
+    limit_s: float,
 ) -> Iterator[Candidate]:
     """Yield the layouts of replicas whose units are known, and not yet their order."""
     samples = scene.settings.global_batch // micro_steps
@@ -210,7 +215,8 @@ def _of_mixes(
         mix = Counter(kind for kind, _ in row)
         share = max(1, round(samples * speed / sum(speeds)))
         kinds = sorted(mix)
-        cut = _cut(scene, variant, micro_steps, share, kinds, [mix[kind] for kind in kinds])
+        counts = [mix[kind] for kind in kinds]
+        cut = _cut(scene, variant, micro_steps, share, kinds, counts, limit_s)
         if cut is None:
             return
         left = {kind: [unit for own, unit in row if own == kind] for kind in kinds}
