@@ -29,7 +29,7 @@ def pools(cluster: Cluster, *, leave_out: bool = True) -> Iterator[tuple[int, ..
     """Yield sets of devices that a layout may use, all of them first.
 
     Left out are slow devices, the slowest first; the devices of a node; and all types or nodes but
-    one. Of many devices, only whole types and nodes are left out.
+    one. Of many devices, only whole types are left out, and nodes where their links are unlike.
     """
     everything = tuple(range(len(cluster.devices)))
     found = {everything: None}
@@ -42,7 +42,8 @@ def pools(cluster: Cluster, *, leave_out: bool = True) -> Iterator[tuple[int, ..
         for kind in sorted(set(rate.values()))[1:]:
             found[tuple(index for index in everything if rate[index] >= kind)] = None
         nodes = dict.fromkeys(device.node for device in cluster.devices)
-        if 1 < len(nodes) <= _FEW_NODES:
+        unlike = any(first != second for first, second in cluster.pairs)
+        if 1 < len(nodes) <= _FEW_NODES and (unlike or len(everything) <= _FEW):
             for name in nodes:
                 inside = [device.node == name for device in cluster.devices]
                 found[tuple(i for i in everything if inside[i])] = None

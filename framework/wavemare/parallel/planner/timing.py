@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 from wavemare.pipeline.plan.orders import ahead
 
@@ -120,14 +119,16 @@ def estimated_ends(
 ) -> tuple[float, ...]:
     """Return about what `pipeline_ends` does, in a hundredth of its time.
 
-    A micro-batch takes the slowest stage's time, or a link's, or that of a round trip between two
-    neighbours, in which each may be ahead by one micro-batch and the slack. The first one passes
-    all stages and links.
+    A micro-batch takes the slowest stage's time, or a link's, or that of the way from a stage to
+    the last one and back, on which as many micro-batches are as the stage is ahead. The first one
+    passes all stages and links.
     """
-    period = max(stage_s)
-    for hop, pair in zip(hops, pairwise(stage_s), strict=True):
-        trip = 2 * (hop.alpha_s + hop.busy_s) + max(pair)
-        period = max(period, hop.busy_s, trip / (1 + slack))
+    last = len(stage_s) - 1
+    period, way = max(stage_s), stage_s[last]
+    for stage in reversed(range(last)):
+        hop = hops[stage]
+        way += stage_s[stage] + 2 * (hop.alpha_s + hop.busy_s)
+        period = max(period, hop.busy_s, way / (ahead(stage, last + 1, slack) + 1))
     if not drains:
         return (micro_steps * period,) * len(stage_s)
     path = sum(stage_s) + sum(2 * (hop.alpha_s + hop.busy_s) for hop in hops)
