@@ -169,7 +169,7 @@ def _sleeping_gpt(job: dict[str, Any], block_s: float, clock: _Clock) -> Any:
     """
     from types import SimpleNamespace
 
-    from benchmarks.device_like import _Pass
+    from benchmarks.device_like import SleepingPass
     from benchmarks.ranks import build_gpt
     from benchmarks.request import Waits
 
@@ -179,7 +179,7 @@ def _sleeping_gpt(job: dict[str, Any], block_s: float, clock: _Clock) -> Any:
 
         def forward(hidden: Any, *_: Any, own: Any = weights, **__: Any) -> Any:
             spent = (block_s * len(hidden) + job["overhead_s"] / 3) * clock.runs
-            return _Pass.apply(hidden, Waits(spent, spent, spent), 1e-3, *own)
+            return SleepingPass.apply(hidden, Waits(spent, spent, spent), 1e-3, *own)
 
         block.forward = forward
     return model

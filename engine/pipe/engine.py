@@ -515,25 +515,6 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
             result = loss, outputs and outputs[0]  # None but on the last stage
         return result
 
-    def _broadcast_model(self) -> None:
-        """Give all replicas the first one's weights, layer by layer if they are cut apart."""
-        if self._segments is None:
-            super()._broadcast_model()
-        else:
-            self._segments.broadcast(self.module)
-
-    def _exec_reduce_grads(self) -> None:
-        """Average gradients over the replicas, layer by layer if they are cut apart."""
-        if self._segments is None:
-            super()._exec_reduce_grads()
-        else:
-            self._segments.reduce(self.module, self.allreduce_no_retain)
-
-    @property
-    def _segments(self) -> Any:
-        """The groups of replicas that are cut at layers of their own; else None."""
-        return getattr(self.module, "shared_segments", None)
-
     def clip_fp32_gradients(self) -> None:
         """Clip by the norm of all stages, unless each has clipped its own gradients already."""
         if not self.update.clips_alone:

@@ -51,6 +51,11 @@ class SharedSegments:
                     own.append((first, ranks, made[ranks]))
         self._groups = {first: (ranks[0], group) for first, ranks, group in own}
 
+    @property
+    def groups(self) -> list[Any]:
+        """This rank's groups, each once."""
+        return list({id(group): group for _, group in self._groups.values()}.values())
+
     def _segment_of(self, layer: int) -> int:
         return next(first for first, end in self._found if first <= layer < end)
 

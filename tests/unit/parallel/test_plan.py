@@ -85,7 +85,8 @@ def test_digest_is_that_of_the_plan_without_its_prediction():
         ({"schedule": "zb-h1"}, "slack"),
         ({"slack": -1}, "slack"),
         ({"expert_parallel": 3}, "expert_parallel"),
-        ({"expert_parallel": 2}, "replica_cuts"),
+        ({"expert_parallel": 2}, "expert_parallel"),
+        ({"expert_parallel": 2, "shares": (3, 3)}, "replica_cuts"),
     ],
 )
 def test_cuts_of_replicas_slack_and_experts_that_cannot_be(changes, key):

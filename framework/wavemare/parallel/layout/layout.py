@@ -325,7 +325,7 @@ def _check_layout(layout: Layout) -> None:
             raise PlanError(name, numbers, "it is no tuple of whole numbers", "Give a tuple")
         for place, number in enumerate(numbers or ()):
             check_number(PlanError, f"{name}[{place}]", number, least, whole=True)
-    for check in (_choices, _batch, _cuts, _replica_cuts, _memory, _order, _experts):
+    for check in (_choices, _batch, _cuts, _experts, _replica_cuts, _memory, _order):
         for name, reason, remedy in check(layout):
             raise PlanError(name, getattr(layout, name), reason, remedy)
 

@@ -40,8 +40,11 @@ def layers_of(config: Any, head: str, sizes: Sizes) -> tuple[list[LayerCost], bo
     import transformers
 
     config = as_config(config)
-    model = empty_model(config, getattr(transformers, head, None) if head else None)
-    family = family_of(model)
+    try:
+        model = empty_model(config, getattr(transformers, head, None) if head else None)
+        family = family_of(model)
+    except ModelError as error:
+        raise ModelError("model_type", config.model_type, error.reason, error.remedy) from error
     chain = family.chain(model, family.declared(None))
     active = int(getattr(config, "num_experts_per_tok", 0) or 0)
     costs: list[LayerCost] = []

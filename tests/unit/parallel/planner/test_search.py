@@ -195,10 +195,10 @@ def test_an_engine_takes_every_plan_of_unlike_devices():
 
 
 def test_batches_that_no_layout_divides():
+    sizes = {"global_batch": 3, "sequence_length": 64, "max_stages": 1}
     with refuses(PlanError, "global_batch", 3):
-        find_layouts(
-            gpt2(blocks=1, heads=1), "8xT4", global_batch=3, sequence_length=64, max_stages=1
-        )
+        find_layouts(gpt2(blocks=1, heads=1), "8xT4", leave_out=False, **sizes)
+    assert find_layouts(gpt2(blocks=1, heads=1), "8xT4", **sizes).best.world_size == 3
 
 
 def test_memory_moves_a_plan_to_recomputation_or_partition():
@@ -250,7 +250,7 @@ def test_the_best_plan_is_as_fast_as_the_fastest_of_all_layouts(pipemare):
         for layout in unlike_layouts(scene, variant, micro_steps, float("inf"))
     ]
     found = search_layouts(costs, cluster, settings).best
-    assert found.predicted.step_s == pytest.approx(min(seconds))
+    assert found.predicted.step_s <= min(seconds) * (1 + 1e-9)  # it may move layers and samples
     assert found.schedule == ("pipemare" if pipemare else "1f1b")
 
 
@@ -270,9 +270,9 @@ SMALL = {"zero_stages": (0,), "recompute": False, "max_tensor_parallel": 1}
 
 
 def test_replicas_of_unlike_mixes_are_cut_apart_where_the_engine_runs_it():
-    """Two fast devices beside a fast and a slow one, none of which holds the whole model."""
+    """Speeds 3 and 1 beside 2 and 2, of devices none of which holds the whole model."""
     costs = model_costs(gpt2(256, 12, 4, 100), 64)
-    cluster = fixed(2, 2, 2, 1, memory_gib=0.16)
+    cluster = fixed(3, 2, 2, 1, memory_gib=0.16)
     settings = Settings(global_batch=64, max_stages=2, **SMALL)
     found = search_layouts(costs, cluster, settings).best
     assert (found.stages, found.data_parallel) == (2, 2)
@@ -331,8 +331,6 @@ def test_experts_are_divided_where_they_do_not_fit():
     costs = model_costs(config, 32)
     whole = 16 * costs.parameters * 1.13 / GIB
     settings = Settings(global_batch=8, max_stages=1, **{**SMALL, "zero_stages": (0, 1)})
-    roomy = search_layouts(costs, fixed(1, 1, memory_gib=10 * whole), settings)
-    assert roomy.best.expert_parallel == 1
     tight = search_layouts(costs, fixed(1, 1, memory_gib=0.7 * whole), settings).best
     assert tight.expert_parallel == 2
     assert tight.configure({})["wavemare"]["expert_parallel"] == {"size": 2}
