@@ -89,7 +89,7 @@ class SleepingPass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, waits: Waits, factor: float, *weights: Tensor) -> Tensor:
-        """Sleep; return the value, whose backward pass gives each weight the gradient ``factor``."""
+        """Sleep, and return the value; its backward pass gives weights the gradient ``factor``."""
         ctx.waits, ctx.factor = waits, factor
         ctx.save_for_backward(*weights)
         sleep(waits.forward_s)
