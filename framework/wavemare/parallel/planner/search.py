@@ -207,7 +207,7 @@ def _notes(scene: Scene, layouts: Sequence[Layout], *, slower: int) -> Iterator[
     for text in scene.cluster.assumed:
         yield f"assumed: {text}"
     if slower > 0:
-        yield f"{slower} other ways to use the axes were predicted to be slower than these rows"
+        yield f"other P, T and schedules that were predicted to be slower than these rows: {slower}"
     if not any(layout.tensor_parallel > 1 for layout in layouts):
         yield f"no layer is shared by ranks: {_why_whole(scene)}"
     if settings.zero_stages != (0,) and not any(
