@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from benchmarks.gpu.request import GpuRequest
+from benchmarks.layouts.request import LayoutsRequest
 from benchmarks.local_steps.elastic_request import ElasticRequest
 from benchmarks.local_steps.loss_request import LossRequest
 from benchmarks.local_steps.request import LocalStepsRequest
@@ -138,6 +139,7 @@ for _name, _kind in (
     ("sparse", SparseRequest),
     ("wave", WaveRequest),
     ("planner", PlannerRequest),
+    ("layouts", LayoutsRequest),
     ("local-steps", LocalStepsRequest),
     ("local-steps-loss", LossRequest),
     ("elastic", ElasticRequest),

@@ -84,11 +84,12 @@ class Output:
     loss: Tensor
 
 
-class _Pass(torch.autograd.Function):
+class SleepingPass(torch.autograd.Function):
     """Layers that sleep in both passes: (value, ...) to the value, unchanged."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, waits: Waits, factor: float, *weights: Tensor) -> Tensor:
+        """Sleep, and return the value; its backward pass gives weights the gradient ``factor``."""
         ctx.waits, ctx.factor = waits, factor
         ctx.save_for_backward(*weights)
         sleep(waits.forward_s)
@@ -96,6 +97,7 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        """Sleep; return the gradient of the value unchanged, and those of the weights."""
         sleep(ctx.waits.input_s + ctx.waits.weight_s)
         given = [torch.full_like(weight, ctx.factor) for weight in ctx.saved_tensors]
         return gradients[0], None, None, *given
@@ -121,7 +123,7 @@ def put_to_sleep(
         if part.ids is not None:
             return value + factor * part.module(batch[part.ids]).sum()
         share = sum(weight.numel() for weight in part.weights) / total
-        passed: Tensor = _Pass.apply(value, waits.share(share), factor, *part.weights)
+        passed: Tensor = SleepingPass.apply(value, waits.share(share), factor, *part.weights)
         return passed
 
     def forward(**batch: Tensor) -> Output:

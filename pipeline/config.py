@@ -98,13 +98,18 @@ class PipelineConfig(Section):
     ``auto`` and a file: the number of ranks of the pipeline, each of which may have several
     stages."""
 
-    partition: str | list[int] = "parameters"
+    partition: str | list[int] | list[list[int]] = "parameters"
     """What makes stages equal: the number of parameters (``parameters``), the same without the word
     embedding (``compute``), measured times (``time``), or the number of layers (``uniform``). A
-    list gives the first layer of each stage."""
+    list gives the first layer of each stage, and a list of such lists those of each replica."""
 
     chunks: int | None = Field(default=None, ge=1)
     """For ``interleaved``: stages per rank; 2 if omitted."""
+
+    slack: int | None = Field(default=None, ge=0)
+    """For ``1f1b``: how many micro-batches each stage runs further ahead of the next one. 1 hides
+    the latency of slow messages, and nearly doubles the activations; 0 if omitted. No result
+    changes. (``pipemare`` has a key of its own.)"""
 
     memory_limit: str | None = None
     """For ``auto``: the most activations of a rank, as a share of 1F1B's on its first rank, such as
@@ -125,6 +130,14 @@ class PipelineConfig(Section):
 
     pipemare: PipeMareConfig = PipeMareConfig()
     """Settings of the schedule ``pipemare``."""
+
+    @property
+    def own_cuts(self) -> list[list[int]] | None:
+        """The first layers of each replica's stages, where replicas are cut apart; else None."""
+        given = self.partition
+        if isinstance(given, str) or not given or not isinstance(given[0], list):
+            return None
+        return given  # type: ignore[return-value]
 
     @property
     def is_asynchronous(self) -> bool:

@@ -19,6 +19,7 @@ from wavemare.engine.config.shape import (
     zero_section,
 )
 from wavemare.errors import ConfigError
+from wavemare.pipeline.plan.partition import PARTITION_KEY
 from wavemare.pipeline.plan.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ REMOVED: Mapping[str, Removed] = {
     ),
 }
 """By the key, counted from the section."""
-_OPTIONS = "chunks", "memory_limit"
+_OPTIONS = "chunks", "memory_limit", "slack"
 """Keys of a pipeline that are options of some schedules."""
 _BESIDE_PIPEMARE: _Beside = {
     "fp16.enabled": (_OFF, 'stages at different steps cannot share a loss scale; use "bf16"'),
@@ -129,6 +130,20 @@ _BESIDE_PIPEMARE: _Beside = {
 }
 _BESIDE_SPLIT_PASSES: _Beside = {
     "compile.deepcompile": (_OFF, "layers cannot defer the gradients of their weights"),
+}
+_BESIDE_OWN_CUTS: _Beside = {
+    "zero_optimization.stage": ((None, 0), "ranks of one stage have other layers to divide"),
+    "fp16.enabled": (_OFF, 'its optimizer divides a stage; use "torch_autocast"'),
+    "bf16.enabled": (_OFF, 'its optimizer divides a stage; use "torch_autocast"'),
+    "checkpoint.use_node_local_storage": (_OFF, _UNTESTED),
+    "checkpoint.load_universal": (_OFF, _UNTESTED),
+    "wavemare.pipeline.schedule": (
+        tuple(name for name, row in SCHEDULES.items() if row.flushes),
+        "ranks of one stage would step other layers",
+    ),
+    "wavemare.expert_parallel.size": ((1,), _UNTESTED),
+    "wavemare.sparse_collective.mode": (("off",), _UNTESTED),
+    "wavemare.local_steps.mode": (("off",), _UNTESTED),
 }
 _BESIDE_SPARSE: _Beside = {
     "zero_optimization.stage": ((None, 0, 1, 2), "gradients cannot be scattered layer by layer"),
@@ -318,6 +333,8 @@ def _layout(config: Mapping[str, Any], ours: WavemareConfig, world_size: int) ->
     )
     if stages > 1:
         yield from _beside(config, _BESIDE_STAGES, "stages", f"{SECTION}.pipeline.stages")
+    if ours.pipeline.own_cuts is not None:
+        yield from _beside(config, _BESIDE_OWN_CUTS, "cuts of each replica", PARTITION_KEY)
     if ours.balance.shares is not None:
         yield from _beside(config, _BESIDE_SHARES, "unequal shares", _SHARES)
 
@@ -376,6 +393,7 @@ def _schedule(config: Mapping[str, Any], ours: WavemareConfig, _: int) -> _Rows:
     pipeline, key = ours.pipeline, f"{SECTION}.pipeline"
     given = pipeline.model_dump(exclude_unset=True)
     users = {name: [n for n, row in SCHEDULES.items() if name in row.options] for name in _OPTIONS}
+    users["slack"] = [name for name in users["slack"] if SCHEDULES[name].flushes]
     users["pipemare"] = [n for n, row in SCHEDULES.items() if not row.flushes]
     for name, schedules in users.items():
         yield (

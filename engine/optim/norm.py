@@ -234,6 +234,8 @@ class GradientNorm:
             return False
         if engine.settings.pipeline.is_asynchronous:
             return True
+        if _is_cut_apart(engine):
+            return False
         # Without our section the number that clips is DeepSpeed's, which is the first stage's.
         sums = self._divides_experts or (self._clips and self._is_ours)
         return self._is_plain and not sums
@@ -279,7 +281,8 @@ class GradientNorm:
             return False
         # Without clipping nothing needs all stages, unless DeepSpeed's optimizer adds them up.
         asked = engine.norms_by_layer and (self._clips or not self._is_plain)
-        return asked or self._divides_experts
+        # Ranks of one stage have other layers there: only the sum of all is the same.
+        return asked or self._divides_experts or _is_cut_apart(engine)
 
     def _of_layers(self) -> Tensor:
         if self._layerwise is None:
@@ -336,6 +339,11 @@ class GradientNorm:
             return lambda p: not is_tied_copy(p) and (first or is_model_parallel_parameter(p))
         rank = mpu.get_model_parallel_rank() if hasattr(mpu, "get_model_parallel_rank") else 0
         return lambda p: counts_once(p, rank, engine.mp_world_size)
+
+
+def _is_cut_apart(engine: EngineMixin) -> bool:
+    """Whether the replicas of a pipeline are cut at layers of their own."""
+    return getattr(engine.module, "shared_segments", None) is not None
 
 
 def _of_shared(experts: list[Any], device: Any) -> Tensor:

@@ -29,7 +29,7 @@ class ChunkedPipelineModule(PipelineModule):
     Args:
         args: Those of ``PipelineModule``; its ``num_stages`` is the number of ranks. Where a rank
             has several stages, ``partition_method`` balances the ranks, then the stages; it may
-            also be the bounds of all stages.
+            also be the bounds of all stages, or these of each replica.
         homes: For each stage its rank; one stage for each rank if omitted.
         kwargs: Those of ``PipelineModule``; the topology may be a `ReplicaTopology`.
     """
@@ -57,7 +57,10 @@ class ChunkedPipelineModule(PipelineModule):
     def _cut(self, method: str | Sequence[int]) -> None:
         """Find the bounds of all stages, or take those that came as ``partition_method``."""
         if not isinstance(method, str):
-            self.parts = list(method)
+            own: Any = method
+            if not isinstance(own[0], int):  # those of each replica
+                own = own[self._topo.get_coord(self.global_rank).data]
+            self.parts = list(own)
         elif self.num_stages == self._topo.get_dim("pipe"):
             super()._partition_layers(method)
         else:

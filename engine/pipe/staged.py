@@ -204,6 +204,25 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
         """Return the loss of an evaluation as DeepSpeed's method of that name, of all replicas."""
         return self.over_replicas(super()._bcast_pipe_scalar(*args, **kwargs))
 
+    def _broadcast_model(self) -> None:
+        """Give all replicas the first one's weights, layer by layer if they are cut apart."""
+        if self._segments is None:
+            super()._broadcast_model()
+        else:
+            self._segments.broadcast(self.module)
+
+    def _exec_reduce_grads(self) -> None:
+        """Average gradients over the replicas, layer by layer if they are cut apart."""
+        if self._segments is None:
+            super()._exec_reduce_grads()
+        else:
+            self._segments.reduce(self.module, self.allreduce_no_retain)
+
+    @property
+    def _segments(self) -> Any:
+        """The groups of replicas that are cut at layers of their own; else None."""
+        return getattr(self.module, "shared_segments", None)
+
     def _abort_groups(self) -> None:
         """Let the ranks of other replicas fail that would wait for this one in a collective."""
         grid = self.grid
@@ -213,6 +232,8 @@ class StagedEngine(EngineMixin, deepspeed.PipelineEngine):
             (grid.get_slice_parallel_group(), grid.get_slice_parallel_world_size()),
             (experts, self.settings.expert_parallel.size if experts is not None else 1),
         ]
+        if self._segments is not None:
+            shared += [(group, 2) for group in self._segments.groups]
         for group, size in shared:
             if size > 1:
                 self._has_groups = False

@@ -16,6 +16,7 @@ arXiv 2401.10241) and ``ScheduleZBVZeroBubble`` (arXiv 2405.15362).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
 
@@ -79,7 +80,7 @@ def ahead(stage: int, num_stages: int, slack: int = 0) -> int:
         stage: Counted from 0.
         num_stages: Length of the pipeline.
         slack: Extra micro-batches in flight for each later stage. With 0, no message
-            latency is hidden.
+            latency is hidden: HARP's 1F1B (arXiv 2509.24859) warms up so for slow links.
     """
     return (num_stages - 1 - stage) * (1 + slack)
 
@@ -103,15 +104,23 @@ def _one_by_one(stage: int, lead: int, ends: Iterable[int]) -> Iterator[Action]:
         first = end
 
 
-def one_f_one_b(num_ranks: int, micro_batches: int, num_steps: int = 1) -> Plan:
+def one_f_one_b(num_ranks: int, micro_batches: int, num_steps: int = 1, *, slack: int = 0) -> Plan:
     """Return 1F1B: the passes of DeepSpeed's and Megatron-LM's order, one stage per rank.
+
+    Args:
+        num_ranks: Length of the pipeline.
+        micro_batches: Per optimizer step.
+        num_steps: Optimizer steps.
+        slack: See `ahead`.
 
     Raises:
         PlanError: A number is out of range.
     """
     check_numbers(num_ranks, micro_batches, num_steps)
-    rows = (_one_by_one(r, ahead(r, num_ranks), [micro_batches]) for r in range(num_ranks))
-    return passes_to_plan("1f1b", range(num_ranks), rows, micro_batches, num_steps)
+    check_number(PlanError, "slack", slack, whole=True)
+    rows = (_one_by_one(r, ahead(r, num_ranks, slack), [micro_batches]) for r in range(num_ranks))
+    plan = passes_to_plan("1f1b", range(num_ranks), rows, micro_batches, num_steps)
+    return replace(plan, send_slots=plan.send_slots + slack)
 
 
 def steps_to_drain(step: int, warmup_steps: int, drain_interval: int) -> int | None:

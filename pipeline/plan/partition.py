@@ -107,6 +107,39 @@ def explicit_cuts(bounds: Sequence[int], num_layers: int, num_stages: int) -> tu
     return tuple(complete)
 
 
+def cuts_of_replicas(
+    bounds: Sequence[Sequence[int]], num_layers: int, num_stages: int, replicas: int
+) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+    """Check cuts that a user wrote for each replica.
+
+    Args:
+        bounds: For each replica what `explicit_cuts` takes.
+        num_layers: Length of the chain.
+        num_stages: Number of stages of every replica.
+        replicas: Their number.
+
+    Returns:
+        The bounds of each replica; only once where all have the same.
+
+    Raises:
+        ConfigError: There are cuts for another number of replicas, or one cannot be.
+    """
+    if len(bounds) != replicas:
+        reason = f"these are the cuts of {len(bounds)} replicas, and there are {replicas}"
+        raise ConfigError(PARTITION_KEY, list(bounds), reason, f"Give {replicas} lists, or one")
+    found = tuple(explicit_cuts(own, num_layers, num_stages) for own in bounds)
+    return found[0] if len(set(found)) == 1 else found
+
+
+def segments(cuts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the ranges [first, end) of layers that no replica cuts.
+
+    Args:
+        cuts: The bounds of each replica's stages.
+    """
+    return list(pairwise(sorted({bound for bounds in cuts for bound in bounds})))
+
+
 def _lightest_heaviest_stage(totals: list[float], num_stages: int) -> float:
     # best[j]: weight of the heaviest stage when the first j layers form the stages so far.
     best = [0.0] + [math.inf] * (len(totals) - 1)

@@ -90,7 +90,13 @@ class RunPlan:
             return cls(*sizes, plan=plan_of(given, *sizes, key=_SCHEDULE_KEY))
         if not config.is_asynchronous:
             chunks = config.chunks or CHUNKS
-            return cls(*sizes, config.schedule, chunks=chunks, memory_limit=config.memory_share)
+            return cls(
+                *sizes,
+                config.schedule,
+                slack=config.slack or 0,
+                chunks=chunks,
+                memory_limit=config.memory_share,
+            )
         settings = config.pipemare
         return cls(
             *sizes,

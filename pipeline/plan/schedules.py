@@ -56,7 +56,7 @@ class ScheduleRow:
 _SUMS = "sums_output", "sums_gradient"
 
 SCHEDULES: dict[str, ScheduleRow] = {
-    "1f1b": ScheduleRow(orders.one_f_one_b, trains=True),
+    "1f1b": ScheduleRow(orders.one_f_one_b, options=("slack",), trains=True),
     "zb-h1": ScheduleRow(orders.zb_h1, trains=True, splits=True),
     "interleaved": ScheduleRow(orders.interleaved, orders.loop, ("chunks",), trains=True),
     "zbv": ScheduleRow(orders.zbv, _vee, trains=True, splits=True),

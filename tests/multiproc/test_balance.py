@@ -81,6 +81,18 @@ PIPES = {
         **staged("pipemare", pipeline={"pipemare": {"warmup_steps": 9}}),
         "model": "untied gpt",
     },
+    "own cuts": {
+        "model": "gpt",
+        "shares": [5, 3],
+        "accumulation": 3,
+        "clipping": 0.5,
+        "wavemare": {
+            "balance": {"shares": [5, 3]},
+            "pipeline": {"stages": 2, "partition": [[0, 2], [0, 4]]},
+        },
+    },
+    "slack": staged("1f1b", pipeline={"slack": 2}),
+    "own cuts, zb-h1, tokens": staged("zb-h1", pipeline={"partition": [[0, 4], [0, 3]]}),
     "split": {
         **staged("1f1b"),
         "wavemare": {"balance": TOKENS["wavemare"]["balance"], "tensor_parallel": {"size": 2}},

@@ -81,6 +81,7 @@ RUNS = {
 }
 IN_STAGES = {
     "mixtral, ZeRO 0": {},
+    "mixtral, by annotations": {"annotated": True},
     "qwen3_moe, auxiliary loss, ZeRO 1": {"kind": "qwen3_moe", "auxiliary": True, "zero": 1},
     "split mixtral, auxiliary loss": {"tensor": 2, "auxiliary": True},
 }

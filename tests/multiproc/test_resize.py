@@ -94,6 +94,20 @@ def optimizer_of(folder):
     return {name: {k: s["optimizer_state_dict"][k] for k in kept} for name, s in states.items()}
 
 
+@pytest.mark.world_size(4)
+def test_replicas_that_are_cut_apart_go_on_and_come_from_one_cut(launch, tmp_path):
+    """All that have a weight have the same bits of it, before and after."""
+    apart, alike, zero = (
+        f"2/{z}/{s}/fp32/AdamW" for z, s in ((0, "1f1b-apart"), (0, "zb-h1"), (1, "1f1b"))
+    )
+    matrix = Matrix(launch, tmp_path)
+    matrix.save(4, [apart, alike])
+    pairs = [f"{apart}:{apart}", f"{apart}:{zero}", f"{alike}:{apart}"]
+    for pair, found in matrix.run("load", 4, pairs).items():
+        matrix.compare(pair, found)
+    assert joined(matrix.whole[apart]).keys() == joined(matrix.whole[alike]).keys()
+
+
 @pytest.mark.world_size(2)
 def test_a_checkpoint_goes_on_at_other_sizes(launch, tmp_path):
     matrix = Matrix(launch, tmp_path)

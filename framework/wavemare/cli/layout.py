@@ -28,7 +28,10 @@ def search(
     ],
     global_batch: Annotated[int, typer.Option(help="Samples of one optimizer step.")],
     sequence: Annotated[int, typer.Option(help="Tokens of a sample.")],
-    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "fp32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp32, fp16 or bf16; of the configuration if omitted, or else fp32."),
+    ] = None,
     head: Annotated[
         str | None,
         typer.Option(help="Class of the model, for example BertForSequenceClassification."),
@@ -39,6 +42,9 @@ def search(
     pipemare: Annotated[
         bool, typer.Option("--pipemare", help="Offer asynchronous pipelines, too.")
     ] = False,
+    leave_out: Annotated[
+        bool, typer.Option(help="Offer layouts that leave devices out, too.")
+    ] = True,
     max_stages: Annotated[int, typer.Option(help="The longest pipeline.")] = 16,
     max_tensor_parallel: Annotated[int, typer.Option(help="The most ranks per layer.")] = 8,
     json_file: Annotated[
@@ -69,6 +75,7 @@ def search(
         head=head,
         margin=margin,
         pipemare=pipemare,
+        leave_out=leave_out,
         max_stages=max_stages,
         max_tensor_parallel=max_tensor_parallel,
     )

@@ -59,6 +59,7 @@ def memory(
 
     For example: wavemare plan memory gpt2 --stages 2 --sequence 1024
     """
+    from wavemare.parallel.planner.chains import as_config
     from wavemare.parallel.planner.memory import MemorySettings, rank_memory
     from wavemare.parallel.planner.search import read_model
 
@@ -66,26 +67,11 @@ def memory(
     given = {**locals()}
     settings = MemorySettings(**{k: given[k] for k in MemorySettings.__dataclass_fields__})
     values = dict(read_model(model))
-    ranks = rank_memory(_config(values), settings)
+    ranks = rank_memory(as_config(values), settings)
     typer.echo(_table(ranks))
     if json_file is not None:
         found = [{name: getattr(rank, name) for name in ("layers", *_COLUMNS)} for rank in ranks]
         atomic_write_text(json_file, json.dumps(found, indent=1) + "\n")
-
-
-def _config(values: dict[str, Any]) -> Any:
-    """Return the configuration of transformers that a mapping describes."""
-    from transformers import AutoConfig
-
-    from wavemare.errors import ModelError
-
-    kind = values.pop("model_type", None)
-    try:
-        return AutoConfig.for_model(kind, **values)
-    except Exception as error:  # of wrong values, too, for which transformers has its own
-        said = " ".join(str(error).split())[:200]
-        reason = f"transformers makes no configuration of it ({said})"
-        raise ModelError("MODEL", kind, reason, "Mend its config.json") from error
 
 
 def _table(ranks: list[Any]) -> str:

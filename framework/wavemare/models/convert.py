@@ -36,9 +36,11 @@ from wavemare.models.quantized import has_quantized, whole_shape
 from wavemare.models.timing import layer_times
 from wavemare.parallel.tensor.partition import check_equal_weights, is_split, split_embedding
 from wavemare.pipeline.plan.partition import (
+    PARTITION_KEY,
     STAGES_KEY,
     balanced_cuts,
     check_partition,
+    cuts_of_replicas,
     explicit_cuts,
 )
 
@@ -50,7 +52,7 @@ def to_pipeline(
     model: PreTrainedModel,
     *,
     num_stages: int,
-    partition: str | Sequence[int] = "parameters",
+    partition: str | Sequence[int] | Sequence[Sequence[int]] = "parameters",
     inputs: Sequence[str] | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     activation_checkpoint_interval: int = 0,
@@ -74,7 +76,8 @@ def to_pipeline(
             one of these in a ``PeftModel`` of LoRA.
         num_stages: Number of stages; must divide the number of processes.
         partition: ``parameters``, ``compute`` (the same without the word embedding, whose rows are
-            looked up), ``time``, ``uniform``, or the first layer of each stage.
+            looked up), ``time``, ``uniform``, the first layer of each stage, or these layers of
+            each replica.
         inputs: Batch entries that travel with the hidden states, ``input_ids`` first; the family's
             default if omitted.
         loss_fn: Loss of (logits, labels); the head's own if omitted.
@@ -107,7 +110,14 @@ def to_pipeline(
     if conversion.untied and dist.get_rank() == 0:
         warn_of_untying(tied_weights(model))
     places = homes or range(num_stages)
-    cuts = cut_chain(model, conversion.chain, conversion.inputs, partition, places)
+    cuts: Any
+    if not isinstance(partition, str) and partition and not isinstance(partition[0], int):
+        own: Any = partition
+        data = dist.get_world_size() // (replicas * num_stages * len(model_ranks))
+        cuts = cuts_of_replicas(own, len(conversion.chain), len(places), data)
+        _check_own_cuts(partition, places)
+    else:
+        cuts = cut_chain(model, conversion.chain, conversion.inputs, partition, places)
     kind = partial(AdaptedPipeline, adapters=model.peft_config) if is_adapted(model) else None
     late = is_deferred(model)
     module = (kind or TransformerPipeline)(
@@ -153,6 +163,14 @@ def _check_hooks(model: torch.nn.Module, chain: Sequence[PipelineLayer]) -> None
                 "train with one stage, or give the loss as model.loss_function.",
                 name or type(module).__name__,
             )
+
+
+def _check_own_cuts(partition: Any, homes: Sequence[int]) -> None:
+    """Refuse replicas that are cut apart and have several stages on a rank."""
+    if list(homes) != list(range(len(homes))):
+        reason = "replicas of other cuts have one stage on each rank, and this schedule has several"
+        remedy = 'Give one list for all replicas, or the schedule "1f1b" or "zb-h1"'
+        raise ConfigError(PARTITION_KEY, list(partition), reason, remedy)
 
 
 def _check_launch() -> None:

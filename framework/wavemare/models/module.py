@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import io
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import distributed as dist
 
 from wavemare.engine.experts import expert_group, is_divided
 from wavemare.engine.pipe.chunks import ChunkedPipelineModule, check_shared
+from wavemare.engine.pipe.own_cuts import SharedSegments
 from wavemare.engine.seams import replaced
 from wavemare.models.activations import split_batch
 from wavemare.models.deferred import read_weights
@@ -59,7 +62,7 @@ class TransformerPipeline(ChunkedPipelineModule):
 
     Args:
         conversion: The model taken apart.
-        cuts: Bounds of the stages, one more than there are stages.
+        cuts: Bounds of the stages, one more than there are stages; or those of each replica.
         homes: For each stage its rank in the pipeline; one stage for each rank if None.
         topology: Of a split model, with the axes ``pipe``, ``data`` and ``model``; else None.
         loss_fn: Loss of (logits, labels); the head's own if None.
@@ -72,6 +75,7 @@ class TransformerPipeline(ChunkedPipelineModule):
         inputs: Names of the tensors that enter the first layer, ``input_ids`` first.
         untied: For each untied weight the name of the one it was tied to, as in the model's state
             dict; empty unless something was untied.
+        shared_segments: Who has which layers, where replicas are cut apart; else None.
         sends_router_sums: Whether sums for an auxiliary loss travel, and follow the logits.
         expert_ranks: Over how many consecutive data ranks experts are divided; 1 if over none, or
             over the ranks of one split model alone.
@@ -86,7 +90,7 @@ class TransformerPipeline(ChunkedPipelineModule):
     def __init__(
         self,
         conversion: Conversion,
-        cuts: Sequence[int],
+        cuts: Sequence[int] | Sequence[Sequence[int]],
         *,
         homes: Sequence[int] | None = None,
         topology: Any = None,
@@ -109,7 +113,12 @@ class TransformerPipeline(ChunkedPipelineModule):
                 activation_checkpoint_interval=activation_checkpoint_interval,
                 dynamic_shape=dynamic_shape,
             )
-        check_shared(conversion.chain, self.stage_owner)
+        apart = not isinstance(cuts[0], int)
+        bounds_of_replicas: Any = cuts if apart else [self.parts]
+        for bounds in bounds_of_replicas:  # all, so that ranks fail alike
+            owner = self.stage_owner if not apart else partial(bisect_right, bounds[1:])
+            check_shared(conversion.chain, owner)
+        self.shared_segments = SharedSegments(bounds_of_replicas, self.mpu()) if apart else None
         self.sends_router_sums = isinstance(own, AuxiliaryLoss)
         group = expert_group(p for layer in conversion.chain for p in layer.parameters())
         slices = self.mpu().get_slice_parallel_world_size()
@@ -191,6 +200,10 @@ class TransformerPipeline(ChunkedPipelineModule):
             "data_parallel_id": grid.data_parallel_id // ranks,
             "data_parallel_size": grid.data_parallel_size // ranks,
         }
+        if self.shared_segments is not None:  # DeepSpeed shares a stage's layers among replicas
+            if grid.data_parallel_id:
+                return
+            place["data_parallel_size"] = 1
         with replaced(grid, place):
             super().save_state_dict(*args, **kwargs)
 

@@ -31,6 +31,8 @@ from wavemare.parallel.tensor.partition import check_equal_weights
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Types of models that are tested."""
 
+STACKED = {"gate_up_proj", "down_proj"}
+"""Parameters of a module of experts: of all of them, in dimension 0."""
 _KEY = "wavemare.expert_parallel.size"
 
 
@@ -88,8 +90,9 @@ def check_experts(model: Any, size: int) -> list[Any]:
     from wavemare.models.adapters import base_of  # which imports this module
 
     base = base_of(model)
-    held = {"gate_up_proj", "down_proj"}  # of all experts, in dimension 0
-    layers = [m for m in base.modules() if held == dict(m.named_parameters(recurse=False)).keys()]
+    layers = [
+        m for m in base.modules() if STACKED == dict(m.named_parameters(recurse=False)).keys()
+    ]
     _check(base, layers, size)
     return layers
 

@@ -109,6 +109,7 @@ def equal(
     stages=1,
     tensor=1,
     config=None,
+    annotated=False,
     **model_keys,
 ):
     """Return how far the weights and losses of an engine are from the whole model's."""
@@ -118,11 +119,14 @@ def equal(
     chosen = {"type": "AdamW", "params": params} if adam else None
     model = build(**model_keys)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if annotated:  # Whale's M6: experts are split, all else is replicated, in stages
+        split = {"size": size, "modules": ["mlp.experts"]}
+        wavemare.annotate(model, {"stages": stages, "split": split, "replica": "rest"})
     engine = engine_of(
         model,
         zero=zero,
-        size=size,
-        stages=stages,
+        size=1 if annotated else size,
+        stages=1 if annotated else stages,
         tensor=tensor,
         optimizer=chosen,
         gradient_clipping=clip,

@@ -3,7 +3,8 @@
 
 Arguments: result folder, checkpoint folder, ``save`` or ``load``, ``ours`` or ``stock``, then
 cells: stages, ZeRO stage, schedule, precision and optimizer, as in ``2/1/zbv/bf16/AdamW``; for a
-load ``SAVED:LOADED``. All cells train on the same rows, whatever their ranks and stages are.
+load ``SAVED:LOADED``. With ``1f1b-apart`` each of two replicas is cut elsewhere. All cells train on
+the same rows, whatever their ranks and stages are.
 """
 
 import hashlib
@@ -30,7 +31,8 @@ def build(cell, initialize=wavemare.initialize):
     if int(stages) > 1:
         section = {"stages": int(stages), "schedule": schedule, "inputs": ["input_ids"]}
         section |= {"untie": True} if "untied" in schedule else {}
-        section["schedule"] = schedule.removesuffix("-untied")
+        section |= {"partition": [[0, 3], [0, 2]]} if "apart" in schedule else {}
+        section["schedule"] = schedule.removesuffix("-untied").removesuffix("-apart")
     params = {"lr": 1e-2, "weight_decay": 0.1, **PARAMS[optimizer]}
     config = {
         "train_micro_batch_size_per_gpu": MICRO,

@@ -122,6 +122,12 @@ CLUSTERS = [
     (cluster(count=10**12), "cluster.devices[0].count"),
     (cluster(links={"between": {"bytes_s": 1e-310}}), "cluster.links.between.bytes_s"),
     (cluster(overhead_s=1e300), "cluster.devices[0].overhead_s"),
+    (cluster(tflops=1.25e14), "cluster.devices[0].tflops"),
+    (cluster(memory_gib=1.6e10), "cluster.devices[0].memory_gib"),
+    (cluster(links={"between": {"alpha_s": 30000}}), "cluster.links.between.alpha_s"),
+    (cluster(links={"pairs": [{"nodes": ["0"]}]}), "cluster.links.pairs[0].nodes"),
+    (cluster(links={"pairs": [{"nodes": ["0", "1"]}]}), "cluster.links.pairs[0].nodes"),
+    (cluster(links={"pairs": [{"nodes": ["0", "0"]}] * 2}), "cluster.links.pairs[1].nodes"),
     ({"devices": [DEVICE, {**DEVICE, "tflops": 2}]}, "devices.type"),
 ]
 

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.gpu.request import GpuJob, GpuRequest
+from benchmarks.layouts.request import LayoutsRequest
 from benchmarks.local_steps.elastic_request import ElasticRequest
 from benchmarks.local_steps.request import LocalStepsRequest
 from benchmarks.losses.request import LossesRequest
@@ -71,6 +72,10 @@ REFUSED = {
         ({"parts": ()}, "--parts", "kernels"),
         ({"systems": ("torch-zb",)}, "--systems", "torch-zbv"),
         ({"limit_s": 0.0}, "--limit-s", "more than 0"),
+    ],
+    LayoutsRequest: [
+        ({"clusters": ("2:2",)}, "--clusters", "2:1"),
+        ({"block_ms": 0.0}, "--block-ms", "more than 0"),
     ],
     PlannerRequest: [
         ({"parts": ("share",)}, "--parts", "'shares'"),

@@ -37,6 +37,10 @@ def experts(**section):
     return {"expert_parallel": {"size": 2}, **section}
 
 
+APART = [[0, 2], [0, 3]]
+"""First layers of the stages of two replicas."""
+
+
 def planned(**keys):
     return {"pipeline": {"schedule": "zb-h1", "stages": 2, **keys}}
 
@@ -100,6 +104,12 @@ REFUSED = [
     (planned(), {"compile": {"deepcompile": True}}, "compile.deepcompile"),
     (planned(pipemare={}), {}, "wavemare.pipeline.pipemare"),
     (planned(chunks=2), {}, "wavemare.pipeline.chunks"),
+    (planned(schedule="pipemare", slack=1), {}, "wavemare.pipeline.slack"),
+    (planned(schedule="zbv", slack=1), {}, "wavemare.pipeline.slack"),
+    (planned(partition=APART), zero(1), STAGE),
+    (planned(partition=APART), BF16, "bf16.enabled"),
+    (planned(partition=APART, schedule="pipemare"), {}, "wavemare.pipeline.schedule"),
+    (experts(**planned(partition=APART)), {}, "wavemare.expert_parallel.size"),
     (planned(schedule="zbv", memory_limit="1x"), {}, "wavemare.pipeline.memory_limit"),
     (planned(schedule="auto", memory_limit="4 apples"), {}, "wavemare.pipeline.memory_limit"),
     ({**SHARES, "wavelet": {"mode": "sync"}}, {}, "wavemare.balance.shares"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans as data: what they refuse, their JSON, their hash and the configuration that runs them."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -35,7 +36,17 @@ STAGES = Layout(
 )
 
 
-@pytest.mark.parametrize("plan", [SHARES, STAGES], ids=["shares", "stages"])
+APART = replace(
+    STAGES,
+    schedule="1f1b",
+    zero_stage=0,
+    slack=2,
+    replica_cuts=((0, 17, 28), (0, 12, 28)),
+    order=(7, 6, 5, 4, 3, 2, 1, 9),
+)
+
+
+@pytest.mark.parametrize("plan", [SHARES, STAGES, APART], ids=["shares", "stages", "apart"])
 def test_json_round_trip(plan):
     again = Layout.from_json(plan.to_json())
     assert again == plan
@@ -57,6 +68,31 @@ def test_digest_is_that_of_the_plan_without_its_prediction():
     assert len({STAGES.digest, *(plan.digest for plan in others)}) == len(others) + 1
     # The hash is part of checkpoints: it must not change with the program.
     assert SHARES.digest[:16] == "7f86b7b9127328cf"
+    values = json.loads(SHARES.to_json())
+    for name in ("replica_cuts", "slack", "expert_parallel"):  # which earlier files lack
+        del values[name]
+    assert Layout.from_json(json.dumps(values)) == SHARES
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"replica_cuts": ((0, 17, 28),)}, "replica_cuts"),
+        ({"replica_cuts": ((0, 12, 28), (0, 17, 28))}, "replica_cuts"),
+        ({"replica_cuts": ((0, 17, 28), (0, 29, 28))}, "replica_cuts"),
+        ({"replica_cuts": ((0, 17, 28), 5)}, "replica_cuts"),
+        ({"zero_stage": 1}, "replica_cuts"),
+        ({"schedule": "zb-h1"}, "slack"),
+        ({"slack": -1}, "slack"),
+        ({"expert_parallel": 3}, "expert_parallel"),
+        ({"expert_parallel": 2}, "expert_parallel"),
+        ({"expert_parallel": 2, "shares": (3, 3)}, "replica_cuts"),
+    ],
+)
+def test_cuts_of_replicas_slack_and_experts_that_cannot_be(changes, key):
+    with pytest.raises(PlanError) as caught:
+        replace(APART, **changes)
+    assert caught.value.key == key
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from wavemare.engine.config.sections import ParallelConfig
 from wavemare.engine.launch.group import gather
 from wavemare.errors import PlanError
 from wavemare.models.convert import parameter_cost
+from wavemare.parallel.experts import STACKED
 from wavemare.parallel.layout.annotations import PLAN, Region, Regions, is_annotated, regions_of
 from wavemare.parallel.layout.layout import Layout
 from wavemare.parallel.layout.names import NamedChain, annotate, named_chain
@@ -164,13 +165,16 @@ def compile_layout(model: Any, config: Mapping[str, Any], *, world_size: int) ->
     _check_given_once(ours, regions)
     pipeline = regions.pipeline
     cut = bool(regions.of("stage")) or pipeline is not None
-    chain = named_chain(model, ours.pipeline.inputs) if cut or regions.split else None
-    if regions.split is not None:
+    experts = _expert_ranks(regions, model)
+    whole = regions.split is None or experts > 1
+    chain = named_chain(model, ours.pipeline.inputs) if cut or not whole else None
+    if not whole:
         assert chain is not None
         _check_split(regions, chain)
     cuts = _cuts(regions, chain) if cut and chain is not None else None
     stages = len(cuts) - 1 if cuts is not None else 1
-    splits, replicas = _degrees(regions, stages, world_size)
+    splits, replicas = _degrees(regions, stages, world_size, whole=whole)
+    _check_expert_ranks(regions, experts, replicas)
     schedule = pipeline.schedule if pipeline is not None else None
     given = _with_micro_batches(config, pipeline)
     sizes = check_batch_sizes(given, data_world_size=replicas, stages=stages)
@@ -179,6 +183,7 @@ def compile_layout(model: Any, config: Mapping[str, Any], *, world_size: int) ->
         stages=stages,
         tensor_parallel=splits,
         data_parallel=replicas,
+        expert_parallel=experts,
         cuts=cuts if stages > 1 else None,
         num_layers=len(chain.layers) if chain is not None else None,
         schedule=schedule or ours.pipeline.schedule,
@@ -191,10 +196,53 @@ def compile_layout(model: Any, config: Mapping[str, Any], *, world_size: int) ->
     )
 
 
-def _degrees(regions: Regions, stages: int, world_size: int) -> tuple[int, int]:
-    """Return splits and replicas: the processes left over, unless their number was given."""
+def _expert_ranks(regions: Regions, model: Any) -> int:
+    """Return over how many ranks a split divides experts; 1 if it splits layers, or there is none.
+
+    Raises:
+        PlanError: It divides the experts of some layers alone.
+    """
+    split = regions.split
+    if split is None or not split.size:
+        return 1
+    experts = [
+        name
+        for name, module in model.named_modules()
+        if STACKED == dict(module.named_parameters(recurse=False)).keys()
+    ]
+    inside = [name for name, own in regions.by_module.items() if own.enclosing("split")]
+    roots = [name for name in inside if name.rpartition(".")[0] not in inside]
+    if not experts or not set(roots) <= set(experts):
+        return 1
+    for name in experts:
+        if name not in roots:
+            reason = f"{split} at {split.place} leaves {name} whole, and experts are divided alike"
+            raise PlanError("split", str(split), reason, "Split the experts of all layers or none")
+    return split.size
+
+
+def _check_expert_ranks(regions: Regions, experts: int, replicas: int) -> None:
+    split = regions.split
+    if split is not None and replicas % experts:
+        reason = (
+            f"{split} at {split.place} divides experts over {experts} ranks of a stage, which has "
+            f"{replicas}"
+        )
+        remedy = f"Start processes for a multiple of {experts} replicas, or give another size"
+        raise PlanError("split", str(split), reason, remedy)
+
+
+def _degrees(regions: Regions, stages: int, world_size: int, *, whole: bool) -> tuple[int, int]:
+    """Return splits and replicas: the processes left over, unless their number was given.
+
+    Args:
+        regions: The annotations.
+        stages: Of the pipeline.
+        world_size: Number of processes.
+        whole: Whether layers are whole on a rank, but for experts.
+    """
     split, replicas = regions.split, regions.replicas
-    splits = split.size or 1 if split is not None else 1
+    splits = split.size or 1 if split is not None and not whole else 1
     left = world_size // (stages * splits)
     count = replicas.size if replicas is not None and replicas.size is not None else left
     if stages * splits * count == world_size:
@@ -252,8 +300,10 @@ def _check_given_once(ours: WavemareConfig, regions: Regions) -> None:
         for name in ("stages", "partition")
         if name in ours.pipeline.model_fields_set
     }
-    if ours.tensor_parallel.size > 1:
-        given["wavemare.tensor_parallel.size"] = ours.tensor_parallel.size
+    for name in ("tensor_parallel", "expert_parallel"):
+        size = getattr(ours, name).size
+        if size > 1 and (name == "tensor_parallel" or regions.split is not None):
+            given[f"wavemare.{name}.size"] = size
     pipeline = regions.pipeline
     if pipeline and pipeline.schedule and "schedule" in ours.pipeline.model_fields_set:
         if ours.pipeline.schedule != pipeline.schedule:

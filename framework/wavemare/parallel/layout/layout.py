@@ -21,6 +21,8 @@ VERSION = 1
 _GIB = 2**30
 _MS_PER_S = 1e3
 _ZERO_STAGES = (0, 1, 2, 3)
+_LATER: Mapping[str, Any] = {"replica_cuts": None, "slack": 0, "expert_parallel": 1}
+"""Keys that files of earlier versions lack, and their values there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +73,15 @@ class Layout:
         cuts: P + 1 bounds, from 0 to ``num_layers``: stage ``s`` holds the layers
             ``[cuts[s], cuts[s + 1])`` of the chain of `wavemare.models.to_pipeline`. None with one
             stage.
+        replica_cuts: For each replica such bounds, where replicas are cut at layers of their own;
+            ``cuts`` are then those of the first one. With ZeRO 0 and schedules that empty the
+            pipeline. None where all are cut alike.
         num_layers: Length of that chain; None where nothing is cut.
         schedule: ``1f1b``, ``zb-h1`` or ``pipemare``.
+        slack: With 1F1B and PipeMare: how many micro-batches more each stage runs ahead of the next
+            one.
+        expert_parallel: Ranks that share the experts of each layer, of a stage's
+            ``data_parallel * tensor_parallel``.
         wavelet: Whether waves hide tensor-parallel sums, by ``wavelet.mode`` "auto"; with one
             stage.
         zero_stage: ZeRO stage, 0 to 3; 0 or 1 with several stages.
@@ -81,7 +90,7 @@ class Layout:
         micro_steps: Micro-batches of one optimizer step on each rank.
         shares: For each replica its samples in one micro-step.
         order: ``order[rank]`` is the index of the device, in the cluster's description, that runs
-            the rank; None: as they come.
+            the rank; None: as they come. Devices that it leaves out do nothing.
         predicted: What the planner expects; it is no part of the layout's identity.
 
     Raises:
@@ -102,6 +111,9 @@ class Layout:
     micro_steps: int = 1
     order: tuple[int, ...] | None = None
     predicted: Prediction | None = None
+    replica_cuts: tuple[tuple[int, ...], ...] | None = None
+    slack: int = 0
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
         _check_layout(self)
@@ -126,8 +138,11 @@ class Layout:
         """SHA-256, in hexadecimal, of everything but the prediction."""
         values = self._values()
         del values["predicted"]
-        # Digests in checkpoints of earlier versions count this removed key.
+        # Digests in checkpoints of earlier versions count this removed key, and no later ones.
         values["colocated"] = []
+        for name, default in _LATER.items():
+            if values[name] == default:
+                del values[name]
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -167,6 +182,10 @@ class Layout:
         if version != VERSION or isinstance(version, bool):
             reason = f"this program reads version {VERSION}"
             raise PlanError("version", version, reason, "Make the layout again")
+        values = {**_LATER, **values}
+        if isinstance(values["replica_cuts"], list):
+            rows = values["replica_cuts"]
+            values["replica_cuts"] = [tuple(r) if isinstance(r, list) else r for r in rows]
         predicted = values.pop("predicted", None)
         if predicted is not None:
             predicted = Prediction(**_arguments(Prediction, predicted, "predicted."))
@@ -185,6 +204,8 @@ class Layout:
         section = dict(config.get("wavemare", {}))
         section["pipeline"] = self._pipeline(section.get("pipeline", {}))
         section["tensor_parallel"] = {"size": self.tensor_parallel}
+        if self.expert_parallel > 1:
+            section["expert_parallel"] = {"size": self.expert_parallel}
         if self.wavelet:
             section["wavelet"] = {**section.get("wavelet", {}), "mode": "auto"}
         balance = section.pop("balance", {})
@@ -213,9 +234,16 @@ class Layout:
 
     def _pipeline(self, given: Mapping[str, Any]) -> dict[str, Any]:
         section = {**given, "stages": self.stages, "schedule": self.schedule}
-        section.pop("partition", None)
-        if self.cuts is not None:
+        for name in ("partition", "slack"):
+            section.pop(name, None)
+        if self.replica_cuts is not None:
+            section["partition"] = [list(bounds[:-1]) for bounds in self.replica_cuts]
+        elif self.cuts is not None:
             section["partition"] = list(self.cuts[:-1])
+        if self.slack and self.schedule == "pipemare":
+            section["pipemare"] = {**section.get("pipemare", {}), "slack": self.slack}
+        elif self.slack:
+            section["slack"] = self.slack
         return section
 
     def __str__(self) -> str:
@@ -223,13 +251,18 @@ class Layout:
         lines = [
             f"layout {self.digest[:12]}: {splits} x {self.data_parallel} replicas = "
             f"{self.world_size} ranks",
-            f"  schedule       {self.schedule}{', waves' if self.wavelet else ''}",
+            f"  schedule       {self.schedule}{f', slack {self.slack}' if self.slack else ''}"
+            f"{', waves' if self.wavelet else ''}",
             f"  memory         ZeRO {self.zero_stage}, "
             f"activations {'recomputed' if self.recompute else 'kept'}",
             f"  batch          {self.global_batch} = {self.micro_steps} x {_sum(self.shares)}",
         ]
+        if self.expert_parallel > 1:
+            lines.append(f"  experts        over {self.expert_parallel} ranks")
         if self.cuts is not None:
-            lines.append(f"  cuts           {','.join(map(str, self.cuts))}")
+            rows = self.replica_cuts or (self.cuts,)
+            text = " | ".join(",".join(map(str, bounds)) for bounds in rows)
+            lines.append(f"  cuts           {text}")
         if self.order is not None:
             lines.append(f"  devices        {','.join(map(str, self.order))}")
         return "\n".join(lines + (_predicted_lines(self.predicted) if self.predicted else []))
@@ -282,6 +315,8 @@ def _check_layout(layout: Layout) -> None:
     """
     for name in ("global_batch", "stages", "tensor_parallel", "data_parallel", "micro_steps"):
         check_number(PlanError, name, getattr(layout, name), 1, whole=True)
+    check_number(PlanError, "slack", layout.slack, whole=True)
+    check_number(PlanError, "expert_parallel", layout.expert_parallel, 1, whole=True)
     if layout.num_layers is not None:
         check_number(PlanError, "num_layers", layout.num_layers, 1, whole=True)
     for name, least in (("shares", 1), ("cuts", 0), ("order", 0)):
@@ -290,7 +325,7 @@ def _check_layout(layout: Layout) -> None:
             raise PlanError(name, numbers, "it is no tuple of whole numbers", "Give a tuple")
         for place, number in enumerate(numbers or ()):
             check_number(PlanError, f"{name}[{place}]", number, least, whole=True)
-    for check in (_choices, _batch, _cuts, _memory, _order):
+    for check in (_choices, _batch, _cuts, _experts, _replica_cuts, _memory, _order):
         for name, reason, remedy in check(layout):
             raise PlanError(name, getattr(layout, name), reason, remedy)
 
@@ -300,6 +335,8 @@ _Refusals = Iterator[tuple[str, str, str]]
 
 
 def _choices(layout: Layout) -> _Refusals:
+    if layout.slack and (layout.schedule not in ("1f1b", "pipemare") or layout.stages == 1):
+        yield "slack", "it is an option of 1F1B and PipeMare with several stages", "Give 0"
     for name in ("wavelet", "recompute"):
         if not isinstance(getattr(layout, name), bool):
             yield name, "it is neither true nor false", "Give one of the two"
@@ -329,20 +366,57 @@ def _batch(layout: Layout) -> _Refusals:
 
 
 def _cuts(layout: Layout) -> _Refusals:
-    cuts, stages = layout.cuts, layout.stages
-    if cuts is None:
-        if stages > 1:
-            yield "cuts", f"{stages} stages need it", f"Give {stages + 1} bounds"
+    if layout.cuts is None:
+        if layout.stages > 1:
+            yield "cuts", f"{layout.stages} stages need it", f"Give {layout.stages + 1} bounds"
         return
-    if stages == 1:
+    if layout.stages == 1:
         yield "cuts", "one stage is not cut", "Leave it out"
+    yield from _bounds(layout, "cuts", layout.cuts)
+
+
+def _bounds(layout: Layout, name: str, cuts: tuple[int, ...]) -> _Refusals:
+    stages = layout.stages
     if len(cuts) != stages + 1:
-        yield "cuts", f"there are {len(cuts)} bounds for {stages} stages", f"Give {stages + 1}"
+        yield name, f"there are {len(cuts)} bounds for {stages} stages", f"Give {stages + 1}"
     if cuts[0] != 0 or cuts[-1] != layout.num_layers:
         reason = f"they do not lead from 0 to num_layers ({layout.num_layers})"
-        yield "cuts", reason, "Begin with 0 and end with the number of layers"
+        yield name, reason, "Begin with 0 and end with the number of layers"
     if any(right <= left for left, right in pairwise(cuts)):
-        yield "cuts", "a stage is empty", "Give bounds that increase"
+        yield name, "a stage is empty", "Give bounds that increase"
+
+
+def _replica_cuts(layout: Layout) -> _Refusals:
+    rows, name = layout.replica_cuts, "replica_cuts"
+    if rows is None:
+        return
+    whole = isinstance(rows, tuple) and all(
+        isinstance(row, tuple) and row and all(type(bound) is int for bound in row) for row in rows
+    )
+    if not whole:
+        yield name, "it is no tuple of tuples of whole numbers", "Give the bounds of each replica"
+    if len(rows) != layout.data_parallel:
+        reason = f"there are {len(rows)} of them for {layout.data_parallel} replicas"
+        yield name, reason, f"Give {layout.data_parallel}"
+    if rows[0] != layout.cuts:
+        yield name, "the first replica's are not cuts", "Give cuts those of the first replica"
+    for row in rows:
+        yield from _bounds(layout, name, row)
+    if layout.zero_stage or layout.schedule == "pipemare" or layout.expert_parallel > 1:
+        reason = "replicas that are cut apart divide neither states nor experts, and step together"
+        yield name, reason, "Use ZeRO 0, no divided experts, and 1f1b or zb-h1; or one cut for all"
+
+
+def _experts(layout: Layout) -> _Refusals:
+    ranks, size = layout.data_parallel * layout.tensor_parallel, layout.expert_parallel
+    if ranks % size or size % layout.tensor_parallel > 0 < size - 1:
+        reason = f"a stage has {ranks} ranks, of which {layout.tensor_parallel} share each layer"
+        remedy = f"Give a multiple of {layout.tensor_parallel} that divides {ranks}"
+        yield "expert_parallel", reason, remedy
+    if size > 1 and not layout.balanced:
+        yield "expert_parallel", "divided experts go with equal shares", "Give equal shares"
+    if size > 1 and layout.zero_stage == _ZERO_STAGES[-1]:
+        yield "expert_parallel", "ZeRO 3 divides experts, too", "Give ZeRO 0, 1 or 2"
 
 
 def _memory(layout: Layout) -> _Refusals:

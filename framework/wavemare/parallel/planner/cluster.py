@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -93,6 +94,9 @@ class Cluster:
         devices: One for each rank.
         within: Between devices of a node.
         between: Between nodes.
+        pairs: Links of pairs of nodes that differ from these, by the two names in order; a node
+            twice for the link within it.
+        assumed: What nobody measured or gave, in words.
         measured: Where, when and with what a probe measured it.
 
     Raises:
@@ -102,6 +106,8 @@ class Cluster:
     devices: tuple[Device, ...]
     within: Link = WITHIN
     between: Link = BETWEEN
+    pairs: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    assumed: tuple[str, ...] = field(default=(), compare=False)
     measured: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -127,7 +133,12 @@ class Cluster:
 
     def link(self, first: str, second: str) -> Link:
         """Return the link between two nodes, or within one."""
-        return self.within if first == second else self.between
+        own = self.pairs.get((min(first, second), max(first, second)))
+        return own or (self.within if first == second else self.between)
+
+    def of_devices(self, chosen: Sequence[int]) -> Cluster:
+        """Return the cluster of some of the devices, in their order."""
+        return replace(self, devices=tuple(self.devices[index] for index in chosen))
 
     def slowest_link(self, nodes: Iterable[str], *, single: bool = False) -> Link:
         """Return the highest latency and the lowest bandwidth among several nodes.
@@ -136,21 +147,23 @@ class Cluster:
             nodes: Their names, once for each device.
             single: Whether each node has but one of the devices, so that none shares a node.
         """
-        if len(set(nodes)) == 1:
-            return self.within
-        if single:
-            return self.between
-        return Link(
-            max(self.within.alpha_s, self.between.alpha_s),
-            min(self.within.bytes_s, self.between.bytes_s),
-        )
+        names = sorted(set(nodes))
+        pairs = list(combinations(names, 2))
+        if not pairs or not single:
+            pairs += [(name, name) for name in names]
+        links = [self.link(*pair) for pair in pairs]
+        return Link(max(link.alpha_s for link in links), min(link.bytes_s for link in links))
 
     def to_json(self) -> str:
         """Return the cluster as the text of a file."""
         values = {
             "version": VERSION,
             "devices": [asdict(device) for device in self.devices],
-            "links": {"within": asdict(self.within), "between": asdict(self.between)},
+            "links": {
+                "within": asdict(self.within),
+                "between": asdict(self.between),
+                "pairs": [{"nodes": n, **asdict(own)} for n, own in sorted(self.pairs.items())],
+            },
             "measured": self.measured,
         }
         return json.dumps(values, indent=2) + "\n"
@@ -169,6 +182,8 @@ class Card(NamedTuple):
         bf16: The same for bf16; that of fp32 where the card has none.
         memory_gib: Its memory.
         memory_gb_s: Its memory's bandwidth, in 1e9 bytes/s.
+        link_gb_s: Bandwidth to another card of the machine in one direction, in 1e9 bytes/s: half
+            of NVLink's total, or of 16 lanes of PCIe where there is none.
     """
 
     fp32: float
@@ -176,30 +191,31 @@ class Card(NamedTuple):
     bf16: float
     memory_gib: float
     memory_gb_s: float
+    link_gb_s: float
 
 
 CARDS = {
-    "P40": Card(11.8, 11.8, 11.8, 24, 346),
-    "P100": Card(9.3, 18.7, 9.3, 16, 732),
-    "P100-SXM2": Card(10.6, 21.2, 10.6, 16, 732),
-    "V100": Card(15.7, 125, 15.7, 16, 900),
-    "V100-32": Card(15.7, 125, 15.7, 32, 900),
-    "V100-PCIE": Card(14.0, 112, 14.0, 16, 900),
-    "T4": Card(8.1, 65, 8.1, 16, 320),
-    "RTX2080TI": Card(13.4, 53.8, 13.4, 11, 616),
-    "RTX3090": Card(35.6, 71, 71, 24, 936),
-    "RTX4090": Card(82.6, 165, 165, 24, 1008),
-    "A10": Card(31.2, 125, 125, 24, 600),
-    "A40": Card(37.4, 150, 150, 48, 696),
-    "A6000": Card(38.7, 155, 155, 48, 768),
-    "A100-40": Card(19.5, 312, 312, 40, 1555),
-    "A100-80": Card(19.5, 312, 312, 80, 2039),
-    "L4": Card(30.3, 121, 121, 24, 300),
-    "L40": Card(90.5, 181, 181, 48, 864),
-    "L40S": Card(91.6, 362, 362, 48, 864),
-    "H100": Card(67, 989, 989, 80, 3350),
-    "H100-PCIE": Card(51, 756, 756, 80, 2000),
-    "H200": Card(67, 989, 989, 141, 4800),
+    "P40": Card(11.8, 11.8, 11.8, 24, 346, 16),
+    "P100": Card(9.3, 18.7, 9.3, 16, 732, 16),
+    "P100-SXM2": Card(10.6, 21.2, 10.6, 16, 732, 80),
+    "V100": Card(15.7, 125, 15.7, 16, 900, 150),
+    "V100-32": Card(15.7, 125, 15.7, 32, 900, 150),
+    "V100-PCIE": Card(14.0, 112, 14.0, 16, 900, 16),
+    "T4": Card(8.1, 65, 8.1, 16, 320, 16),
+    "RTX2080TI": Card(13.4, 53.8, 13.4, 11, 616, 16),
+    "RTX3090": Card(35.6, 71, 71, 24, 936, 32),
+    "RTX4090": Card(82.6, 165, 165, 24, 1008, 32),
+    "A10": Card(31.2, 125, 125, 24, 600, 32),
+    "A40": Card(37.4, 150, 150, 48, 696, 32),
+    "A6000": Card(38.7, 155, 155, 48, 768, 32),
+    "A100-40": Card(19.5, 312, 312, 40, 1555, 300),
+    "A100-80": Card(19.5, 312, 312, 80, 2039, 300),
+    "L4": Card(30.3, 121, 121, 24, 300, 32),
+    "L40": Card(90.5, 181, 181, 48, 864, 32),
+    "L40S": Card(91.6, 362, 362, 48, 864, 32),
+    "H100": Card(67, 989, 989, 80, 3350, 450),
+    "H100-PCIE": Card(51, 756, 756, 80, 2000, 64),
+    "H200": Card(67, 989, 989, 141, 4800, 450),
 }
 """By name. The P100 is the PCIe card, the V100, A100, H100 and H200 those on SXM boards."""
 
@@ -231,9 +247,14 @@ class _LinkItem(Section):
     bytes_s: _Positive = WITHIN.bytes_s
 
 
+class _PairItem(_LinkItem):
+    nodes: list[str] = Field(min_length=2, max_length=2)
+
+
 class _Links(Section):
     within: _LinkItem = _LinkItem()
-    between: _LinkItem = _LinkItem()
+    between: _LinkItem | None = None
+    pairs: list[_PairItem] = Field(default_factory=list)
 
 
 class _ClusterFile(Section):
@@ -281,26 +302,106 @@ def parse_cluster(values: Any, dtype: str = "fp32") -> Cluster:
     except ConfigError as error:
         raise PlanError(error.key, error.value, error.reason, error.remedy) from None
     devices: list[Device] = []
+    assumed: list[str] = []
     for place, item in enumerate(content.devices):
         key = f"cluster.devices[{place}]"
         _check_size(f"{key}.count", item.count, len(devices) + item.count)
-        devices += [_device(key, item, dtype)] * item.count
+        _check_units(f"{key}.", item)
+        devices += [_device(key, item, dtype, assumed)] * item.count
+    for name, link in (("within", content.links.within), ("between", content.links.between)):
+        if link is not None:
+            _check_units(f"cluster.links.{name}.", link)
+    links, nodes = content.links, dict.fromkeys(device.node for device in devices)
+    pairs = _pairs(links, list(nodes))
+    if "within" not in links.model_fields_set:
+        names = [n for n in nodes if (n, n) not in pairs and _is_shared(devices, n)]
+        if names:
+            assumed.append(f"links within nodes: {_told(WITHIN)}")
+    if links.between is None and len(nodes) > 1 and not pairs:
+        assumed.append(f"links between nodes: {_told(BETWEEN)}")
+    between = links.between or _LinkItem()
     return Cluster(
         devices=tuple(devices),
-        within=replace(WITHIN, **content.links.within.model_dump(exclude_unset=True)),
-        between=replace(BETWEEN, **content.links.between.model_dump(exclude_unset=True)),
+        within=replace(WITHIN, **links.within.model_dump(exclude_unset=True)),
+        between=replace(BETWEEN, **between.model_dump(exclude_unset=True)),
+        pairs=pairs,
+        assumed=tuple(assumed),
         measured=content.measured,
     )
 
 
-def _device(key: str, item: _DeviceItem, dtype: str) -> Device:
+_UNITS = {
+    "tflops": (1e6, "it counts 1e12 operations per second", "Give 125 for 125 TFLOP/s"),
+    "memory_gib": (1e6, "it counts 2^30 bytes", "Give 16 for 16 GiB"),
+    "memory_gb_s": (1e6, "it counts 1e9 bytes per second", "Give 900 for 900 GB/s"),
+    "bytes_s": (1e15, "it counts bytes per second", "Give 2.5e9 for 20 Gbit/s"),
+    "alpha_s": (3600.0, "it counts seconds", "Give 3e-5 for 30 microseconds"),
+    "overhead_s": (3600.0, "it counts seconds", "Give 4e-4 for 0.4 milliseconds"),
+}
+"""The most that a number may be: above it, its unit has been mistaken."""
+
+
+def _check_units(prefix: str, item: Section) -> None:
+    """Refuse numbers that no device and no link has.
+
+    Raises:
+        PlanError: One of them.
+    """
+    for name in item.model_fields_set & _UNITS.keys():
+        most, unit, remedy = _UNITS[name]
+        value = getattr(item, name)
+        if value > most:
+            raise PlanError(f"{prefix}{name}", value, f"nothing has so much: {unit}", remedy)
+
+
+def _is_shared(devices: Sequence[Device], node: str) -> bool:
+    return sum(device.node == node for device in devices) > 1
+
+
+def _told(link: Link) -> str:
+    return f"{link.bytes_s / 1e9:g} GB/s, {link.alpha_s * 1e6:g} us"
+
+
+def _pairs(links: _Links, nodes: Sequence[str]) -> dict[tuple[str, str], Link]:
+    """Return the links of pairs of nodes.
+
+    Raises:
+        PlanError: A pair names no node, or is given twice; or pairs leave one out.
+    """
+    found: dict[tuple[str, str], Link] = {}
+    for place, item in enumerate(links.pairs):
+        first, second = sorted(item.nodes)
+        key = f"cluster.links.pairs[{place}]"
+        _check_units(f"{key}.", item)
+        for name in (first, second):
+            if name not in nodes:
+                reason = "no device is in this node"
+                raise PlanError(f"{key}.nodes", name, reason, did_you_mean(name, nodes))
+        if (first, second) in found:
+            reason = "the link of these nodes is given twice"
+            raise PlanError(f"{key}.nodes", [first, second], reason, "Give it once")
+        found[first, second] = Link(item.alpha_s, item.bytes_s)
+    given = any(first != second for first, second in found)
+    missing = [p for p in combinations(sorted(nodes), 2) if p not in found]
+    if given and links.between is None and missing:
+        names = " and ".join(missing[0])
+        reason = f"of {len(missing)} pairs of nodes there is no link, such as that of {names}"
+        raise PlanError("cluster.links", None, reason, "Give it in pairs, or all others as between")
+    return found
+
+
+def _device(key: str, item: _DeviceItem, dtype: str, assumed: list[str]) -> Device:
     """Return a device of an item of the file; the table has the numbers that it lacks."""
     values = item.model_dump(exclude={"count"}, exclude_unset=True)
     missing = {"tflops", "memory_gib", "memory_gb_s"} - values.keys()
     if missing:
         known = _card(f"{key}.type", item.type, dtype, "0")
-        logger.warning("planner: %s: %s from public peak numbers", key, ", ".join(sorted(missing)))
+        told = f"{key}: {', '.join(sorted(missing))} from public peak numbers"
+        logger.warning("planner: %s", told)
+        assumed.append(told)
         values |= {name: getattr(known, name) for name in missing}
+    if "efficiency" not in values:
+        assumed.append(f"{key}: an efficiency of {EFFICIENCY:g}")
     return Device(**values)
 
 
@@ -325,7 +426,19 @@ def _from_text(text: str, dtype: str) -> Cluster:
         text,
         EFFICIENCY,
     )
-    return Cluster(devices=tuple(devices))
+    within = {d.node: Link(WITHIN.alpha_s, CARDS[d.type].link_gb_s * 1e9) for d in devices}
+    slowest = min(within.values(), key=lambda link: link.bytes_s)
+    rates = {f"{CARDS[d.type].link_gb_s:g} GB/s ({d.type})" for d in devices}
+    assumed = [
+        f"{dtype} peaks of the cards at an efficiency of {EFFICIENCY:g}",
+        f"an overhead of {OVERHEAD_S * 1e3:g} ms per block",
+    ]
+    if any(_is_shared(devices, node) for node in within):
+        assumed.append(f"links within nodes: {', '.join(sorted(rates))}")
+    if nodes > 1:
+        assumed.append(f"links between nodes: {_told(BETWEEN)}")
+    pairs = {(node, node): link for node, link in within.items() if link != slowest}
+    return Cluster(devices=tuple(devices), within=slowest, pairs=pairs, assumed=tuple(assumed))
 
 
 def _card(key: str, name: str, dtype: str, node: str) -> Device:

@@ -15,7 +15,10 @@ from wavemare.errors import ModelError, PlanError, check_number, did_you_mean
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 FAMILIES = ("gpt2", "bert", "llama", "mistral", "qwen2", "qwen3")
-"""Values of ``model_type`` that the planner knows."""
+"""Values of ``model_type`` of which the planner needs no code of transformers.
+
+The layers of others are those of the model itself, without weights.
+"""
 
 # Bytes per token and unit of width that a block keeps, in activations of its dtype (Korthikanti et
 # al. 2022, section 4, counts 34 of 16 bits with two masks of one byte each).
@@ -42,6 +45,8 @@ class LayerCost:
         is_block: Whether it is one of the repeated blocks, which can be recomputed.
         sums: Results that tensor parallelism sums over its ranks in a forward pass, each as large
             as a boundary; as many again in the backward pass.
+        expert_parameters: Those of ``parameters`` that are divided where experts are.
+        routed: How many times as large as a boundary is what travels to experts; 0 without experts.
     """
 
     name: str
@@ -52,6 +57,8 @@ class LayerCost:
     tied_parameters: int = 0
     is_block: bool = False
     sums: int = 0
+    expert_parameters: int = 0
+    routed: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,8 @@ class ModelCosts:
         boundary_bytes: What one sample sends from a layer to the next.
         dtype: fp32, fp16 or bf16.
         widths: Numbers that tensor parallelism must divide; empty where it cannot split the model.
+        experts: Experts of a layer; 0 where they cannot be divided, or there are none.
+        dtype_from: Where the dtype comes from, in words.
     """
 
     name: str
@@ -73,6 +82,8 @@ class ModelCosts:
     boundary_bytes: float
     dtype: str = "fp32"
     widths: tuple[int, ...] = ()
+    experts: int = 0
+    dtype_from: str = "given"
 
     @property
     def parameters(self) -> int:
@@ -87,18 +98,18 @@ class ModelCosts:
 
 
 def model_costs(
-    config: Any, sequence: int, *, dtype: str = "fp32", head: str | None = None
+    config: Any, sequence: int, *, dtype: str | None = None, head: str | None = None
 ) -> ModelCosts:
     """Return the costs of a model.
 
     Args:
         config: A transformers configuration, or the content of its ``config.json``.
         sequence: Tokens of a sample.
-        dtype: fp32, fp16 or bf16.
+        dtype: fp32, fp16 or bf16; that of the configuration if omitted, or else fp32.
         head: Class of the model, where the configuration names none or another one.
 
     Raises:
-        ModelError: The family is not known, or the configuration lacks a number.
+        ModelError: The model cannot be cut into layers, or the configuration lacks a number.
         PlanError: The sequence is too long for the model, or the dtype unknown.
     """
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
@@ -106,30 +117,50 @@ def model_costs(
         raise ModelError("model", config, reason, "Give one, a config.json or a preset's name")
     values = config if isinstance(config, Mapping) else config.to_dict()
     family = str(values.get("model_type", ""))
-    if family not in FAMILIES:
-        reason = "the planner does not know the layers of this family"
-        raise ModelError("model_type", family, reason, did_you_mean(family, FAMILIES))
+    if not family:
+        reason = "the configuration does not say which family of models it is"
+        raise ModelError("model_type", None, reason, did_you_mean("", FAMILIES))
+    dtype, dtype_from = (dtype, "given") if dtype is not None else _dtype_of(values)
     if dtype not in BYTES:
         raise PlanError("dtype", dtype, "there is no such dtype", did_you_mean(dtype, BYTES))
-    sizes = _Sizes.of(values, family, sequence, BYTES[dtype])
+    sizes = Sizes.of(values, family, sequence, BYTES[dtype])
     named = values.get("architectures") or ("",)
     if not isinstance(named, list | tuple) or not all(isinstance(item, str) for item in named):
         raise ModelError("architectures", named, "it is no list of names", "Write [...]")
     name = head or named[0]
-    chain = {"gpt2": _gpt2, "bert": _bert}.get(family, _decoder)
-    widths = (sizes.heads, sizes.inner) if family in ("gpt2", "bert") else ()
+    experts = 0
+    if family in FAMILIES:
+        layers = {"gpt2": _gpt2, "bert": _bert}.get(family, _decoder)(sizes, name)
+        splits = True
+    else:
+        from wavemare.parallel.planner.chains import layers_of  # torch, and transformers
+
+        layers, splits, experts = layers_of(config, name, sizes)
     return ModelCosts(
         name=name or family,
-        layers=tuple(chain(sizes, name)),
+        layers=tuple(layers),
         sequence=sequence,
         boundary_bytes=float(sizes.width * sequence * sizes.size),
         dtype=dtype,
-        widths=widths,
+        # Split layers take whole heads, and whole columns of the feed-forward part.
+        widths=(sizes.heads, sizes.key_heads, sizes.inner) if splits else (),
+        experts=experts,
+        dtype_from=dtype_from,
     )
 
 
+def _dtype_of(values: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the dtype of a configuration, and where it comes from."""
+    given = values.get("dtype") or values.get("torch_dtype")
+    names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+    name = str(given).removeprefix("torch.")
+    if given is not None and name in names:
+        return names[name], "of the model's configuration"
+    return "fp32", "assumed: the configuration names none"
+
+
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """The numbers of a configuration under one name each; ``size`` is the bytes of a number."""
 
     family: str
@@ -150,7 +181,20 @@ class _Sizes:
     size: int
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], family: str, sequence: int, size: int) -> _Sizes:
+    def of(cls, values: Mapping[str, Any], family: str, sequence: int, size: int) -> Sizes:
+        """Return the numbers of a configuration.
+
+        Args:
+            values: The content of its ``config.json``.
+            family: Its ``model_type``.
+            sequence: Tokens of a sample.
+            size: Bytes of a number.
+
+        Raises:
+            ModelError: A number is missing, or cannot be.
+            PlanError: The sequence is too long for the model.
+        """
+
         def number(*names: str, default: int | None = None) -> int:
             for name in names:
                 if values.get(name) is not None:
@@ -161,9 +205,10 @@ class _Sizes:
                 raise ModelError(names[0], None, "the configuration lacks it", "Give it")
             return default
 
-        width = number("hidden_size", "n_embd")
+        width = number("hidden_size", "n_embd", "d_model")
         heads = number("num_attention_heads", "n_head")
-        positions = number("max_position_embeddings", "n_positions")
+        unbounded = None if family in FAMILIES else 1 << 60
+        positions = number("max_position_embeddings", "n_positions", default=unbounded)
         check_number(PlanError, "sequence_length", sequence, 1, whole=True)
         if sequence > positions:
             reason = f"the model has {positions} positions"
@@ -179,7 +224,7 @@ class _Sizes:
         return cls(
             family=family,
             width=width,
-            inner=number("intermediate_size", "n_inner", default=4 * width),
+            inner=number("intermediate_size", "n_inner", "ffn_dim", default=4 * width),
             blocks=blocks,
             heads=heads,
             key_heads=number("num_key_value_heads", default=heads),
@@ -206,23 +251,23 @@ class _Sizes:
         return 2.0 * self.sequence * weights
 
 
-def _gpt2(sizes: _Sizes, name: str) -> list[LayerCost]:
+def _gpt2(sizes: Sizes, name: str) -> list[LayerCost]:
     width = sizes.width
     return [
-        _embedding(sizes),
-        _small("positions", sizes, sizes.positions * width, masks=1),
+        embedding_cost(sizes),
+        small_cost("positions", sizes, sizes.positions * width, masks=1),
         *_blocks(sizes, parameters=_classic_parameters(sizes)),
-        _small("norm", sizes, 2 * width),
-        _head(sizes),
+        small_cost("norm", sizes, 2 * width),
+        head_cost(sizes),
     ]
 
 
-def _bert(sizes: _Sizes, name: str) -> list[LayerCost]:
+def _bert(sizes: Sizes, name: str) -> list[LayerCost]:
     width = sizes.width
     tables = (sizes.positions + sizes.types) * width + 2 * width
     start = [
-        _embedding(sizes),
-        _small("positions", sizes, tables, tensors=2, masks=1),
+        embedding_cost(sizes),
+        small_cost("positions", sizes, tables, tensors=2, masks=1),
         *_blocks(sizes, parameters=_classic_parameters(sizes)),
     ]
     if name == "BertForSequenceClassification":
@@ -249,10 +294,10 @@ def _bert(sizes: _Sizes, name: str) -> list[LayerCost]:
         flops=sizes.product(width * width),
         kept_bytes=sizes.tensor(3 * width),
     )
-    return [*start, transform, _head(sizes, bias=sizes.vocabulary)]
+    return [*start, transform, head_cost(sizes, bias=sizes.vocabulary)]
 
 
-def _decoder(sizes: _Sizes, name: str) -> list[LayerCost]:
+def _decoder(sizes: Sizes, name: str) -> list[LayerCost]:
     width, query = sizes.width, sizes.heads * sizes.head_width
     key = sizes.key_heads * sizes.head_width
     matrices = 2 * width * query + 2 * width * key + 3 * width * sizes.inner
@@ -261,20 +306,42 @@ def _decoder(sizes: _Sizes, name: str) -> list[LayerCost]:
         biases += width
     norms = 2 * width + (2 * sizes.head_width if sizes.family == "qwen3" else 0)
     return [
-        _embedding(sizes),
+        embedding_cost(sizes),
         *_blocks(sizes, parameters=matrices + biases + norms, matrices=matrices),
-        _small("norm", sizes, width),
-        _head(sizes),
+        small_cost("norm", sizes, width),
+        head_cost(sizes),
     ]
 
 
-def _classic_parameters(sizes: _Sizes) -> int:
+def _classic_parameters(sizes: Sizes) -> int:
     """Return the parameters of a block with biases and two norms: GPT-2's and BERT's."""
     width, inner = sizes.width, sizes.inner
     return 4 * width * (width + 1) + 2 * width * inner + inner + width + 4 * width
 
 
-def _blocks(sizes: _Sizes, parameters: int, matrices: int | None = None) -> list[LayerCost]:
+def _blocks(sizes: Sizes, parameters: int, matrices: int | None = None) -> list[LayerCost]:
+    return [block_cost(sizes, parameters, matrices)] * sizes.blocks
+
+
+def block_cost(
+    sizes: Sizes,
+    parameters: int,
+    matrices: int | None = None,
+    *,
+    inner: int | None = None,
+    expert_parameters: int = 0,
+    routed: float = 0.0,
+) -> LayerCost:
+    """Return the costs of a block.
+
+    Args:
+        sizes: Of the model.
+        parameters: Of the block.
+        matrices: Weights with which a token is multiplied; those of a classic block if omitted.
+        inner: Width of the feed-forward part for a token, where it is not the model's.
+        expert_parameters: See `LayerCost`.
+        routed: See `LayerCost`.
+    """
     width, query = sizes.width, sizes.heads * sizes.head_width
     classic = matrices is None
     weights = 4 * width * width + 2 * width * sizes.inner if matrices is None else matrices
@@ -283,12 +350,12 @@ def _blocks(sizes: _Sizes, parameters: int, matrices: int | None = None) -> list
     kept = sizes.tensor(_REPLICATED * width)
     if classic:
         kept += sizes.sequence * width * _MASKS
-    inner = (_FEED_FORWARD if classic else _FEED_FORWARD + 1) * sizes.inner
-    split = sizes.tensor(_SPLIT * query + inner)
+    wide = (_FEED_FORWARD if classic else _FEED_FORWARD + 1) * (inner or sizes.inner)
+    split = sizes.tensor(_SPLIT * query + wide)
     if sizes.eager:
         # Scores before and after the softmax, and a mask.
         split += sizes.heads * sizes.sequence**2 * (2 * sizes.size + 1)
-    block = LayerCost(
+    return LayerCost(
         name="block",
         parameters=parameters,
         flops=sizes.product(weights) + attention,
@@ -296,11 +363,13 @@ def _blocks(sizes: _Sizes, parameters: int, matrices: int | None = None) -> list
         split_bytes=split,
         is_block=True,
         sums=2,
+        expert_parameters=expert_parameters,
+        routed=routed,
     )
-    return [block] * sizes.blocks
 
 
-def _embedding(sizes: _Sizes) -> LayerCost:
+def embedding_cost(sizes: Sizes) -> LayerCost:
+    """Return the costs of a word embedding."""
     return LayerCost(
         name="embedding",
         parameters=sizes.vocabulary * sizes.width,
@@ -310,8 +379,8 @@ def _embedding(sizes: _Sizes) -> LayerCost:
     )
 
 
-def _small(
-    name: str, sizes: _Sizes, parameters: int, *, tensors: int = 1, masks: int = 0
+def small_cost(
+    name: str, sizes: Sizes, parameters: int, *, tensors: int = 1, masks: int = 0
 ) -> LayerCost:
     """Return a layer that works on each number by itself."""
     masked = float(sizes.sequence * sizes.width * masks)
@@ -323,7 +392,8 @@ def _small(
     )
 
 
-def _head(sizes: _Sizes, bias: int = 0) -> LayerCost:
+def head_cost(sizes: Sizes, bias: int = 0) -> LayerCost:
+    """Return the costs of a head, which may be tied to the embedding and have a bias."""
     weights = sizes.vocabulary * sizes.width
     logits = float(sizes.sequence * sizes.vocabulary)
     return LayerCost(

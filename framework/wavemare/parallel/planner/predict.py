@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +16,10 @@ from wavemare.errors import PlanError, check_number
 from wavemare.parallel.layout.layout import Layout, Prediction
 from wavemare.parallel.planner.cluster import Cluster, Device, Link
 from wavemare.parallel.planner.model import BYTES, ModelCosts
-from wavemare.parallel.stages import Cut, pipeline_s
-from wavemare.pipeline.plan.partition import balanced_cuts
+from wavemare.parallel.planner.timing import Hop, estimated_ends, pipeline_ends
+from wavemare.parallel.stages import Cut
+from wavemare.pipeline.plan.orders import ahead
+from wavemare.pipeline.plan.partition import balanced_cuts, segments
 
 RESERVE = 1.13
 """Factor on all that is counted: 5 % for workspace, 8 % for what the allocator cannot use."""
@@ -38,6 +42,8 @@ class Variant:
         zero_stage: ZeRO stage.
         recompute: Whether blocks are computed again in the backward pass.
         schedule: ``1f1b`` or ``pipemare``.
+        slack: How many micro-batches more each stage runs ahead of the next one.
+        experts: Ranks of a stage that share the experts of each layer.
     """
 
     stages: int
@@ -46,16 +52,21 @@ class Variant:
     zero_stage: int = 0
     recompute: bool = False
     schedule: str = "1f1b"
+    slack: int = 0
+    experts: int = 1
+
+    @property
+    def drains(self) -> bool:
+        """Whether the pipeline is emptied at each step."""
+        return self.schedule != "pipemare"
 
     def in_flight(self, micro_steps: int) -> tuple[int, ...]:
         """Return for each stage the micro-batches whose activations it keeps at a time.
 
         1F1B keeps ``min(M, P - p)``; PipeMare never drains, so that M bounds nothing.
         """
-        ahead = [self.stages - stage for stage in range(self.stages)]
-        if self.schedule == "pipemare":
-            return tuple(ahead)
-        return tuple(min(micro_steps, count) for count in ahead)
+        most = [ahead(stage, self.stages, self.slack) + 1 for stage in range(self.stages)]
+        return tuple(most) if not self.drains else tuple(min(micro_steps, n) for n in most)
 
 
 @dataclass(frozen=True)
@@ -78,8 +89,13 @@ class MemoryModel:
         weight = bytes_of_a_weight(costs.dtype, variant)
         # A stage holds a copy of weights that are tied to another one's.
         copies = variant.stages > 1
-        held = [layer.parameters + copies * layer.tied_parameters for layer in costs.layers]
         parts = variant.tensor_parallel
+        # Experts that are divided are whole on the ranks that split the other layers.
+        held = [
+            (layer.parameters - layer.expert_parameters + copies * layer.tied_parameters) / parts
+            + layer.expert_parameters / max(parts, variant.experts)
+            for layer in costs.layers
+        ]
         kept = [layer.kept_bytes + layer.split_bytes / parts for layer in costs.layers]
         working = 0.0
         if variant.recompute:
@@ -91,7 +107,7 @@ class MemoryModel:
                 costs.boundary_bytes if layer.is_block else size
                 for size, layer in zip(kept, costs.layers, strict=True)
             ]
-        return cls(weight * np.asarray(held) / parts, np.asarray(kept), working)
+        return cls(weight * np.asarray(held), np.asarray(kept), working)
 
     def needed(self, first: int, end: int, in_flight: int, samples: int) -> float:
         """Return the bytes that a stage of the layers [first, end) needs.
@@ -202,9 +218,9 @@ class TimeModel:
         blocks = np.asarray([layer.is_block for layer in layers], dtype=np.float64)
         self._blocks = blocks
         self._passes = 1 + _BACKWARD + (blocks if recompute else 0.0)
-        self._sums = np.asarray([layer.sums for layer in layers]) * (
-            2.0 + (blocks if recompute else 0.0)
-        )
+        self._passes_of_sums = 2.0 + (blocks if recompute else 0.0)
+        self._sums = np.asarray([layer.sums for layer in layers]) * self._passes_of_sums
+        self._routed = np.asarray([layer.routed for layer in layers])
         self.work = float((self._flops * self._passes).sum())
         self._totals_of = cache(self._totals)
 
@@ -217,9 +233,28 @@ class TimeModel:
         totals = self._totals_of(kind, samples)
         return float(totals[end] - totals[first])
 
-    def message_s(self, link: Link, samples: int) -> float:
-        """Return the time of a micro-batch's activations over a link, and of their gradient."""
-        return 2 * link.seconds(self._costs.boundary_bytes * samples)
+    def hop(self, link: Link, samples: int) -> Hop:
+        """Return what a link is between two stages; either direction has one message."""
+        return Hop(link.alpha_s, self._costs.boundary_bytes * samples / link.bytes_s)
+
+    def routes_s(self, link: Link, samples: int, ranks: int, first: int, end: int) -> float:
+        """Return the time of the exchanges with experts of the layers [first, end).
+
+        Two for each pass: to the experts, and back.
+
+        Args:
+            link: The slowest between the ranks.
+            samples: Of a micro-batch.
+            ranks: Among which experts are divided.
+            first: The first layer.
+            end: The one after the last.
+        """
+        routed = float((self._routed * self._passes_of_sums)[first:end].sum())
+        count = float(((self._routed > 0) * self._passes_of_sums)[first:end].sum())
+        if ranks == 1 or not count:
+            return 0.0
+        size = self._costs.boundary_bytes * samples * routed / count
+        return 2 * count * ring_s(link, size, ranks, passes=1)
 
     def _totals(self, kind: int, samples: int) -> NDArray[np.float64]:
         device = self._cluster.kinds[kind]
@@ -273,6 +308,7 @@ class Candidate:
         variant: Its axes and what decides about memory.
         units: ``units[stage][replica]``.
         bounds: Of the stages.
+        own_bounds: For each replica those of its stages, where they differ; else None.
         shares: Samples of each replica in a micro-step.
         micro_steps: Of an optimizer step.
     """
@@ -282,6 +318,17 @@ class Candidate:
     bounds: tuple[int, ...]
     shares: tuple[int, ...]
     micro_steps: int
+    own_bounds: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        """The bounds of each replica's stages."""
+        return self.own_bounds or (self.bounds,) * self.variant.data_parallel
+
+    def cut(self, cuts: tuple[tuple[int, ...], ...]) -> Candidate:
+        """Return the same with other bounds for each replica."""
+        own = cuts if len(set(cuts)) > 1 else None
+        return replace(self, bounds=cuts[0], own_bounds=own)
 
 
 class Scene:
@@ -291,12 +338,21 @@ class Scene:
         costs: Of the model.
         cluster: Its devices.
         settings: Of the search.
+        origin: The place of each device in the cluster of the search, of which this one may lack
+            some; as they come if omitted.
     """
 
-    def __init__(self, costs: ModelCosts, cluster: Cluster, settings: Settings) -> None:
+    def __init__(
+        self,
+        costs: ModelCosts,
+        cluster: Cluster,
+        settings: Settings,
+        origin: Sequence[int] | None = None,
+    ) -> None:
         self.costs = costs
         self.cluster = cluster
         self.settings = settings
+        self.origin = tuple(range(len(cluster.devices)) if origin is None else origin)
         self.kind_of = [cluster.types.index(device.type) for device in cluster.devices]
         self._times = cache(partial(TimeModel, costs, cluster))
         self.memory = cache(partial(MemoryModel.of, costs))
@@ -315,81 +371,147 @@ class Scene:
         """Return the bytes that a layout may need of the smallest device of a type."""
         return self.cluster.kinds[kind].memory_bytes * (1 - self.settings.margin)
 
-    @property
-    def worst_link(self) -> Link:
-        """The link over which a stage is reached, at worst."""
-        nodes = [device.node for device in self.cluster.devices]
-        links = [self.cluster.link(nodes[0], node) for node in nodes]
-        return max(links, key=lambda link: link.seconds(self.costs.boundary_bytes))
+    def node(self, device: int) -> str:
+        """Return the name of a device's node."""
+        return self.cluster.devices[device].node
 
     def times(self, variant: Variant) -> TimeModel:
         """Return the time model of a variant."""
         return self._times(variant.tensor_parallel, recompute=variant.recompute)
 
     def stage_times(self, layout: Candidate, replica: int) -> list[float]:
-        """Return the time of each stage of a replica for a micro-batch, with its messages."""
-        times, samples = self.times(layout.variant), layout.shares[replica]
+        """Return the time of each stage of a replica for a micro-batch, without its messages."""
+        variant, samples = layout.variant, layout.shares[replica]
+        times, bounds = self.times(variant), layout.cuts[replica]
         seconds = []
-        before: str | None = None
         for stage, replicas in enumerate(layout.units):
-            device = replicas[replica][0]
-            first, end = layout.bounds[stage], layout.bounds[stage + 1]
-            spent = times.span_s(self.kind_of[device], samples, first, end)
-            node = self.cluster.devices[device].node
-            if before is not None:
-                spent += times.message_s(self.cluster.link(before, node), samples)
-            before = node
+            first, end = bounds[stage], bounds[stage + 1]
+            spent = times.span_s(self.kind_of[replicas[replica][0]], samples, first, end)
+            if variant.experts > 1:
+                span = variant.experts // variant.tensor_parallel
+                begin = replica // span * span
+                nodes = [self.node(unit[0]) for unit in replicas[begin : begin + span]]
+                link = self.cluster.slowest_link(nodes)
+                spent += times.routes_s(link, samples, variant.experts, first, end)
             seconds.append(spent)
         return seconds
 
+    def hops(self, layout: Candidate, replica: int) -> tuple[Hop, ...]:
+        """Return what lies between the stages of a replica; replicas share links of nodes."""
+        times, found = self.times(layout.variant), []
+        for before, after in pairwise(layout.units):
+            pairs = [
+                frozenset((self.node(a[0]), self.node(b[0])))
+                for a, b in zip(before, after, strict=True)
+            ]
+            own = pairs[replica]
+            users = pairs.count(own) * layout.variant.tensor_parallel if len(own) > 1 else 1
+            link = self.cluster.link(self.node(before[replica][0]), self.node(after[replica][0]))
+            found.append(times.hop(link.shared(users), layout.shares[replica]))
+        return tuple(found)
+
     def memory_of(self, layout: Candidate) -> tuple[float, ...]:
         """Return the bytes that each rank needs."""
-        model = self.memory(layout.variant)
+        model, cuts = self.memory(layout.variant), layout.cuts
         in_flight = layout.variant.in_flight(layout.micro_steps)
         needed = []
         for stage, replicas in enumerate(layout.units):
-            first, end = layout.bounds[stage], layout.bounds[stage + 1]
             for replica, unit in enumerate(replicas):
+                first, end = cuts[replica][stage : stage + 2]
                 size = model.needed(first, end, in_flight[stage], layout.shares[replica])
                 needed += [size] * len(unit)
         return tuple(needed)
 
-    def predict(self, layout: Candidate) -> Prediction | None:
-        """Return what a layout takes; None where it does not fit into memory."""
+    def predict(self, layout: Candidate, *, roughly: bool = False) -> Prediction | None:
+        """Return what a layout takes; None where it does not fit into memory.
+
+        Args:
+            layout: The candidate.
+            roughly: Whether to estimate the time of its pipelines, rather than to run them.
+        """
         memory = self.memory_of(layout)
         order = device_order(layout)
         if any(size > self.usable(d) for size, d in zip(memory, order, strict=True)):
             return None
         variant, replicas = layout.variant, range(layout.variant.data_parallel)
-        table = [self.stage_times(layout, replica) for replica in replicas]
-        rank_s = tuple(pipeline_s(row, layout.micro_steps, variant.schedule) for row in table)
-        step_s = max(rank_s) + max(self._end_s(layout, stage) for stage in range(variant.stages))
+        table = [tuple(self.stage_times(layout, replica)) for replica in replicas]
+        find = estimated_ends if roughly else pipeline_ends
+        ends = [
+            find(
+                row,
+                self.hops(layout, replica),
+                layout.micro_steps,
+                variant.slack,
+                drains=variant.drains,
+            )
+            for replica, row in enumerate(table)
+        ]
+        step_s = self._end_s(layout, ends)
         tokens = self.settings.global_batch * self.costs.sequence
         return Prediction(
             step_s=step_s,
             tokens_per_s=tokens / step_s,
             stage_s=tuple(max(column) for column in zip(*table, strict=True)),
-            rank_s=rank_s,
+            rank_s=tuple(max(row) for row in ends),
             memory_bytes=memory,
         )
 
-    def _end_s(self, layout: Candidate, stage: int) -> float:
-        """Return what a stage's reduction and optimizer step take at the end."""
-        variant = layout.variant
-        first, end = layout.bounds[stage], layout.bounds[stage + 1]
-        layers = self.costs.layers[first:end]
-        parameters = sum(layer.parameters for layer in layers) / variant.tensor_parallel
-        devices = [self.cluster.devices[unit[0]] for unit in layout.units[stage]]
-        nodes = [device.node for device in devices]
-        link = self.cluster.slowest_link(nodes, single=len(set(nodes)) == len(nodes))
-        reduced = reduction_s(
-            link.shared(self._groups_between(layout, set(nodes))),
-            parameters * BYTES[self.costs.dtype],
-            variant,
-            layout.micro_steps,
-            end - first,
+    def _end_s(self, layout: Candidate, ends: Sequence[Sequence[float]]) -> float:
+        """Return when all ranks have reduced their gradients and stepped.
+
+        Replicas reduce what none of them cuts together, one such segment after the other, as soon
+        as all ranks that have it are done.
+
+        Args:
+            layout: The candidate.
+            ends: For each replica and stage the end of its passes.
+        """
+        variant, cuts = layout.variant, layout.cuts
+        free = [list(row) for row in ends]
+        last, tied = variant.stages - 1, sum(each.tied_parameters for each in self.costs.layers)
+        if tied and last:
+            for replica, row in enumerate(free):
+                nodes = [self.node(layout.units[stage][replica][0]) for stage in (0, last)]
+                size = tied / variant.tensor_parallel * BYTES[self.costs.dtype]
+                link = self.cluster.link(*nodes)
+                row[0] = row[last] = max(row[0], row[last]) + ring_s(link, size, 2)
+        for first, end in segments(cuts):
+            stages = [bisect_right(bounds, first) - 1 for bounds in cuts]
+            begin = max(row[stage] for row, stage in zip(free, stages, strict=True))
+            units = [layout.units[stage][replica] for replica, stage in enumerate(stages)]
+            reduced = begin + self._reduction_s(layout, units, first, end)
+            for row, stage in zip(free, stages, strict=True):
+                row[stage] = reduced
+        return max(
+            row[stage] + self._optimizer_s(layout, replica, stage)
+            for replica, row in enumerate(free)
+            for stage in range(variant.stages)
         )
-        return reduced + max(optimizer_s(device, parameters, variant) for device in devices)
+
+    def _reduction_s(self, layout: Candidate, units: Sequence[Unit], first: int, end: int) -> float:
+        """Return what the replicas' reduction of some layers takes."""
+        variant, layers = layout.variant, self.costs.layers[first:end]
+        nodes = [self.node(unit[0]) for unit in units]
+        link = self.cluster.slowest_link(nodes, single=len(set(nodes)) == len(nodes))
+        link = link.shared(self._groups_between(layout, set(nodes)))
+        experts = sum(layer.expert_parameters for layer in layers)
+        others = sum(layer.parameters for layer in layers) - experts
+        size, parts = BYTES[self.costs.dtype], variant.tensor_parallel
+        if variant.experts == 1:
+            others, experts = others + experts, 0
+        steps, count = layout.micro_steps, end - first
+        spent = reduction_s(link, others / parts * size, variant, steps, count)
+        if experts:
+            own = replace(variant, data_parallel=variant.data_parallel * parts // variant.experts)
+            spent += reduction_s(link, experts / variant.experts * size, own, steps, count)
+        return spent
+
+    def _optimizer_s(self, layout: Candidate, replica: int, stage: int) -> float:
+        first, end = layout.cuts[replica][stage : stage + 2]
+        layers = self.costs.layers[first:end]
+        parameters = sum(layer.parameters for layer in layers) / layout.variant.tensor_parallel
+        device = self.cluster.devices[layout.units[stage][replica][0]]
+        return optimizer_s(device, parameters, layout.variant)
 
     def _groups_between(self, layout: Candidate, nodes: set[str]) -> int:
         """Return how many groups of replicas reduce over the links of some nodes at once."""
@@ -397,13 +519,14 @@ class Scene:
             return 1
         groups = 0
         for replicas in layout.units:
-            own = {self.cluster.devices[unit[0]].node for unit in replicas}
+            own = {self.node(unit[0]) for unit in replicas}
             groups += len(own) > 1 and bool(own & nodes)
-        return groups * layout.variant.tensor_parallel
+        return max(groups, 1) * layout.variant.tensor_parallel
 
     def layout(self, candidate: Candidate, predicted: Prediction) -> Layout:
         """Return a candidate as the layout that is written."""
-        variant, order = candidate.variant, device_order(candidate)
+        variant = candidate.variant
+        order = tuple(self.origin[device] for device in device_order(candidate))
         layers = len(self.costs.layers)
         as_they_come = order == tuple(range(len(order)))
         return Layout(
@@ -411,8 +534,11 @@ class Scene:
             tensor_parallel=variant.tensor_parallel,
             data_parallel=variant.data_parallel,
             cuts=candidate.bounds if variant.stages > 1 else None,
+            replica_cuts=candidate.own_bounds,
             num_layers=layers,
             schedule=variant.schedule,
+            slack=variant.slack,
+            expert_parallel=variant.experts,
             zero_stage=variant.zero_stage,
             recompute=variant.recompute,
             global_batch=self.settings.global_batch,
@@ -440,6 +566,7 @@ class Settings:
         zero_stages: Stages of ZeRO that are offered.
         max_stages: The longest pipeline.
         max_tensor_parallel: The most ranks that share a layer.
+        leave_out: Whether layouts may leave devices out.
         keep: How many layouts are returned.
 
     Raises:
@@ -453,6 +580,7 @@ class Settings:
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     max_stages: int = 16
     max_tensor_parallel: int = 8
+    leave_out: bool = True
     keep: int = 5
 
     def __post_init__(self) -> None:

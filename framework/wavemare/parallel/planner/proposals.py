@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -46,7 +47,7 @@ def equal_layouts(scene: Scene, variant: Variant, micro_steps: int) -> Iterator[
 def unlike_layouts(
     scene: Scene, variant: Variant, micro_steps: int, limit_s: float
 ) -> Iterator[Candidate]:
-    """Yield layouts of like devices in each replica, and of the same mix in all.
+    """Yield layouts of like devices in each replica, of the same mix in all, and of other mixes.
 
     Args:
         scene: Of the search.
@@ -57,74 +58,91 @@ def unlike_layouts(
     units = units_by_type(scene, variant.tensor_parallel)
     assert units is not None, "variants are made for devices that form units"
     counts = [len(found) for found in units]
-    if all(number % variant.stages == 0 for number in counts):
+    alike = all(number % variant.stages == 0 for number in counts)
+    if alike and variant.experts == 1:
         yield from _homogeneous(scene, variant, micro_steps, units)
-    mixed = len(counts) > 1 and variant.stages > 1
-    if mixed and all(number % variant.data_parallel == 0 for number in counts):
+    several = len(counts) > 1 and variant.stages > 1
+    if several and all(number % variant.data_parallel == 0 for number in counts):
         yield from _mixed(scene, variant, micro_steps, units, limit_s)
+    if several and variant.data_parallel > 1 and variant.experts == 1:
+        yield from _other_mixes(scene, variant, micro_steps, units, limit_s)
+
+
+def may_cut_apart(scene: Scene, variant: Variant) -> bool:
+    """Whether an engine runs replicas of a variant that are cut at layers of their own."""
+    several = variant.stages > 1 and variant.data_parallel > 1
+    whole = variant.zero_stage == 0 and variant.experts == 1
+    return several and whole and variant.drains and scene.costs.dtype == "fp32"
 
 
 def _homogeneous(
     scene: Scene, variant: Variant, micro_steps: int, units: Sequence[Sequence[Unit]]
 ) -> Iterator[Candidate]:
     """Yield layouts whose replicas have devices of one type each, and shares by their speed."""
-    samples = scene.settings.global_batch // micro_steps
     stages = variant.stages
     kinds = [kind for kind, found in enumerate(units) for _ in range(len(found) // stages)]
-    for bounds in _cuts_of_types(scene, variant, micro_steps, kinds):
-        shares = _shares(scene, variant, micro_steps, bounds, kinds, samples)
-        if shares is None:
-            continue
+    own = _cuts_of_types(scene, variant, micro_steps, kinds)
+    choices = [(bounds,) * len(kinds) for bounds in sorted({*own.values()})]
+    if may_cut_apart(scene, variant) and len(set(own.values())) > 1:
+        choices.append(tuple(own[kind] for kind in kinds))
+    for cuts in choices:
         for grid in _placed(units, stages):
             # Replicas in the order of their first devices, so that alike ones stay as they come.
             order = sorted(range(len(kinds)), key=lambda replica: grid[0][replica])
-            yield Candidate(
-                variant=variant,
-                units=tuple(tuple(row[replica] for replica in order) for row in grid),
-                bounds=bounds,
-                shares=tuple(shares[replica] for replica in order),
-                micro_steps=micro_steps,
-            )
+            rows = tuple(tuple(row[replica] for replica in order) for row in grid)
+            found = _shared_out(scene, variant, micro_steps, rows, [cuts[r] for r in order])
+            if found is None:
+                break
+            yield found
 
 
-def _shares(
+def _shared_out(
     scene: Scene,
     variant: Variant,
     micro_steps: int,
-    bounds: tuple[int, ...],
-    kinds: Sequence[int],
-    samples: int,
-) -> tuple[int, ...] | None:
+    units: Grid,
+    cuts: Sequence[tuple[int, ...]],
+) -> Candidate | None:
+    """Return a layout whose replicas get shares by their speed; None where none fit."""
     times, memory = scene.times(variant), scene.memory(variant)
     in_flight = variant.in_flight(micro_steps)
-    caps = {
-        kind: memory.cap(bounds, in_flight, [scene.usable_of_type(kind)] * variant.stages)
-        for kind in set(kinds)
-    }
+    replicas = range(variant.data_parallel)
+    kinds = [[scene.kind_of[row[replica][0]] for row in units] for replica in replicas]
+    caps = [
+        memory.cap(cuts[replica], in_flight, [scene.usable(row[replica][0]) for row in units])
+        for replica in replicas
+    ]
 
     def finish(replica: int, share: int) -> float:
-        stages = pairwise(bounds)
-        stage_s = [times.span_s(kinds[replica], share, first, end) for first, end in stages]
+        spans = zip(kinds[replica], pairwise(cuts[replica]), strict=True)
+        stage_s = [times.span_s(kind, share, first, end) for kind, (first, end) in spans]
         return pipeline_s(stage_s, micro_steps, variant.schedule)
 
-    return balanced_shares(samples, finish, [caps[kind] for kind in kinds], least=1)
+    samples = scene.settings.global_batch // micro_steps
+    shares = balanced_shares(samples, finish, caps, least=1)
+    if shares is None:
+        return None
+    return Candidate(
+        variant=variant, units=units, bounds=cuts[0], shares=shares, micro_steps=micro_steps
+    ).cut(tuple(cuts))
 
 
 def _cuts_of_types(
     scene: Scene, variant: Variant, micro_steps: int, kinds: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """Return the best cut of each type by itself; all replicas will have the same one."""
-    if variant.stages == 1:
-        return [(0, len(scene.costs.layers))]
+) -> dict[int, tuple[int, ...]]:
+    """Return the best cut of each type by itself; that of equal work has the key -1."""
+    equal = scene.equal_cuts(variant.stages)
+    found = {-1: equal}
     rates = [scene.cluster.kinds[kind].rate for kind in kinds]
     samples = scene.settings.global_batch // micro_steps
-    found = {scene.equal_cuts(variant.stages)}
     for kind in sorted(set(kinds)):
+        found[kind] = equal
+        if variant.stages == 1:
+            continue
         share = max(1, round(samples * scene.cluster.kinds[kind].rate / sum(rates)))
         cut = _cut(scene, variant, micro_steps, share, [kind], [variant.stages])
-        if cut is not None:
-            found.add(cut.bounds)
-    return sorted(found)
+        found[kind] = equal if cut is None else cut.bounds
+    return found
 
 
 def _mixed(
@@ -154,6 +172,64 @@ def _mixed(
             shares=(share,) * replicas,
             micro_steps=micro_steps,
         )
+
+
+def _other_mixes(
+    scene: Scene,
+    variant: Variant,
+    micro_steps: int,
+    units: Sequence[Sequence[Unit]],
+    limit_s: float,
+) -> Iterator[Candidate]:
+    """Yield layouts whose replicas have unlike mixes of types: the fast ones together, or dealt."""
+    stages, replicas = variant.stages, variant.data_parallel
+    ranked = sorted(
+        ((kind, unit) for kind, found in enumerate(units) for unit in found),
+        key=lambda entry: -scene.cluster.kinds[entry[0]].rate,
+    )
+    together = [ranked[first : first + stages] for first in range(0, len(ranked), stages)]
+    dealt: list[list[tuple[int, Unit]]] = [[] for _ in range(replicas)]
+    for row in range(stages):
+        order = range(replicas) if row % 2 == 0 else reversed(range(replicas))
+        for replica, entry in zip(order, ranked[row * replicas :], strict=False):
+            dealt[replica].append(entry)
+    for members in (together, dealt):
+        mixes = [Counter(kind for kind, _ in row) for row in members]
+        if all(mix == mixes[0] for mix in mixes) or all(len(mix) == 1 for mix in mixes):
+            continue  # these are made elsewhere
+        yield from _of_mixes(scene, variant, micro_steps, members, limit_s)
+
+
+def _of_mixes(
+    scene: Scene,
+    variant: Variant,
+    micro_steps: int,
+    members: Sequence[Sequence[tuple[int, Unit]]],
+    limit_s: float,
+) -> Iterator[Candidate]:
+    """Yield the layouts of replicas whose units are known, and not yet their order."""
+    samples = scene.settings.global_batch // micro_steps
+    speeds = [sum(scene.cluster.kinds[kind].rate for kind, _ in row) for row in members]
+    columns, cuts = [], []
+    for row, speed in zip(members, speeds, strict=True):
+        mix = Counter(kind for kind, _ in row)
+        share = max(1, round(samples * speed / sum(speeds)))
+        kinds = sorted(mix)
+        counts = [mix[kind] for kind in kinds]
+        cut = _cut(scene, variant, micro_steps, share, kinds, counts, limit_s)
+        if cut is None:
+            return
+        left = {kind: [unit for own, unit in row if own == kind] for kind in kinds}
+        columns.append([left[kinds[place]].pop(0) for place in cut.order])
+        cuts.append(cut.bounds)
+    grid = tuple(zip(*columns, strict=True))
+    choices = [[bounds] * len(cuts) for bounds in sorted(set(cuts))]
+    if may_cut_apart(scene, variant):
+        choices.append(cuts)
+    for chosen in choices:
+        found = _shared_out(scene, variant, micro_steps, grid, chosen)
+        if found is not None:
+            yield found
 
 
 def _placed(units: Sequence[Sequence[Unit]], stages: int) -> Iterator[Grid]:
@@ -191,18 +267,18 @@ def _cut(
     key = (variant, micro_steps, samples, tuple(kinds), tuple(counts))
     if key not in scene.cuts:
         times, memory = scene.times(variant), scene.memory(variant)
-        messages = [times.message_s(scene.worst_link, samples)] * len(kinds)
         usable = np.asarray([scene.usable_of_type(kind) for kind in kinds])
         problem = StageProblem(
             seconds=np.stack([times.seconds(kind, samples) for kind in kinds]),
             static_bytes=RESERVE * memory.static,
             activation_bytes=RESERVE * samples * memory.kept,
             memory_bytes=usable - RESERVE * samples * memory.working,
-            hop_s=np.asarray(messages),
+            # Stages compute while messages travel; `Scene.predict` knows what cannot be hidden.
+            hop_s=np.zeros(len(kinds)),
             in_flight=variant.in_flight(micro_steps),
         )
         # A pipeline that never drains is as fast as its slowest stage: no other time counts.
-        limit_s = limit_s if variant.schedule == "1f1b" else 0.0
+        limit_s = limit_s if variant.drains else 0.0
         scene.cuts[key] = best_order(problem, counts, micro_steps, limit_s)
     return scene.cuts[key]
 
@@ -224,7 +300,15 @@ def variants(scene: Scene) -> Iterator[Variant]:
                 tensor_parallel=parts,
                 data_parallel=devices // parts // stages,
             )
-            yield from _ways(scene, axes)
+            for experts in _expert_ranks(scene, axes):
+                yield from _ways(scene, replace(axes, experts=experts))
+
+
+def _expert_ranks(scene: Scene, axes: Variant) -> list[int]:
+    """Return over how many ranks of a stage its experts can be divided."""
+    count, ranks = scene.costs.experts, axes.data_parallel * axes.tensor_parallel
+    sizes = divisors(ranks) if count else [1]
+    return [n for n in sizes if n == 1 or (count % n == 0 and n % axes.tensor_parallel == 0)]
 
 
 def _ways(scene: Scene, axes: Variant) -> Iterator[Variant]:
@@ -245,6 +329,9 @@ def _ways(scene: Scene, axes: Variant) -> Iterator[Variant]:
             and (scene.costs.dtype == "fp16" or (scene.costs.dtype == "bf16" and axes.stages == 1))
         )
         needed = zero == 1 and axes.tensor_parallel > 1 and scene.costs.dtype != "fp32"
+        # The same of divided experts.
+        unclipped |= axes.experts > 1 and zero == 0 and scene.costs.dtype != "fp32"
+        split |= axes.experts > 1 and zero == _WEIGHTS
         if not (piped or split or unclipped or (useless and not needed)):
             yield replace(axes, zero_stage=zero, recompute=again, schedule=schedule)
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import heapq
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from wavemare.parallel.planner.model import ModelCosts, model_costs
 from wavemare.parallel.planner.predict import Candidate, Scene, Settings, Variant
 from wavemare.parallel.planner.proposals import (
     equal_layouts,
+    units_by_type,
     unlike_layouts,
     variants,
     whole_micro_steps,
 )
+from wavemare.parallel.planner.refine import pools, refined
 
 _GIB = 2**30
+_WEIGHTS = 3  # the ZeRO stage that divides them
 _HEADER = ("layout", "P", "T", "D", "steps", "shares", "ZeRO", "other", "tokens/s", "gain", "GiB")
 
 
@@ -63,7 +67,7 @@ def find_layouts(
     *,
     global_batch: int,
     sequence_length: int,
-    dtype: str = "fp32",
+    dtype: str | None = None,
     head: str | None = None,
     **settings: Any,
 ) -> LayoutSearch:
@@ -75,7 +79,7 @@ def find_layouts(
         cluster: A `Cluster`, its file, or a text such as ``8xV100,8xP100``.
         global_batch: Samples of one optimizer step.
         sequence_length: Tokens of a sample.
-        dtype: fp32, fp16 or bf16.
+        dtype: fp32, fp16 or bf16; that of the model's configuration if omitted, or else fp32.
         head: Class of the model where the configuration does not tell.
         settings: Others of `Settings`.
 
@@ -95,7 +99,7 @@ def find_layouts(
         if name not in names:
             raise PlanError(name, value, "there is no such setting", did_you_mean(name, names))
     chosen = Settings(global_batch=global_batch, **settings)
-    return search_layouts(costs, read_cluster(cluster, dtype), chosen)
+    return search_layouts(costs, read_cluster(cluster, costs.dtype), chosen)
 
 
 def read_model(source: str | Path) -> Mapping[str, Any]:
@@ -133,55 +137,103 @@ def search_layouts(costs: ModelCosts, cluster: Cluster, settings: Settings) -> L
     Raises:
         PlanError: No layout fits into the devices' memory, or the batch cannot be divided.
     """
-    scene = Scene(costs, cluster, settings)
-    candidates = sorted(_candidates(scene), key=lambda candidate: candidate[0])
+    scenes = [
+        Scene(costs, cluster.of_devices(pool), settings, pool)
+        for pool in pools(cluster, leave_out=settings.leave_out)
+    ]
+    whole = scenes[0]
+    candidates = sorted(chain.from_iterable(map(_candidates, scenes)), key=lambda entry: entry[0])
     if not candidates:
         reason = f"no layout of {len(cluster.devices)} devices gets whole samples of it"
         raise PlanError("global_batch", settings.global_batch, reason, "Give a multiple of them")
-    best: dict[tuple[object, ...], tuple[float, Candidate, Prediction]] = {}
+    best: _Best = {}
     equal: tuple[Candidate, Prediction] | None = None
-    for bound_s, variant, micro_steps in candidates:
-        key = (variant.stages, variant.tensor_parallel, variant.schedule)
+    for bound_s, scene, variant, micro_steps in candidates:
+        key = (variant.stages, variant.tensor_parallel, variant.schedule, variant.experts > 1)
         leaders = heapq.nsmallest(settings.keep, (entry[0] for entry in best.values()))
         full = len(leaders) == settings.keep and bound_s > leaders[-1]
         known = key in best and bound_s > best[key][0]
-        if equal is None or bound_s < equal[1].step_s:
+        if scene is whole and (equal is None or bound_s < equal[1].step_s):
             for layout in equal_layouts(scene, variant, micro_steps):
-                predicted = scene.predict(layout)
-                if predicted and (equal is None or predicted.step_s < equal[1].step_s):
+                predicted = scene.predict(layout, roughly=True)
+                plain = variant.schedule == "1f1b" and variant.experts == 1
+                if plain and predicted and (equal is None or predicted.step_s < equal[1].step_s):
                     equal = layout, predicted
-                _keep(best, key, layout, predicted)
+                _keep(best, key, scene, layout, predicted)
         if full or known:
             continue
         limit_s = best[key][0] if key in best else float("inf")
         if len(leaders) == settings.keep:
             limit_s = min(limit_s, leaders[-1])
         for layout in unlike_layouts(scene, variant, micro_steps, limit_s):
-            _keep(best, key, layout, scene.predict(layout))
+            _keep(best, key, scene, layout, scene.predict(layout, roughly=True))
     if not best:
-        raise _nothing_fits(scene)
-    found = sorted(best.values(), key=lambda entry: entry[0])[: settings.keep]
+        raise _nothing_fits(whole)
+    if equal is not None:
+        equal = equal[0], whole.predict(equal[0]) or equal[1]
+    exact = [(own, each, own.predict(each) or p) for _, own, each, p in best.values()]
+    exact.sort(key=lambda entry: entry[2].step_s)
+    found = [(own, *refined(own, each, p)) for own, each, p in exact[: settings.keep]]
+    found.sort(key=lambda entry: entry[2].step_s)
     limit = equal[1].step_s if equal else float("inf")
-    layouts = tuple(scene.layout(each, p) for step_s, each, p in found if step_s <= limit)
+    layouts = tuple(own.layout(each, p) for own, each, p in found if p.step_s <= limit)
     return LayoutSearch(
         layouts=layouts,
-        equal=scene.layout(*equal) if equal else None,
+        equal=whole.layout(*equal) if equal else None,
         costs=costs,
         cluster=cluster,
+        notes=tuple(_notes(whole, layouts, slower=len(best) - len(layouts))),
     )
 
 
+_Best = dict[tuple[object, ...], tuple[float, Scene, Candidate, Prediction]]
+
+
 def _keep(
-    best: dict[tuple[object, ...], tuple[float, Candidate, Prediction]],
+    best: _Best,
     key: tuple[object, ...],
+    scene: Scene,
     layout: Candidate,
     predicted: Prediction | None,
 ) -> None:
     if predicted and (key not in best or predicted.step_s < best[key][0]):
-        best[key] = predicted.step_s, layout, predicted
+        best[key] = predicted.step_s, scene, layout, predicted
 
 
-def _candidates(scene: Scene) -> Iterator[tuple[float, Variant, int]]:
+def _notes(scene: Scene, layouts: Sequence[Layout], *, slower: int) -> Iterator[str]:
+    """Yield what was assumed, and why the table lacks what a reader may look for."""
+    costs, settings = scene.costs, scene.settings
+    yield f"dtype: {costs.dtype}, {costs.dtype_from}"
+    for text in scene.cluster.assumed:
+        yield f"assumed: {text}"
+    if slower > 0:
+        yield f"other P, T and schedules that were predicted to be slower than these rows: {slower}"
+    if not any(layout.tensor_parallel > 1 for layout in layouts):
+        yield f"no layer is shared by ranks: {_why_whole(scene)}"
+    if settings.zero_stages != (0,) and not any(
+        layout.zero_stage == _WEIGHTS for layout in layouts
+    ):
+        yield "ZeRO 3 is in no row: it gathers weights in each micro-batch, and memory suffices"
+    if len(scene.cluster.types) > 1 and costs.dtype != "fp32":
+        yield "replicas have one cut: those of their own need fp32 (torch_autocast goes with it)"
+
+
+def _why_whole(scene: Scene) -> str:
+    """Return why no row has tensor parallelism."""
+    costs, most = scene.costs, scene.settings.max_tensor_parallel
+    devices = len(scene.cluster.devices)
+    sizes = [n for n in range(2, min(most, devices) + 1) if devices % n == 0]
+    if not costs.widths:
+        return "the engine does not split this model"
+    if not any(units_by_type(scene, n) for n in sizes):
+        return "no two devices of one type are in one node, or their number does not come out even"
+    if not any(costs.splits(n) for n in sizes):
+        widths = ", ".join(map(str, costs.widths))
+        return f"its heads, key heads and inner width ({widths}) are no multiples of {sizes}"
+    return "the sums of each block take longer than they save"
+
+
+def _candidates(scene: Scene) -> Iterator[tuple[float, Scene, Variant, int]]:
     """Yield variants and micro-steps with a lower bound of their step time.
 
     For a replica with the share b, rates r and work W per sample: its slowest stage takes at least
@@ -194,10 +246,10 @@ def _candidates(scene: Scene) -> Iterator[tuple[float, Variant, int]]:
         through = sum(rates) / variant.data_parallel / variant.tensor_parallel / max(rates)
         for micro_steps in whole_micro_steps(scene, variant.data_parallel):
             passes = float(micro_steps)
-            if variant.schedule == "1f1b":
+            if variant.drains:
                 passes = micro_steps - 1 + through
             samples = scene.settings.global_batch / micro_steps
-            yield samples * work / sum(rates) * passes, variant, micro_steps
+            yield samples * work / sum(rates) * passes, scene, variant, micro_steps
 
 
 def _nothing_fits(scene: Scene) -> PlanError:
@@ -205,10 +257,16 @@ def _nothing_fits(scene: Scene) -> PlanError:
     devices, least = scene.cluster.devices, float("inf")
     for variant in variants(scene):
         for micro_steps in whole_micro_steps(scene, variant.data_parallel):
-            for layout in equal_layouts(scene, variant, micro_steps):
-                least = min(least, max(scene.memory_of(layout)))
+            share = scene.settings.global_batch // micro_steps // variant.data_parallel
+            memory, bounds = scene.memory(variant), scene.equal_cuts(variant.stages)
+            in_flight = variant.in_flight(micro_steps)
+            sizes = (
+                memory.needed(*bounds[stage : stage + 2], in_flight[stage], share)
+                for stage in range(variant.stages)
+            )
+            least = min(least, max(sizes) / (1 - scene.settings.margin))
     usable = min(map(scene.usable, range(len(devices))))
-    needs = f"; equal parts need {least / _GIB:.2f} GiB" if least < float("inf") else ""
+    needs = f"; {least / _GIB:.2f} GiB on each would do" if least < float("inf") else ""
     return PlanError(
         "--cluster",
         ", ".join(f"{scene.kind_of.count(k)}x{name}" for k, name in enumerate(scene.cluster.types)),
@@ -228,12 +286,14 @@ class LayoutSearch:
             None where none fits into memory.
         costs: Of the model.
         cluster: The devices.
+        notes: What was assumed, and why there are no other layouts, in lines.
     """
 
     layouts: tuple[Layout, ...]
     equal: Layout | None
     costs: ModelCosts
     cluster: Cluster
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Layout:
@@ -251,6 +311,7 @@ class LayoutSearch:
             "plans": [json.loads(layout.to_json()) for layout in self.layouts],
             "equal": None if self.equal is None else json.loads(self.equal.to_json()),
             "cluster": json.loads(self.cluster.to_json()),
+            "notes": list(self.notes),
         }
         return json.dumps(values, indent=2) + "\n"
 
@@ -271,13 +332,18 @@ class LayoutSearch:
             f"{sum(d.type == name for d in self.cluster.devices)}x{name}" for name in types
         )
         title = f"{self.costs.name}, {self.costs.parameters / 1e6:.1f} M parameters, on {devices}"
-        return "\n".join([title, *lines, "", str(self.best)])
+        return "\n".join([title, *lines, "", str(self.best), "", *self.notes])
 
     def _row(self, name: str, layout: Layout) -> tuple[str, ...]:
         predicted = layout.predicted
         assert predicted is not None, "layouts of a search have predictions"
         marks = ["recompute"] * layout.recompute
         marks += [layout.schedule] * (layout.schedule != "1f1b")
+        marks += [f"slack={layout.slack}"] * (layout.slack > 0)
+        marks += ["own-cuts"] * (layout.replica_cuts is not None)
+        marks += [f"experts/{layout.expert_parallel}"] * (layout.expert_parallel > 1)
+        unused = len(self.cluster.devices) - layout.world_size
+        marks += [f"{unused}-unused"] * (unused > 0)
         gain = "" if self.equal is None else f"{_speed(layout) / _speed(self.equal):.3f}"
         return (
             name,

@@ -45,6 +45,14 @@ MODELS = {
     "llama-biases": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "attention_bias": True}),
     "mistral": ("MistralForCausalLM", "MistralConfig", DECODER),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**DECODER, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**DECODER, "num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**DECODER, "num_experts": 4, "moe_intermediate_size": 40, "head_dim": 8},
+    ),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**DECODER, "head_dim": 8}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**DECODER, "pad_token_id": 0}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 16}),
 }
 
@@ -93,3 +101,29 @@ def test_activations_are_those_of_korthikanti(sequence):
 def test_a_sequence_longer_than_the_model_is_refused():
     with refuses(PlanError, "sequence_length", 4096):
         model_costs(build("gpt2").config.to_dict(), 4096)
+
+
+def test_of_experts_a_token_is_multiplied_by_those_it_is_routed_to():
+    model = build("mixtral")
+    costs = model_costs(model.config, 16)
+    block = costs.layers[1]
+    experts = model.model.layers[0].mlp.experts
+    whole = sum(w.numel() for w in experts.parameters())
+    others = sum(w.numel() for w in model.model.layers[0].parameters() if w.dim() == 2)
+    assert (block.expert_parameters, block.routed, costs.experts) == (whole, 2, 4)
+    attention = 4 * 16**2 * 32
+    assert block.flops == 2 * 16 * (others + whole // 2) + attention
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "mixtral"])
+def test_decoders_are_split_by_whole_key_heads(name):
+    costs = model_costs(build(name).config, 16)
+    assert [n for n in (1, 2, 4) if costs.splits(n)] == [1, 2]
+
+
+def test_the_dtype_is_that_of_the_configuration():
+    config = build("llama").config.to_dict()
+    assert model_costs({**config, "dtype": "bfloat16"}, 16).dtype == "bf16"
+    assert model_costs({**config, "dtype": None, "torch_dtype": "float16"}, 16).dtype == "fp16"
+    assert model_costs({**config, "dtype": "bfloat16"}, 16, dtype="fp32").dtype == "fp32"
+    assert model_costs({**config, "dtype": None}, 16).dtype == "fp32"

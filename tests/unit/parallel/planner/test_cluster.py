@@ -26,6 +26,7 @@ def test_json_round_trip(tmp_path):
         devices=(FAST, FAST, SLOW),
         within=Link(1e-6, 1e10),
         between=Link(2e-5, 1e9),
+        pairs={("a", "b"): Link(1e-4, 1e8)},
         measured={"torch": "2.13"},
     )
     cluster.save(tmp_path / "cluster.json")
@@ -48,6 +49,21 @@ def test_a_file_may_leave_numbers_to_the_table(caplog):
     assert first == second
     assert (first.tflops, first.memory_gib, first.efficiency) == (8.1, 16, 0.3)
     assert "devices[0]: memory_gb_s, memory_gib, tflops" in caplog.text
+
+
+def test_pairs_of_nodes_have_links_of_their_own():
+    nodes = [{"type": "T4", "node": name} for name in "abc"]
+    pairs = [{"nodes": ["b", "a"], "bytes_s": 1e8}, {"nodes": ["c", "c"], "alpha_s": 1.0}]
+    values = {"devices": nodes, "links": {"between": {"bytes_s": 1e9}, "pairs": pairs}}
+    cluster = parse_cluster(values)
+    assert cluster.link("a", "b").bytes_s == cluster.link("b", "a").bytes_s == 1e8
+    assert cluster.link("a", "c").bytes_s == 1e9
+    assert cluster.link("c", "c").alpha_s == 1.0
+    assert cluster.slowest_link("abc", single=True).bytes_s == 1e8
+    assert cluster.slowest_link("ac", single=True).bytes_s == 1e9
+    del values["links"]["between"]
+    with refuses(PlanError, "cluster.links", None):
+        parse_cluster(values)
 
 
 def test_table():

@@ -36,6 +36,8 @@ def rank_bytes(costs, chosen, rank):
     stage = rank // (chosen.data_parallel * chosen.tensor_parallel)
     replica = rank // chosen.tensor_parallel % chosen.data_parallel
     cuts = chosen.cuts or (0, len(costs.layers))
+    if chosen.replica_cuts is not None:
+        cuts = chosen.replica_cuts[replica]
     layers = costs.layers[cuts[stage] : cuts[stage + 1]]
     weights = sum(layer.parameters for layer in layers)
     if chosen.stages > 1:
@@ -50,7 +52,7 @@ def rank_bytes(costs, chosen, rank):
     total += weights * (gradient / shards if chosen.zero_stage >= 2 else gradient)
     total += weights * (state / shards if chosen.zero_stage >= 1 else state)
     total += weights * 8 * (chosen.schedule == "pipemare")
-    ahead = chosen.stages - stage
+    ahead = (chosen.stages - 1 - stage) * (1 + chosen.slack) + 1
     if chosen.schedule == "1f1b":
         ahead = min(chosen.micro_steps, ahead)
     samples, largest = chosen.shares[replica], 0.0
@@ -119,6 +121,7 @@ def test_500_random_clusters_fit_and_never_fall_below_the_equal_layout(part):
             global_batch=len(cluster.devices) * draw.choice([2, 4, 12]),
             margin=margin,
             pipemare=draw.random() < 0.3,
+            leave_out=draw.random() < 0.3,
         )
         try:
             found = search_layouts(costs, cluster, settings)
@@ -134,7 +137,7 @@ def test_500_random_clusters_fit_and_never_fall_below_the_equal_layout(part):
             assert speeds[-1] >= found.equal.predicted.tokens_per_s
             gains += found.gain > 1.01
         for chosen in found.layouts:
-            assert chosen.world_size == len(cluster.devices)
+            assert chosen.world_size <= len(cluster.devices)
             assert Layout.from_json(chosen.to_json()) == chosen
             check_units(cluster, chosen)
     assert found_some > 25
@@ -192,10 +195,10 @@ def test_an_engine_takes_every_plan_of_unlike_devices():
 
 
 def test_batches_that_no_layout_divides():
+    sizes = {"global_batch": 3, "sequence_length": 64, "max_stages": 1}
     with refuses(PlanError, "global_batch", 3):
-        find_layouts(
-            gpt2(blocks=1, heads=1), "8xT4", global_batch=3, sequence_length=64, max_stages=1
-        )
+        find_layouts(gpt2(blocks=1, heads=1), "8xT4", leave_out=False, **sizes)
+    assert find_layouts(gpt2(blocks=1, heads=1), "8xT4", **sizes).best.world_size in (1, 3)
 
 
 def test_memory_moves_a_plan_to_recomputation_or_partition():
@@ -247,5 +250,107 @@ def test_the_best_plan_is_as_fast_as_the_fastest_of_all_layouts(pipemare):
         for layout in unlike_layouts(scene, variant, micro_steps, float("inf"))
     ]
     found = search_layouts(costs, cluster, settings).best
-    assert found.predicted.step_s == pytest.approx(min(seconds))
+    assert found.predicted.step_s <= min(seconds) * (1 + 1e-9)  # it may move layers and samples
     assert found.schedule == ("pipemare" if pipemare else "1f1b")
+
+
+def fixed(*speeds, nodes=None, memory_gib=64, **changes):
+    """A cluster whose links take no time unless they are given."""
+    nodes = nodes or "a" * len(speeds)
+    devices = tuple(
+        Device(type=f"{s}", tflops=s, memory_gib=memory_gib, memory_gb_s=1e5, node=node)
+        for s, node in zip(speeds, nodes, strict=True)
+    )
+    return Cluster(
+        devices=devices, **{"within": Link(0, 1e15), "between": Link(0, 1e15), **changes}
+    )
+
+
+SMALL = {"zero_stages": (0,), "recompute": False, "max_tensor_parallel": 1}
+
+
+def test_replicas_of_unlike_mixes_are_cut_apart_where_the_engine_runs_it():
+    """Speeds 3 and 1 beside 2 and 2, of devices none of which holds the whole model."""
+    costs = model_costs(gpt2(256, 12, 4, 100), 64)
+    cluster = fixed(3, 2, 2, 1, memory_gib=0.16)
+    settings = Settings(global_batch=64, max_stages=2, **SMALL)
+    found = search_layouts(costs, cluster, settings).best
+    assert (found.stages, found.data_parallel) == (2, 2)
+    assert found.replica_cuts is not None
+    check_config(found.configure({}), world_size=4)
+    alike = [
+        scene.predict(layout.cut((bounds,) * 2)).step_s
+        for scene in [Scene(costs, cluster, settings)]
+        for layout in unlike_layouts(
+            scene, Variant(stages=2, tensor_parallel=1, data_parallel=2), found.micro_steps, 1e9
+        )
+        for bounds in [(0, n, 16) for n in range(5, 12)]
+        if scene.predict(layout.cut((bounds,) * 2))
+    ]
+    assert found.predicted.step_s < min(alike)
+    half = search_layouts(replace(costs, dtype="bf16"), cluster, settings)
+    assert all(layout.replica_cuts is None for layout in half.layouts)
+
+
+def test_a_device_that_slows_the_rest_is_left_out():
+    cluster = fixed(4, 4, 0.05)
+    costs = model_costs(gpt2(128, 2, 4, 100), 64)
+    settings = Settings(global_batch=8, max_stages=1, **SMALL)
+    found = search_layouts(costs, cluster, settings).best
+    assert found.world_size == 2
+    assert {cluster.devices[d].tflops for d in found.order or (0, 1)} == {4}
+    with_all = search_layouts(costs, cluster, replace(settings, leave_out=False, max_stages=3))
+    assert with_all.best.world_size == 3
+    far = fixed(4, 4, 4, nodes="aab", between=Link(0.0, 1e5))
+    assert search_layouts(costs, far, settings).best.world_size == 2
+
+
+def test_slack_is_chosen_for_a_slow_link_between_stages_alone():
+    costs = model_costs(gpt2(256, 8, 4, 100), 64)
+    settings = Settings(global_batch=32, **SMALL)
+    near = fixed(1e-3, 1e-3, memory_gib=0.1)
+    assert search_layouts(costs, near, settings).best.slack == 0
+    far = replace(near, within=Link(0.3, 1e9))
+    found = search_layouts(costs, far, settings).best
+    assert found.slack > 0
+    assert found.configure({})["wavemare"]["pipeline"]["slack"] == found.slack
+    check_config(found.configure({}), world_size=2)
+
+
+def test_experts_are_divided_where_they_do_not_fit():
+    config = {
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "vocab_size": 100,
+    }
+    costs = model_costs(config, 32)
+    whole = 16 * costs.parameters * 1.13 / GIB
+    settings = Settings(global_batch=8, max_stages=1, **{**SMALL, "zero_stages": (0, 1)})
+    tight = search_layouts(costs, fixed(1, 1, memory_gib=0.7 * whole), settings).best
+    assert tight.expert_parallel == 2
+    assert tight.configure({})["wavemare"]["expert_parallel"] == {"size": 2}
+    check_config(tight.configure({}), world_size=2)
+
+
+def test_what_was_assumed_is_told():
+    found = find_layouts(
+        {**gpt2(), "dtype": "bfloat16"}, "1x2xH100", global_batch=8, sequence_length=64
+    )
+    told = str(found)
+    assert found.costs.dtype == "bf16"
+    for text in ("bf16, of the model's configuration", "450 GB/s (H100)", "efficiency of 0.5"):
+        assert text in told
+    assert found.cluster.devices[0].tflops == 989
+
+
+def test_a_model_that_nothing_holds_is_told_the_least_that_does():
+    costs = model_costs(gpt2(512, 8, 8), 64)
+    with pytest.raises(PlanError) as caught:
+        search_layouts(costs, fixed(1, 1, memory_gib=0.01), Settings(global_batch=2))
+    least = float(caught.value.reason.rpartition("; ")[2].split()[0])
+    assert search_layouts(costs, fixed(1, 1, memory_gib=1.01 * least), Settings(global_batch=2))
