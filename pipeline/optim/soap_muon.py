@@ -353,9 +353,7 @@ def _bmm(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right)
 
 
-def _baddbmm(
-    summand: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1
-) -> Tensor:
+def _baddbmm(summand: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1) -> Tensor:
     """Return ``beta * summand + alpha * left @ right`` of bf16 matrices, each rounded once."""
     if _in_fp32(left):
         wide = (each.float() for each in (summand, left, right))
