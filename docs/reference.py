@@ -44,6 +44,7 @@ PAGES = (
     Path(__file__).with_name("asynchronous.md"),
     Path(__file__).with_name("models.md"),
     Path(__file__).with_name("schedules.md"),
+    Path(__file__).with_name("schedule-features.md"),
     Path(__file__).with_name("huggingface.md"),
     Path(__file__).with_name("megatron-options.md"),
     Path(__file__).with_name("performance.md"),

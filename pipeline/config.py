@@ -79,7 +79,7 @@ class PipeMareConfig(Section):
 
     slack: int = Field(default=0, ge=0)
     """How many micro-batches each stage runs further ahead of the next one. 1 hides the latency of
-    slow messages, and doubles the delay and the activations."""
+    slow messages, doubles the delay, and nearly doubles the activations."""
 
 
 class PipelineConfig(Section):
@@ -134,10 +134,8 @@ class PipelineConfig(Section):
     @property
     def own_cuts(self) -> list[list[int]] | None:
         """The first layers of each replica's stages, where replicas are cut apart; else None."""
-        given = self.partition
-        if isinstance(given, str) or not given or not isinstance(given[0], list):
-            return None
-        return given  # type: ignore[return-value]
+        cuts = [own for own in self.partition if isinstance(own, list)]
+        return cuts or None
 
     @property
     def is_asynchronous(self) -> bool:

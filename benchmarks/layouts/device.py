@@ -173,7 +173,8 @@ def _sleeping_gpt(job: dict[str, Any], block_s: float, clock: _Clock) -> Any:
     from benchmarks.ranks import build_gpt
     from benchmarks.request import Waits
 
-    model = build_gpt(SimpleNamespace(**job["model"]))
+    sizes: Any = SimpleNamespace(**job["model"])
+    model = build_gpt(sizes)
     for block in model.transformer.h:
         weights = list(block.parameters())
 

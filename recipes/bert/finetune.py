@@ -81,7 +81,8 @@ def main() -> None:
     wait_for_data(setup)  # until all hosts have read; a collective would time out
     print_start("BERT classification", setup, model, corpus.describe())
 
-    # Engine. The JSON decides the layout, the optimizer and the learning rate.
+    # Engine. finetune.json decides: two stages with 1F1B, 32 samples in a step, and AdamW, whose
+    # rate rises to 1e-3 and falls to a tenth.
     setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)

@@ -84,7 +84,8 @@ def main() -> None:
     check_gap(text.tokenizer, args.prompt, max_positions(model.config))
     print_start("BERT pretraining", setup, model, text.describe())
 
-    # Engine. The JSON decides the layout, the optimizer and the learning rate.
+    # Engine. pretrain.json decides: two stages with 1F1B, 32 samples in a step, and AdamW, whose
+    # rate rises to 1e-3 and falls to a tenth.
     setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)

@@ -79,7 +79,8 @@ def main() -> None:
     prompt = text.choose_prompt(args.prompt, model.config)
     print_start("GPT fine-tuning", setup, model, text.describe())
 
-    # Engine. The JSON decides the layout, the optimizer and the learning rate.
+    # Engine. finetune.json decides: two stages with 1F1B, 16 samples in a step, and AdamW, whose
+    # rate rises to 3e-4 and falls to a tenth.
     setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)

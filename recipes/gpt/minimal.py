@@ -55,7 +55,15 @@ def main() -> None:
     text = read_text()
     train, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     config = GPT2Config(
-        vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=4, n_head=4, eos_token_id=None
+        vocab_size=256,
+        n_positions=LENGTH,
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        eos_token_id=None,
+        resid_pdrop=0.0,  # no dropout: it would draw other numbers with other schedules
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     engine, _, _, scheduler = wavemare.initialize(
         model=GPT2LMHeadModel(config),
@@ -69,7 +77,7 @@ def main() -> None:
         loss = engine.train_batch(data)  # forward, backward, update; the step's mean loss
         if step % 50 == 0:
             speed = 50 * engine.train_batch_size() * LENGTH / (time.perf_counter() - started)
-            held = engine.eval_batch(batches(held_out, seed=2))  # on all ranks, without dropout
+            held = engine.eval_batch(batches(held_out, seed=2), num_micro_batches=32)
             if engine.global_rank == 0:
                 rate = scheduler.get_last_lr()[0]
                 print(f"step {step}  loss {loss:.3f}  held out {held:.3f}  lr {rate:.1e}")

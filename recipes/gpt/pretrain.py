@@ -93,7 +93,8 @@ def main() -> None:
     prompt = text.choose_prompt(args.prompt, model.config)
     print_start("GPT pretraining", setup, model, text.describe())
 
-    # Engine. The JSON decides the layout, the optimizer and the learning rate.
+    # Engine. pretrain.json decides: two stages with PipeMare, 16 samples in a step, Muon for the
+    # matrices and AdamW for the rest; the rate rises to 4e-3 and falls to a tenth, by a cosine.
     setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)

@@ -101,8 +101,8 @@ def main() -> None:
     print_start("preference tuning", setup, model, pairs.describe())
     print_rank_0(pairs.preview())
 
-    # Engine. The JSON decides the layout and the optimizer. Before the first step its model is the
-    # reference, unless --reference names another one, which gets an engine of its own for a while.
+    # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Before the first step its
+    # model is the reference, unless --reference names one, which gets an engine for a while.
     loss = partial(dpo_loss, beta=args.beta)
     known = pairs.load_reference(setup) or pairs.ask_other_model(setup, loss)
     engine, *_ = wavemare.initialize(model=model, config=setup.config)

@@ -93,7 +93,8 @@ def main() -> None:
     prompt = text.choose_prompt(args.prompt, model.config)
     print_start("Llama pretraining", setup, model, text.describe(), rate="warm-up, constant, decay")
 
-    # Engine. The JSON decides the layout and the optimizer, and may have a scheduler of its own.
+    # Engine. pretrain.json decides: two stages with PipeMare, synchronous at first, and AdamW at
+    # 2e-3. It may have a scheduler of its own.
     setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
     scheduler = None if "scheduler" in setup.config else warmup_stable_decay(args.max_steps)
     engine, *_ = wavemare.initialize(model=model, config=setup.config, lr_scheduler=scheduler)

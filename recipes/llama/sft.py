@@ -91,7 +91,7 @@ def main() -> None:
     print_start("supervised fine-tuning", setup, model, chats.describe())
     print_rank_0(chats.preview())
 
-    # Engine. The JSON decides the layout and the optimizer.
+    # Engine. sft.json decides: data parallelism with ZeRO 1, 16 samples in a step, and AdamW.
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state

@@ -111,13 +111,13 @@ def to_pipeline(
         warn_of_untying(tied_weights(model))
     places = homes or range(num_stages)
     cuts: Any
+    own: Any = partition
     if not isinstance(partition, str) and partition and not isinstance(partition[0], int):
-        own: Any = partition
         data = dist.get_world_size() // (replicas * num_stages * len(model_ranks))
         cuts = cuts_of_replicas(own, len(conversion.chain), len(places), data)
         _check_own_cuts(partition, places)
     else:
-        cuts = cut_chain(model, conversion.chain, conversion.inputs, partition, places)
+        cuts = cut_chain(model, conversion.chain, conversion.inputs, own, places)
     kind = partial(AdaptedPipeline, adapters=model.peft_config) if is_adapted(model) else None
     late = is_deferred(model)
     module = (kind or TransformerPipeline)(

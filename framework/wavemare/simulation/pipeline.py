@@ -36,6 +36,7 @@ from wavemare.models.families import family_of
 from wavemare.models.proof import prove
 from wavemare.pipeline.config import PipelineConfig
 from wavemare.pipeline.plan.orders import ahead
+from wavemare.pipeline.plan.partition import PARTITION_KEY
 from wavemare.pipeline.staleness.replay import Replay
 
 Delays = Literal["pipeline", "one-step", "dataflow"]
@@ -110,7 +111,11 @@ class SimulatedPipeline:
         for parameter in chain[-1].parameters():
             head: Any = parameter
             head.use_muon = False  # an output head is no hidden matrix
-        cuts = cut_chain(model, chain, self.inputs, pipeline.partition, range(pipeline.stages))
+        if pipeline.own_cuts is not None:
+            reason = "a simulation has one replica, and these are the cuts of several"
+            raise ConfigError(PARTITION_KEY, pipeline.own_cuts, reason, "Give one list")
+        partition: Any = pipeline.partition
+        cuts = cut_chain(model, chain, self.inputs, partition, range(pipeline.stages))
         return [nn.Sequential(*chain[first:end]) for first, end in pairwise(cuts)]
 
     def _replay(

@@ -56,7 +56,8 @@ def layers_of(config: Any, head: str, sizes: Sizes) -> tuple[list[LayerCost], bo
         elif place == 0:
             costs.append(replace(embedding_cost(sizes), parameters=count))
         elif place == len(chain) - 1:
-            tied = layer.tied.embedding.weight.numel() if isinstance(layer, TiedHead) else 0
+            embedding: Any = layer.tied.embedding if isinstance(layer, TiedHead) else None
+            tied = embedding.weight.numel() if embedding is not None else 0
             costs.append(replace(head_cost(sizes), parameters=count, tied_parameters=tied))
         else:
             costs.append(small_cost(f"layer {place}", sizes, count))

@@ -152,7 +152,7 @@ def penalty(message: str, rows: Iterable[Measured]) -> float | None:
 
     In each series of runs, each has its best outer optimizer.
     """
-    found = {
+    found: dict[tuple[object, ...], Measured] = {
         (row.optimizer, row.every, row.fragments, row.parameters, row.training, row.message): row
         for row in best(rows)
     }

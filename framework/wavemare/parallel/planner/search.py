@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -261,8 +261,8 @@ def _nothing_fits(scene: Scene) -> PlanError:
             memory, bounds = scene.memory(variant), scene.equal_cuts(variant.stages)
             in_flight = variant.in_flight(micro_steps)
             sizes = (
-                memory.needed(*bounds[stage : stage + 2], in_flight[stage], share)
-                for stage in range(variant.stages)
+                memory.needed(first, end, kept, share)
+                for (first, end), kept in zip(pairwise(bounds), in_flight, strict=True)
             )
             least = min(least, max(sizes) / (1 - scene.settings.margin))
     usable = min(map(scene.usable, range(len(devices))))
