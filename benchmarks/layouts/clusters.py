@@ -99,20 +99,20 @@ def _hosts(hosts: Sequence[Sequence[float]], *mbit: float, holds: float | None =
 CLUSTERS: Mapping[str, Emulated] = {
     "2 like": _one_host(1, 1),
     "2:1": _one_host(2, 1),
-    "2:1:1, small": _one_host(2, 1, 1, holds=_SMALL),
-    "3 fast, 1 slow, small": _one_host(2, 2, 2, 1, holds=_SMALL),
-    "1 fast, 3 slow": _one_host(3, 1, 1, 1),
-    "4 fast, 1 very slow, small": _one_host(2, 2, 2, 2, 0.2, holds=_SMALL),
+    "2:1:1 small": _one_host(2, 1, 1, holds=_SMALL),
+    "3 fast 1 slow small": _one_host(2, 2, 2, 1, holds=_SMALL),
+    "1 fast 3 slow": _one_host(3, 1, 1, 1),
+    "4 fast 1 very slow small": _one_host(2, 2, 2, 2, 0.2, holds=_SMALL),
     "2 hosts of 2 like": _hosts([(1, 1), (1, 1)], 200),
     "2 hosts by type": _hosts([(2, 2), (1, 1)], 200),
     "2 hosts of a mix": _hosts([(2, 1), (2, 1)], 100),
-    "3 hosts, one slow link": _hosts([(1, 1), (1, 1), (1, 1)], 400, 400, 50),
-    "4 hosts, unlike links": _hosts([(2,), (2,), (1,), (1,)], 400, 400, 100, 50),
-    "6 on 2 hosts, 5 fast, small": _hosts([(2, 2, 2), (2, 2, 1)], 300, holds=_SMALL),
-    "6, 4 fast, small": _one_host(2, 2, 2, 2, 1, 1, holds=_SMALL),
-    "8, 7 fast, small": _one_host(2, 2, 2, 2, 2, 2, 2, 1, holds=_SMALL),
+    "3 hosts one slow link": _hosts([(1, 1), (1, 1), (1, 1)], 400, 400, 50),
+    "4 hosts unlike links": _hosts([(2,), (2,), (1,), (1,)], 400, 400, 100, 50),
+    "6 on 2 hosts 5 fast small": _hosts([(2, 2, 2), (2, 2, 1)], 300, holds=_SMALL),
+    "6 4 fast small": _one_host(2, 2, 2, 2, 1, 1, holds=_SMALL),
+    "8 7 fast small": _one_host(2, 2, 2, 2, 2, 2, 2, 1, holds=_SMALL),
     "8 on 2 hosts by type": _hosts([(2, 2, 2, 2), (1, 1, 1, 1)], 200),
-    "8 on 4 hosts, unlike links, small": _hosts(
+    "8 on 4 hosts unlike links small": _hosts(
         [(2, 2), (2, 1), (2, 1), (1, 1)], 400, 400, 200, 100, holds=_SMALL
     ),
 }

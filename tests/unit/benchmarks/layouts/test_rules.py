@@ -66,7 +66,7 @@ def test_the_other_rule_uses_all_devices_in_proportion_to_their_speed(name):
 
 
 def test_the_choice_is_predicted_to_be_no_slower_than_the_other_rules():
-    for name in ("2:1:1, small", "3 fast, 1 slow, small", "4 fast, 1 very slow, small"):
+    for name in ("2:1:1 small", "3 fast 1 slow small", "4 fast 1 very slow small"):
         cluster = described(CLUSTERS[name])
         scene = Scene(COSTS, cluster, SETTINGS)
         other = scene.predict(metis_layout(scene))
