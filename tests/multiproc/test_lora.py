@@ -83,7 +83,9 @@ def check_calls(result):
     found, expected = result["found"], result["expected"]
     for name in ("before", "disabled", "enabled", "merged", "again"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name
-    assert found["by the model"] == found["by the engine"] == found["disabled"]
+    assert found["by the model"] == found["by the engine"]
+    # Unmerging leaves the rounding of a sum and a difference in the base.
+    assert found["by the model"] == pytest.approx(found["disabled"], rel=1e-6)
     assert found["disabled"] != pytest.approx(found["before"], rel=1e-4)
     assert found["active"] == expected["active"]
     first, second = found["trained"]
