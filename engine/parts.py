@@ -175,7 +175,7 @@ def restore(marks: Mapping[nn.Module, Mark]) -> None:
         left = set() if part.is_cut else {"forward", "generate"}
         left |= {"forward"} if isinstance(model, PipelineModule) else set()
         left |= {"__deepcopy__"} if part.is_copy else set()
-        if not part.is_cut and not split_weights(model):
+        if not part.is_cut and all(map(is_divided, split_weights(model))):
             left.update(_OF_EMBEDDINGS)  # each rank holds the whole embedding
         if hasattr(model, "generate") and any(map(is_divided, model.parameters())):
             left.discard("generate")  # the ranks must call it equally often
