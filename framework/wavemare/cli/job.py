@@ -392,6 +392,9 @@ def launch_script(
     if script.startswith("-") or not (elsewhere or Path(script).is_file()):
         reason = "there is no such file or option"
         raise LaunchError("SCRIPT", script, reason, "Name a Python script, or a module with -m")
+    restarts = max_restarts
+    if restarts is None:
+        restarts = 0 if replicas is None else _RESTARTS
     job = Job(
         program=script,
         options=context.args,
@@ -400,7 +403,7 @@ def launch_script(
         hosts=read_hosts(hostfile),
         hostfile=hostfile,
         launcher_options=split_options(launcher_args),
-        max_restarts=_RESTARTS * (replicas is not None) if max_restarts is None else max_restarts,
+        max_restarts=restarts,
     )
     if replicas is None and max_restarts is not None and REPLICA not in os.environ:
         reason = "only replicas start again by themselves"

@@ -110,14 +110,8 @@ def to_pipeline(
     if conversion.untied and dist.get_rank() == 0:
         warn_of_untying(tied_weights(model))
     places = homes or range(num_stages)
-    cuts: Any
-    own: Any = partition
-    if not isinstance(partition, str) and partition and not isinstance(partition[0], int):
-        data = dist.get_world_size() // (replicas * num_stages * len(model_ranks))
-        cuts = cuts_of_replicas(own, len(conversion.chain), len(places), data)
-        _check_own_cuts(partition, places)
-    else:
-        cuts = cut_chain(model, conversion.chain, conversion.inputs, own, places)
+    data_ranks = dist.get_world_size() // (replicas * num_stages * len(model_ranks))
+    cuts = _cuts_of(model, conversion, partition, places, data_ranks)
     kind = partial(AdaptedPipeline, adapters=model.peft_config) if is_adapted(model) else None
     late = is_deferred(model)
     module = (kind or TransformerPipeline)(
@@ -165,12 +159,23 @@ def _check_hooks(model: torch.nn.Module, chain: Sequence[PipelineLayer]) -> None
             )
 
 
-def _check_own_cuts(partition: Any, homes: Sequence[int]) -> None:
-    """Refuse replicas that are cut apart and have several stages on a rank."""
+def _cuts_of(
+    model: Any, conversion: Conversion, partition: Any, homes: Sequence[int], data_ranks: int
+) -> Any:
+    """Return the bounds of all stages; those of each replica, if they are cut apart.
+
+    Raises:
+        ConfigError: The partition does not fit; or replicas are cut apart, and ranks have several
+            stages.
+    """
+    if isinstance(partition, str) or not partition or isinstance(partition[0], int):
+        return cut_chain(model, conversion.chain, conversion.inputs, partition, homes)
+    cuts = cuts_of_replicas(partition, len(conversion.chain), len(homes), data_ranks)
     if list(homes) != list(range(len(homes))):
         reason = "replicas of other cuts have one stage on each rank, and this schedule has several"
         remedy = 'Give one list for all replicas, or the schedule "1f1b" or "zb-h1"'
         raise ConfigError(PARTITION_KEY, list(partition), reason, remedy)
+    return cuts
 
 
 def _check_launch() -> None:

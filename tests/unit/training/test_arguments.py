@@ -37,10 +37,8 @@ from wavemare.training.text import find_data
 
 CONFIG = str(files("wavemare.recipes") / "gpt" / "finetune.json")
 
-SIZES = (
-    *("num-layers", "hidden-size", "num-attention-heads", "max-position-embeddings"),
-    "make-vocab-size-divisible-by",
-)
+SIZES = ["num-layers", "hidden-size", "num-attention-heads", "max-position-embeddings"]
+SIZES.append("make-vocab-size-divisible-by")
 WARMUP = {"warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr"}
 
 
@@ -258,10 +256,8 @@ def test_a_model_from_a_folder_has_its_own_size(tmp_path):
         *((f"--{name} 2", "--model folder", Classification) for name in SIZES),
         ("--model_config model.json", "--model folder", Classification),
         *((f"--vocab_size {size}", "--model folder", Classification) for size in (300, 4096)),
-        *(
-            (f"--vocab_size {size}", "--tokenizer folder", PretrainArguments)
-            for size in (300, 4096)
-        ),
+        ("--vocab_size 300", "--tokenizer folder", PretrainArguments),
+        ("--vocab_size 4096", "--tokenizer folder", PretrainArguments),
         ("--vocab-size 300", "--vocab-file bpe/vocab.json", PretrainArguments),
     ],
 )

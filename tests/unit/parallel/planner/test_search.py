@@ -160,7 +160,7 @@ def test_64_devices_of_3_types_and_100_layers():
         config, "3x8xA100-80,3x8xV100-32,2x8xA10", global_batch=512, sequence_length=1024
     )
     assert len(found.costs.layers) == 100
-    assert len(found.layouts) == 4  # others are slower than the equal layout
+    assert len(found.layouts) == 5  # others are slower than the equal layout
     assert found.gain > 1.1
     check_memory(found, 0.05)
 
