@@ -174,8 +174,8 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
 def import_muon() -> None:
     """Import DeepSpeed's Muon, which ZeRO compares each optimizer with, without a compiler.
 
-    ``torch.compile`` imports Inductor when it decorates a function, which takes two to three seconds at
-    each start. Here this waits until one of Muon's functions is called.
+    ``torch.compile`` imports Inductor when it decorates a function. This takes about three seconds
+    at each start. Here it waits until one of Muon's functions is called.
     """
     name = "deepspeed.runtime.zero.muon.original_muon"
     if name in sys.modules:
