@@ -51,7 +51,7 @@ def test_hosts_of_unlike_numbers_leave_processes_idle():
     assert dict(_pairs(emulated)) == {("node0", "node1"): (0, 1), ("node1", "node1"): (1, 2)}
 
 
-@pytest.mark.parametrize("name", ["2:1", "2 hosts by type", "1 fast, 3 slow"])
+@pytest.mark.parametrize("name", ["2:1", "2 hosts by type", "1 fast 3 slow"])
 def test_the_other_rule_uses_all_devices_in_proportion_to_their_speed(name):
     emulated = CLUSTERS[name]
     scene = Scene(COSTS, described(emulated), SETTINGS)
