@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
@@ -23,12 +22,11 @@ from benchmarks.pipeline.systems import (
 )
 from benchmarks.pipeline.workloads import GRADIENT_CLIPPING, Workload, build_workload
 from benchmarks.ranks import interleaved, ratio_row
+from benchmarks.traces import save_traces
 from wavemare.engine.launch.group import gather
-from wavemare.files import atomic_write_bytes, atomic_write_text
 from wavemare.models.timing import device_time
 from wavemare.observe import Screen
-from wavemare.pipeline.clock.simulate import Event, Timeline
-from wavemare.pipeline.draw import chrome_trace, png, svg
+from wavemare.pipeline.clock.simulate import Event
 
 Key = tuple[str, int]
 """A system's name and a number of micro-batches."""
@@ -83,7 +81,10 @@ def measure(request: PipelineRequest) -> dict[str, Any]:
     if request.trace is not None:
         traces = {key: gather(events) for key, events in last.items()}
         if rank == 0:
-            save_traces(request.trace, traces)
+            save_traces(
+                request.trace,
+                {(f"m{count}", f"{name}, M={count}"): e for (name, count), e in traces.items()},
+            )
     return {
         "baseline": BASELINE,
         "stage_s": stage_s,
@@ -220,43 +221,3 @@ def _rank_medians(samples: Sequence[Sample]) -> dict[str, float]:
         "waiting_s": median(spent - busy.compute_s - busy.step_s for spent, busy in known),
         **parts,
     }
-
-
-def build_timeline(title: str, ranks: Sequence[Sequence[Event]]) -> Timeline | None:
-    """Put the events of all ranks on one clock that begins with the first event.
-
-    Micro-batches are counted from the earliest one as well.
-
-    Returns:
-        The timeline; None if there is no event.
-    """
-    everything = [event for events in ranks for event in events]
-    if not everything:
-        return None
-    origin = min(event.start_s for event in everything)
-    first = min(event.action.micro_batch for event in everything)
-
-    def shifted(event: Event) -> Event:
-        action = event.action._replace(micro_batch=event.action.micro_batch - first)
-        return Event(action, event.start_s - origin, event.end_s - origin)
-
-    return Timeline(
-        title,
-        tuple(
-            tuple(sorted(map(shifted, events), key=lambda event: event.start_s)) for events in ranks
-        ),
-    )
-
-
-def save_traces(folder: Path, events: Mapping[Key, Sequence[Sequence[Event]]]) -> None:
-    """Write ``timeline-mM.png``, ``timeline-mM.svg`` and ``trace-mM.json`` for each M."""
-    for count in {count for _, count in events}:
-        timelines = [
-            timeline
-            for (name, number), ranks in events.items()
-            if number == count and (timeline := build_timeline(f"{name}, M={count}", ranks))
-        ]
-        if timelines:
-            atomic_write_bytes(folder / f"timeline-m{count}.png", png(timelines))
-            atomic_write_text(folder / f"timeline-m{count}.svg", svg(timelines))
-            atomic_write_text(folder / f"trace-m{count}.json", chrome_trace(timelines))

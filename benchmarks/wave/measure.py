@@ -23,8 +23,10 @@ from benchmarks.cluster.limits import ask
 from benchmarks.device_like import sleeping
 from benchmarks.ranks import SEED, bench_device, build_gpt, interleaved, ratio_row
 from benchmarks.request import Waits
+from benchmarks.traces import save_traces
 from benchmarks.wave.request import BASELINE, DOMINO, IN_PHASE, SYSTEMS, TICK_TOCK, WaveRequest
 from benchmarks.wave.saved_bytes import SavedBytes
+from wavemare.engine.launch.group import gather
 from wavemare.engine.pipe.split_backward import SplitBackward
 from wavemare.engine.waves.passes import Pass, PassRunner
 from wavemare.errors import CommError
@@ -299,6 +301,10 @@ class Setting:
     costs: Costs
 
 
+def _waiting_s(samples: Sequence[Sample]) -> float:
+    return median(sample.waiting_s for sample in samples)
+
+
 def exposed_share(samples: Sequence[Sample]) -> float:
     """Return the median share of the time in which only collectives run."""
     return median(sample.waiting_s / sample.seconds for sample in samples)
@@ -325,13 +331,19 @@ def measure(request: WaveRequest) -> dict[str, Any]:
         percent: {name: [] for name in SYSTEMS} for percent in mbit
     }
     events: dict[int, list[Event]] = {percent: [] for percent in mbit}
+    last: dict[tuple[str, str], list[Event]] = {}
     turns = [(percent, name) for percent in mbit for name in SYSTEMS]
     for timed, (percent, name) in interleaved(request, turns, screen.note):
         bench.shape(mbit[percent])
         sample, noted = bench.step(name)
+        last[f"{percent}-percent", f"{name}, {percent} % exposed"] = noted
         if timed:
             samples[percent][name].append(sample)
             events[percent] += noted if name == BASELINE else []
+    if request.trace is not None:
+        traces = {key: gather(noted) for key, noted in last.items()}
+        if dist.get_rank() == 0:
+            save_traces(request.trace, traces)
     settings = []
     for percent, speed in mbit.items():
         costs, num_segments = bench.costs(events[percent])
@@ -378,6 +390,7 @@ def build_result(
             TICK_TOCK: prediction.tick_tock,
         }
         before = setting.samples[BASELINE]
+        exposed_s = _waiting_s(before)
         for name, samples in setting.samples.items():
             seconds = [sample.seconds for sample in samples]
             rows.append(
@@ -392,6 +405,7 @@ def build_result(
                     **ratio_row(seconds, [sample.seconds for sample in before]),
                     "model": prediction.accumulation / models[name],
                     "waiting": exposed_share(samples),
+                    "hidden": 1 - _waiting_s(samples) / exposed_s if exposed_s else None,
                     "compute_s": median(sample.compute_s for sample in samples),
                 }
             )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
@@ -37,6 +38,7 @@ class WaveRequest(ComputeRequest):
         "ratio": Column("ratio", ".3f"),
         "model": Column("model", ".3f"),
         "waiting": Column("waiting", ".1%"),
+        "hidden": Column("hidden", ".0%"),
     }
 
     exposed: tuple[Annotated[int, Field(ge=0, le=80)], ...] = (0, 10, 25, 40)
@@ -54,6 +56,9 @@ class WaveRequest(ComputeRequest):
 
     ranks: Annotated[int, Field(ge=2)] = 2
     """Ranks over which the model is split."""
+
+    trace: Path | None = None
+    """Write the last round's timelines into this folder: a picture, and a trace for Perfetto."""
 
     layers: PositiveInt = 2
     hidden: PositiveInt = 768

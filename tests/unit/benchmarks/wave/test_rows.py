@@ -62,6 +62,7 @@ def test_ratios_are_of_medians_to_accumulation():
     assert found["tick-tock"]["median_s"] == 2.5
     assert found["tick-tock"]["rounds_s"] == [2.5, 2.0, 3.0]
     assert found["tick-tock"]["waiting"] == 0.125
+    assert found["tick-tock"]["hidden"] == 1 - (0.125 * 2.5) / (0.25 * 4.0)
     assert all(row["measured_exposed"] == 0.25 for row in found.values())
     assert all((row["mbit"], row["micro_batches"]) == (800.0, 8) for row in found.values())
     shares = [*rounds(1.0, waiting=0.1), *rounds(5.0, 5.0, waiting=0.3)]

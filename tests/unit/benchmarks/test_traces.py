@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timelines of all ranks on one clock, and their files."""
 
-from benchmarks.pipeline.measure import build_timeline, save_traces
+from benchmarks.traces import build_timeline, save_traces
 from wavemare.pipeline.clock.simulate import Event, Timeline
 from wavemare.pipeline.plan.plan import Action, Kind
 
@@ -30,8 +30,8 @@ def test_the_clock_begins_with_the_first_event_of_all_ranks():
 
 
 def test_there_are_pictures_of_what_was_noted(tmp_path):
-    events = {("torch-zbv", 2): [[], []], ("deepspeed-1f1b", 2): RANKS, ("torch-zbv", 4): [[], []]}
+    events = {("m2", "zbv"): [[], []], ("m2", "1F1B, M=2"): RANKS, ("m4", "zbv"): [[], []]}
     save_traces(tmp_path, events)
     found = {file.name for file in tmp_path.iterdir()}
     assert found == {"timeline-m2.png", "timeline-m2.svg", "trace-m2.json"}
-    assert "deepspeed-1f1b, M=2" in (tmp_path / "trace-m2.json").read_text()
+    assert "1F1B, M=2" in (tmp_path / "trace-m2.json").read_text()
