@@ -8,9 +8,9 @@ of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``due
 ``schedules of``, ``steps of``, ``gpu of`` result files that match NAME; ``families of``,
 ``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``settings of`` local
 steps, which were measured; ``staleness of`` result files that match NAME; ``corrections of`` the
-engine's table; ``losses of`` a pipeline, ``stages x micro-batches``, over time. A test compares the
-pages with what this file would write. It also writes `LOSSES`, which the planner of local steps
-reads.
+engine's table; ``losses of`` a pipeline, ``stages x micro-batches``, over time; ``layouts of``
+emulated clusters. A test compares the pages with what this file would write. It also writes
+`LOSSES`, which the planner of local steps reads.
 """
 
 import inspect
@@ -73,12 +73,8 @@ def page(text: str) -> str:
     kinds = {"keys": table, "calls": calls, "duels": duels, "pairs": pairs}
     kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
     kinds |= {"times": times, "cells": cells, "gpu": gpu, "options": options}
-    kinds |= {
-        "settings": settings,
-        "staleness": staleness,
-        "corrections": corrections,
-        "losses": in_time,
-    }
+    kinds |= {"settings": settings, "staleness": staleness, "corrections": corrections}
+    kinds |= {"losses": in_time, "layouts": layouts}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -261,6 +257,36 @@ def _replayed() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
             setting |= {"replicas": request["replicas"], "parameters": request["parameters"]}
             figures = {"gaps": row["loss"] / min(alone) - 1, "losses": row["loss"]}
             yield setting | {"training": request["steps"]}, figures
+
+
+def layouts(pattern: str) -> str:
+    """Return a row for each cluster of ``benchmarks layouts``, and one for all of them."""
+    head = ["devices, by hosts", "Mbit/s", "chosen P x D", "first blocks of stages", "samples"]
+    head += ["beside", "s predicted", "measured", "error, of all", "of the best", "Metis", "equal"]
+    rows, errors, bests = [], [], []
+    speedups: dict[str, list[float]] = {"metis": [], "equal": []}
+    clusters: dict[str, dict[str, Any]] = {}
+    for row in (row for result in _results(pattern) for row in result["rows"]):
+        clusters.setdefault(row["cluster"], {})[row["system"]] = row
+    for systems in clusters.values():
+        chosen = systems["chosen"]
+        hosts = " + ".join(", ".join(f"{speed:g}" for speed in own) for own in chosen["hosts"])
+        links = "-" if chosen["mbit"] is None else ", ".join(f"{m:g}" for m in chosen["mbit"])
+        own = [abs(row["error"]) for row in systems.values()]
+        errors += own
+        bests.append(chosen["of_best"])
+        cells = [hosts, links, chosen["axes"], chosen["cuts"].replace("|", "and")]
+        cells += [chosen["shares"], chosen["other"], f"{chosen['predicted_s']:.2f}"]
+        cells += [f"{chosen['median_s']:.2f}", f"{max(own):.1%}", f"{chosen['of_best']:.1%}"]
+        for name, all_of in speedups.items():
+            if name in systems:
+                all_of.append(systems[name]["median_s"] / chosen["median_s"])
+            cells.append(f"{all_of[-1]:.2f}" if name in systems else "")
+        rows.append(cells)
+    middles = [f"{statistics.median(all_of):.2f}" for all_of in speedups.values()]
+    last = [f"{statistics.median(errors):.1%}, worst {max(errors):.1%}", f"worst {min(bests):.1%}"]
+    rows.append(["**median**", *[""] * 7, *last, *middles])
+    return _markdown([head, ["---"] * 6 + ["---:"] * 6, *rows])
 
 
 def duels(pattern: str) -> str:
