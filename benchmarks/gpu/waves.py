@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.gpu.request import ACCUMULATION
 from benchmarks.gpu.timing import Scene, make_rows
-from benchmarks.wave.measure import Systems
 from benchmarks.wave.request import SYSTEMS, TICK_TOCK, WaveRequest
+from benchmarks.wave.systems import Systems
 
 _BACKEND = "spin"
 _SHARE = 0.25

@@ -3,251 +3,29 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import struct
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.cluster.limits import ask
-from benchmarks.device_like import sleeping
-from benchmarks.ranks import SEED, bench_device, build_gpt, interleaved, ratio_row
-from benchmarks.request import Waits
+from benchmarks.ranks import interleaved, ratio_row
 from benchmarks.traces import save_traces
+from benchmarks.wave.links import adjusted_mbit, link_mbit, sent_bytes
 from benchmarks.wave.request import BASELINE, DOMINO, IN_PHASE, SYSTEMS, TICK_TOCK, WaveRequest
 from benchmarks.wave.saved_bytes import SavedBytes
+from benchmarks.wave.systems import HALVES, StepRecorder, Systems, check_gradients
 from wavemare.engine.launch.group import gather
-from wavemare.engine.pipe.split_backward import SplitBackward
-from wavemare.engine.waves.passes import Pass, PassRunner
-from wavemare.errors import CommError
 from wavemare.observe import Screen
-from wavemare.parallel.experts import split_experts
-from wavemare.parallel.tensor.layers import ParallelLinear
-from wavemare.parallel.tensor.split import split_model
 from wavemare.pipeline.clock.simulate import Costs, Event
-from wavemare.pipeline.plan.plan import COLLECTIVES, COMPUTE, Action, Kind
+from wavemare.pipeline.plan.plan import Kind
 from wavemare.pipeline.wave.gain import costs_of_segments, decide, predict
-
-HALVES = "halves"
-"""Accumulation of halved micro-batches: not a system, it measures the cost of halving."""
-# Sums of halves are rounded in another order.
-_TOLERANCE = 1e-4
-
-_Batch = dict[str, Tensor]
-
-
-class Systems:
-    """Runs optimizer steps of each system, without the optimizer; all ranks must call together.
-
-    Args:
-        request: The options.
-        group: Over which the model is split; by default all ranks.
-        dtype: Of the weights.
-
-    Attributes:
-        sums_per_micro_batch: Collectives of whole activations: two of each layer in each direction,
-            and of layers split by tensors the embedding's, and the head's input gradient's.
-    """
-
-    def __init__(
-        self, request: WaveRequest, *, group: Any = None, dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.device = bench_device()
-        experts = request.parallel == "experts"
-        model = _build(request) if experts or request.llama else build_gpt(request, ties=True)
-        split = split_experts if experts else split_model
-        self.model = split(model.to(self.device, dtype), group or dist.group.WORLD)
-        if request.compute == "sleep":
-            _put_to_sleep(self.model, request.waits)
-        self.sums_per_micro_batch = 4 * request.layers + (0 if experts else 2)
-        self._runner = PassRunner(self.device)
-        self._splitter = SplitBackward(self.model)
-        self._saved_tensors: Callable[[], AbstractContextManager[Any]] = nullcontext
-        whole = _build_batches(request, self.device)
-        halves = [_batch(part) for batch in whole for part in batch["input_ids"].chunk(2)]
-        self._steps = {
-            BASELINE: partial(self._accumulation, whole),
-            IN_PHASE: partial(self._in_phase, whole),
-            DOMINO: partial(self._domino, halves),
-            TICK_TOCK: partial(self._tick_tock, whole),
-            HALVES: partial(self._accumulation, halves),
-        }
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        self.model.zero_grad()
-
-    def step(
-        self,
-        name: str,
-        recorder: StepRecorder | None = None,
-        saved_tensors: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        """Compute the gradients of a step, and add them to the present ones.
-
-        Args:
-            name: Of the system.
-            recorder: Learns of the passes.
-            saved_tensors: Context of each forward pass.
-        """
-        self._runner.recorder, self._saved_tensors = recorder, saved_tensors
-        self._steps[name]()
-
-    def _accumulation(self, batches: list[_Batch]) -> None:
-        for number in range(len(batches)):
-            loss = self._runner.alone(self._forward(batches, number))
-            self._runner.alone(self._backward(number, loss))
-
-    def _in_phase(self, batches: list[_Batch]) -> None:
-        for number in range(0, len(batches), 2):
-            if number + 1 == len(batches):
-                self._accumulation(batches[number:])
-                return
-            pair = number, number + 1
-            losses = self._runner.pair(*(self._forward(batches, each) for each in pair))
-            self._runner.pair(*map(self._backward, pair, losses))
-
-    def _domino(self, halves: list[_Batch]) -> None:
-        """Run pairs of halves; a layer sums its input's gradient, then computes its weight's."""
-
-        def compute_weight_gradients() -> None:
-            if "pair" in self._splitter.kept_bytes:
-                self._splitter.backward_weight("pair")
-
-        self._runner.while_waiting = compute_weight_gradients
-        try:
-            with self._splitter.step():
-                for number in range(0, len(halves), 2):
-                    pair = number, number + 1
-                    losses = self._runner.pair(*(self._forward(halves, each) for each in pair))
-                    with self._splitter.input_pass("pair"):
-                        self._runner.pair(*map(self._backward, pair, losses))
-                    compute_weight_gradients()
-        finally:
-            self._runner.while_waiting = None
-
-    def _tick_tock(self, batches: list[_Batch]) -> None:
-        loss = self._runner.alone(self._forward(batches, 0))
-        for number in range(1, len(batches)):
-            backward = self._backward(number - 1, loss)
-            _, loss = self._runner.pair(backward, self._forward(batches, number))
-        self._runner.alone(self._backward(len(batches) - 1, loss))
-
-    def _forward(self, batches: list[_Batch], number: int) -> Pass:
-        def forward() -> Tensor:
-            with self._saved_tensors():
-                return self.model(**batches[number]).loss / len(batches)
-
-        return Pass(Kind.FORWARD, number, forward)
-
-    def _backward(self, number: int, loss: Tensor) -> Pass:
-        return Pass(Kind.BACKWARD, number, loss.backward)
-
-    def gradients(self) -> list[Tensor]:
-        """Return copies of the gradients, in the order of the model's weights."""
-        return [
-            weight.grad.clone() for weight in self.model.parameters() if weight.grad is not None
-        ]
-
-
-def check_gradients(name: str, own: list[Tensor], expected: list[Tensor]) -> bool:
-    """Compare a system's gradients with accumulation's.
-
-    Returns:
-        Whether they are equal bit for bit.
-
-    Raises:
-        CommError: They differ by more than rounding, or tick-tock's at all.
-    """
-    equal = all(map(torch.equal, own, expected))
-    gaps = [
-        float((a - b).norm() / b.norm().clamp(min=1e-30))
-        for a, b in zip(own, expected, strict=True)
-    ]
-    if max(gaps) > _TOLERANCE or (name == TICK_TOCK and not equal):
-        reason = f"its gradients are off by {max(gaps):g} of their norm"
-        raise CommError("system", name, reason, "Report this: its measurements mean nothing")
-    return equal
-
-
-def _build(request: WaveRequest) -> Any:
-    """Return a Llama, or a Mixtral with two experts for each rank."""
-    import transformers
-
-    experts = {"num_local_experts": 2 * request.ranks, "num_experts_per_tok": 2}
-    transformers.set_seed(SEED)
-    config = transformers.AutoConfig.for_model(
-        "llama" if request.llama else "mixtral",
-        num_hidden_layers=request.layers,
-        hidden_size=request.hidden,
-        intermediate_size=request.hidden * (3 if request.llama else 1),
-        num_attention_heads=request.heads,
-        num_key_value_heads=request.heads,
-        vocab_size=request.vocabulary,
-        max_position_embeddings=request.sequence,
-        **({} if request.llama else experts),
-    )
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def _put_to_sleep(model: nn.Module, waits: Waits) -> None:
-    """Let layers that are split sleep in their passes, by their numbers of weights."""
-    layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
-    total = sum(layer.weight.numel() for layer in layers)
-    for layer in layers:
-        own: Any = layer
-        share = waits.share(layer.weight.numel() / total)
-        own.local_product = sleeping(layer.local_product, layer.weight, share)
-
-
-def _build_batches(request: WaveRequest, device: torch.device) -> list[_Batch]:
-    generator = torch.Generator().manual_seed(SEED)
-    shape = (request.micro_batches, request.batch, request.sequence)
-    tokens = torch.randint(0, request.vocabulary, shape, generator=generator).to(device)
-    return [_batch(part) for part in tokens]
-
-
-def _batch(tokens: Tensor) -> _Batch:
-    return {"input_ids": tokens, "labels": tokens}
-
-
-class StepRecorder:
-    """Records the passes of a step, and the waits for collectives between them.
-
-    Attributes:
-        events: In order; events of collectives are the waits for them.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def now(self) -> float:
-        """Return the time."""
-        return time.perf_counter()
-
-    def note(self, action: Action, start_s: float, end_s: float) -> None:
-        """Add an event."""
-        self.events.append(Event(action, start_s, end_s))
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds in passes."""
-        return sum(e.end_s - e.start_s for e in self.events if e.action.kind in COMPUTE)
-
-    @property
-    def waiting_s(self) -> float:
-        """Seconds in which only collectives ran."""
-        return sum(e.end_s - e.start_s for e in self.events if e.action.kind in COLLECTIVES)
 
 
 def median_seconds(events: Iterable[Event]) -> dict[tuple[Kind, int], float]:
@@ -258,14 +36,6 @@ def median_seconds(events: Iterable[Event]) -> dict[tuple[Kind, int], float]:
     return {place: median(seconds[place]) for place in sorted(seconds)}
 
 
-# Of an Ethernet frame of 1514 bytes TCP carries 1448, and links count whole frames.
-_FRAMING = 1514 / 1448
-_LEAST_WIRE = 0.25
-_SLICE_NS = 100_000
-# sched_setattr(2) has no function in the C library. Its structure: size, policy, flags, nice,
-# priority, runtime (the slice of ordinary threads since Linux 6.12), deadline, period.
-_SYSCALL = {"x86_64": 314, "aarch64": 274}
-_STRUCTURE = "=IIQiIQQQ"
 _TRIALS = 2
 _CLOSE = 0.02
 
@@ -510,64 +280,3 @@ def _examine(systems: Systems) -> tuple[dict[str, bool], dict[str, int]]:
         expected = own if expected is None else expected
         bitwise[name], peaks[name] = check_gradients(name, own, expected), counted.peak
     return bitwise, peaks
-
-
-def sent_bytes(payload_bytes: float, ranks: int) -> float:
-    """Return the bytes that each rank sends, and receives, to sum a tensor around a ring."""
-    return 2 * (ranks - 1) / ranks * payload_bytes
-
-
-def link_mbit(share: float, compute_s: float, sent: float) -> float:
-    """Return the speed at which messages take a share of a step without any overlap.
-
-    Args:
-        share: Of the step, above 0 and below 1: for segments of ``f`` forward, ``2f`` backward and
-            ``c`` for a collective in each direction it is ``2c / (3f + 2c)``.
-        compute_s: Seconds of the step's passes.
-        sent: Bytes that a rank sends in the step.
-
-    Returns:
-        Mbit/s, of whole frames.
-    """
-    return _mbit(sent, compute_s * share / (1 - share))
-
-
-def adjusted_mbit(
-    mbit: float, share: float, sent: float, *, compute_s: float, waiting_s: float
-) -> float:
-    """Return a speed that is nearer to a share, from a measurement at another speed.
-
-    The time of messages beyond the wire's own is assumed to be the same at each speed.
-
-    Args:
-        mbit: Speed of the measurement.
-        share: The wanted share.
-        sent: Bytes that a rank sends in the step.
-        compute_s: Measured seconds of the step's passes.
-        waiting_s: Measured seconds of its collectives.
-    """
-    wire_s = 8 * _FRAMING * sent / (mbit * 1e6)
-    wanted_s = wire_s + compute_s * share / (1 - share) - waiting_s
-    return _mbit(sent, max(wanted_s, _LEAST_WIRE * wire_s))
-
-
-def _mbit(sent: float, seconds: float) -> float:
-    return 8 * _FRAMING * sent / seconds / 1e6
-
-
-def ask_for_short_slices() -> bool:
-    """Ask the scheduler for slices of 0.1 ms for this thread and its future children.
-
-    While a peer's data are there before this rank asks for them, gloo's network thread does not
-    sleep. On few cores the asking threads then wait for the next tick of the clock, up to 4 ms at
-    250 Hz. A thread with a short slice runs as soon as it wakes up.
-
-    Returns:
-        Whether the kernel has accepted it; older kernels accept it without effect.
-    """
-    number = _SYSCALL.get(platform.machine())
-    if number is None or platform.system() != "Linux":
-        return False
-    size = struct.calcsize(_STRUCTURE)
-    attributes = struct.pack(_STRUCTURE, size, 0, 0, 0, 0, _SLICE_NS, 0, 0)
-    return ctypes.CDLL(None).syscall(number, 0, ctypes.c_char_p(attributes), 0) == 0

@@ -84,9 +84,6 @@ class WaveRequest(ComputeRequest):
         if self.batch % 2:
             reason = "domino halves micro-batches"
             raise ConfigError("--batch", self.batch, reason, "Give an even number")
-        if self.compute == "sleep" and self.parallel == "experts":
-            reason = "only layers that are split by tensors can sleep"
-            raise ConfigError("--compute", self.compute, reason, "Leave out --parallel experts")
         if self.llama and self.parallel == "experts":
             raise ConfigError("--llama", True, "a Llama has no experts", "Leave it out")
         if self.parallel == "tensor" and self.heads % self.ranks:
@@ -95,7 +92,7 @@ class WaveRequest(ComputeRequest):
 
     def prepare(self) -> None:
         """Ask for short time slices, before gloo starts its threads."""
-        from benchmarks.wave.measure import ask_for_short_slices
+        from benchmarks.wave.links import ask_for_short_slices
 
         ask_for_short_slices()
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from benchmarks.wave.measure import adjusted_mbit, link_mbit, sent_bytes
+from benchmarks.wave.links import adjusted_mbit, link_mbit, sent_bytes
 
 FRAMING = 1514 / 1448
 
