@@ -24,10 +24,12 @@ from wavemare.comm.blocks.masks import (
     Masks,
     OwnedRange,
     bits_of,
+    exchange_masks,
     first_bit,
     mask_bytes,
     packed_bits,
 )
+from wavemare.comm.changes import gather_changes
 from wavemare.comm.collective_queue import Finish
 from wavemare.comm.compressor import Compressor
 from wavemare.comm.executors import (
@@ -152,19 +154,6 @@ class Agreement:
         """Send the message and wait for the others'."""
         self.begin()
         self.wait()
-
-
-def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks:
-    """Exchange the masks of all ranks.
-
-    Args:
-        transport: To the other ranks.
-        bits: (ceil(nb / 8),), uint8: this rank's mask, on the bucket's device or on the host.
-        num_blocks: nb.
-    """
-    table = torch.empty(transport.size, mask_bytes(num_blocks), dtype=torch.uint8)
-    transport.all_gather(bits, table)
-    return Masks(table.numpy(), num_blocks)
 
 
 def _spell(numbers: list[int]) -> str:
@@ -421,11 +410,20 @@ class Reduction:
         stats.executor = "dense"
         return partial(EXECUTORS_BY_MODE["dense"].all_reduce, self._call(bucket, stats), None)
 
-    def all_gather(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> Finish:
-        """Copy each range from its owner to all ranks; as `reduce`."""
+    def all_gather(
+        self,
+        bucket: Bucket,
+        agreement: Agreement,
+        stats: Statistics,
+        before: Tensor | None = None,
+    ) -> Finish:
+        """Copy each range from its owner to all ranks, or what differs from before; as `reduce`."""
         agreement.agree()
+        call = self._call(bucket, stats)
+        if before is not None:
+            return gather_changes(call, before)
         stats.executor = "dense"
-        return partial(gather_ranges, self._call(bucket, stats))
+        return partial(gather_ranges, call)
 
     def sum_shard(self, call: CollectiveCall) -> None:
         """Sum a bucket over the ranks of the call, which have agreed on it in another group."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.kernels.words import compiled
+from wavemare.comm.transport.base import Transport
 from wavemare.errors import ConfigError
 
 Bits = npt.NDArray[np.uint8]
@@ -133,6 +134,19 @@ class Masks:
 
     def _unpacked(self, bits: Bits) -> npt.NDArray[np.bool_]:
         return np.unpackbits(bits, axis=-1, count=self.num_blocks, bitorder="little").view(bool)
+
+
+def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks:
+    """Exchange the masks of all ranks.
+
+    Args:
+        transport: To the other ranks.
+        bits: (ceil(nb / 8),), uint8: this rank's mask, on the bucket's device or on the host.
+        num_blocks: nb.
+    """
+    table = torch.empty(transport.size, mask_bytes(num_blocks), dtype=torch.uint8)
+    transport.all_gather(bits, table)
+    return Masks(table.numpy(), num_blocks)
 
 
 Index = npt.NDArray[np.int64]

@@ -15,10 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.masks import BlockLayout, Masks, assign_owners, bits_of, gathered
+from wavemare.comm.blocks.masks import (
+    BlockLayout,
+    Masks,
+    assign_owners,
+    bits_of,
+    exchange_masks,
+    gathered,
+)
 from wavemare.comm.executors import CollectiveCall, Scratch, gather_and_sum, push_and_pull
 from wavemare.comm.kernels.words import compiled, sum_dtype
-from wavemare.comm.reduction import Agreement, exchange_masks
+from wavemare.comm.reduction import Agreement
 from wavemare.comm.selection.cost import Constants, predict
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport

@@ -151,6 +151,8 @@ class BucketReducer:
     Gradients come in any order. All ranks send the buckets in the same order: a complete bucket
     waits for the ones before it. Gradients that are missing at the end of a round count as zero.
 
+    The first order is a guess. `arrange` replaces it by the order in which gradients have come.
+
     Args:
         comm: Reduces.
         buckets: In the order of sending.
@@ -175,24 +177,59 @@ class BucketReducer:
         keep: bool = True,
         expert_comm: SparseComm | None = None,
     ) -> None:
-        self.buckets = tuple(buckets)
         self._comm, self._expert_comm = comm, expert_comm or comm
         self._device = device
         self._write = write
         self._ranges = ranges
         self._rows = rows
         self._keep = keep
+        self._slot_of = {slot.name: slot for bucket in buckets for slot in bucket.slots}
+        self._buffers: dict[str, Tensor] = {}
+        self._stand(buckets)
+        self._begin()
+
+    def _stand(self, buckets: Sequence[Bucket]) -> None:
+        """Take the buckets in the order of sending."""
+        self.buckets = tuple(buckets)
         self._number_of = {
             slot.name: number for number, bucket in enumerate(buckets) for slot in bucket.slots
         }
-        self._slot_of = {slot.name: slot for bucket in buckets for slot in bucket.slots}
-        self._buffers: dict[int, Tensor] = {}
+
+    def arrange(self, names: Sequence[str]) -> None:
+        """Send buckets in the order in which they became complete on rank 0, from now on.
+
+        A table behind the other layers then travels during most of the backward pass, wherever the
+        model has registered it. Collective over all ranks, between two rounds.
+
+        Args:
+            names: Parameters in the order in which their gradients have come on this rank. A bucket
+                of which one is missing comes last.
+
+        Raises:
+            CommError: A peer was lost, or makes another call.
+        """
+        assert not self.begun
+        came = {name: time for time, name in enumerate(names)}
+        times = [max(came.get(s.name, len(came)) for s in b.slots) for b in self.buckets]
+        count = len(times)
+        if count < 2:  # noqa: PLR2004
+            return
+        order = torch.tensor(times, device=self._device).argsort(stable=True).int()
+        # All of it belongs to rank 0.
+        self._comm.allgather_(order, [0, *[count] * self._comm.size])
+        self._stand([self.buckets[number] for number in order.tolist()])
         self._begin()
 
     def _begin(self) -> None:
         self._missing = [{slot.name for slot in bucket.slots} for bucket in self.buckets]
         self._handles: list[Handle] = []
         self._num_written = 0
+        self._came: dict[str, None] = {}
+
+    @property
+    def came(self) -> list[str]:
+        """The parameters whose gradients have come in this round, in their order."""
+        return list(self._came)
 
     @property
     def begun(self) -> bool:
@@ -230,10 +267,12 @@ class BucketReducer:
         like = (gradient.dtype, gradient.device) == (bucket.dtype, self._device)
         like = like and not gradient.requires_grad  # of a graph that somebody keeps
         if in_place and like and len(bucket.slots) == 1 and gradient.is_contiguous():
-            self._buffers[number] = gradient.view(-1)
+            self._buffers[bucket.key] = gradient.view(-1)
         else:
             self._view(number, self._slot_of[name]).view(gradient.shape).copy_(gradient)
         self._missing[number].discard(name)
+        self._came.pop(name, None)
+        self._came[name] = None
 
     def send_complete(self) -> None:
         """Send the complete buckets."""
@@ -286,16 +325,16 @@ class BucketReducer:
             here = slot.name not in self._missing[number]
             self._write(slot.name, self._view(number, slot), here)
         if not self._keep or len(self.buckets[number].slots) == 1:
-            del self._buffers[number]
+            del self._buffers[self.buckets[number].key]
         self._num_written += 1
 
     def _view(self, number: int, slot: Slot) -> Tensor:
         return self._buffer(number)[slot.start : slot.stop]
 
     def _buffer(self, number: int) -> Tensor:
-        if number not in self._buffers:
-            bucket = self.buckets[number]
-            self._buffers[number] = torch.zeros(
+        bucket = self.buckets[number]
+        if bucket.key not in self._buffers:
+            self._buffers[bucket.key] = torch.zeros(
                 bucket.numel, dtype=bucket.dtype, device=self._device
             )
-        return self._buffers[number]
+        return self._buffers[bucket.key]

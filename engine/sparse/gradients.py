@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class SparseGradients(Feature, ABC):
     key = "sparse_collective"
     reducer: BucketReducer
     _rows_of_step: GradientRows | None = None
+    _arranged = False
 
     def __init__(
         self, engine: EngineMixin, config: SparseCollectiveConfig, timeout_s: float
@@ -164,6 +165,13 @@ class SparseGradients(Feature, ABC):
         self._bucket_bytes = config.bucket_bytes or default
         return make_buckets(members, config.block, self._bucket_bytes)
 
+    def _arrange(self, names: Sequence[str]) -> None:
+        """After the first round of a layout: send its buckets as their gradients have come."""
+        if not self._arranged and self._engine.is_gradient_accumulation_boundary():
+            self._arranged = True
+            self.reducer.arrange(names)
+            self.comm.totals.take()  # what this has sent is no gradient
+
     def record_metrics(self) -> None:
         """Collect the statistics of a completed step; ZeRO 2 reduces after each micro-batch."""
         if self._engine.is_gradient_accumulation_boundary():
@@ -263,6 +271,7 @@ class ReplicatedGradients(SparseGradients):
         )
         self._fired: Counter[str] = Counter()
         self._usual: Counter[str] = Counter()
+        self._arranged = not self._early
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -303,8 +312,9 @@ class ReplicatedGradients(SparseGradients):
         self.reducer.end()
         for name, handle in rows.items():
             self._take_rows(name, handle)
-        self._usual, self._fired = self._fired, Counter()
         self.record_metrics()
+        self._arrange(list(self._fired))
+        self._usual, self._fired = self._fired, Counter()
 
     def reset(self) -> None:
         """Drop what belongs to the weights before a load."""
@@ -321,7 +331,8 @@ class ReplicatedGradients(SparseGradients):
         engine = self._engine
         if engine.inside_no_sync_ctxt or not engine.is_gradient_accumulation_boundary():
             return
-        self._fired[name] += 1
+        # The last of its parts counts for the order.
+        self._fired[name] = self._fired.pop(name, 0) + 1
         if self.reducer.sent(name):
             raise ModelError(
                 name,

@@ -12,8 +12,16 @@ SIZES = {"a": (3, 2), "b": (5,), "c": (2, 2), "d": (9,)}
 class Comm:
     """Doubles what it gets, as two equal ranks would, when `answer` is called."""
 
+    size = 2
+
     def __init__(self):
         self.calls = []
+        self.first = None  # what rank 0 sends to all
+
+    def allgather_(self, flat, partition):
+        assert list(partition) == [0, len(flat), len(flat)]
+        if self.first is not None:
+            flat.copy_(torch.tensor(self.first))
 
     def allreduce_(self, flat, *, key, blocks, async_op):
         assert async_op
@@ -82,6 +90,36 @@ def test_buckets_leave_in_their_order_as_soon_as_they_are_complete(comm):
         assert comm.keys == sent
     assert rounds.num_sent == 3
     assert rounds.sent("a")
+
+
+@pytest.mark.parametrize(
+    ("came", "first", "expected"),
+    [
+        ("dcba", None, ["d", "c to b", "a"]),
+        ("adcb", None, ["a", "d", "c to b"]),
+        ("acdb", None, ["a", "d", "c to b"]),  # a bucket is complete with its last gradient
+        ("bca", None, ["c to b", "a", "d"]),  # what did not come is last
+        ("dcba", [2, 0, 1], ["a", "d", "c to b"]),  # rank 0 decides
+    ],
+)
+@pytest.mark.parametrize("keep", [True, False])
+def test_buckets_leave_in_the_order_in_which_gradients_came(comm, keep, came, first, expected):
+    rounds, taken = rounds_of(comm, keep=keep)
+    for name in came:
+        rounds.put(name, gradient(name))
+    assert rounds.came == list(came)
+    end(rounds, comm)
+    comm.first = first
+    rounds.arrange(list(came))
+    comm.calls.clear()
+    taken.clear()
+    for name in SIZES:
+        rounds.put(name, 10 * gradient(name))
+    end(rounds, comm)
+    assert comm.keys == expected
+    assert {name: value for name, value, _ in taken} == {
+        name: (20 * gradient(name)).flatten().tolist() for name in SIZES
+    }
 
 
 def test_what_has_come_back_is_taken_while_others_are_on_their_way(comm):
