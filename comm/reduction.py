@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -23,8 +23,8 @@ from wavemare.comm.blocks.masks import (
     BlockCounts,
     Masks,
     OwnedRange,
+    begin_masks,
     bits_of,
-    exchange_masks,
     first_bit,
     mask_bytes,
     packed_bits,
@@ -348,6 +348,8 @@ class Reduction:
         self._lists = BlockLists()
         self._dense_runs: Counter[str] = Counter()
         self._took: dict[str, tuple[str, Timer, float]] = {}
+        # Masks on their way; after an error their memory must last.
+        self._arriving: Callable[[], Masks] | None = None
         if hierarchy is not None:
             between = Reduction(
                 hierarchy.between,
@@ -495,6 +497,9 @@ class Reduction:
                 agreement.wait()  # its memory must last
                 raise
         with call.phase("metadata"):
+            if bits is not None and dense_blocks < 0 and call.transport.gathers_side_by_side:
+                # If the calls agree, all ranks will exchange masks: save the time of a message.
+                self._arriving = begin_masks(call.transport, bits, call.num_blocks)
             reports = self._check(agreement.wait(), call.key)
         counts, searched = reports.dense_blocks, bool(reports.searched.any())
         if counts.min() >= 0:
@@ -512,11 +517,13 @@ class Reduction:
         return Seen(self._masks(call, bits), searched=self._compressor is None)
 
     def _masks(self, call: CollectiveCall, bits: Tensor | None = None) -> Masks:
-        """Exchange masks; this rank's is taken if it is not given."""
+        """Exchange masks, or wait for them; this rank's is taken if it is not given."""
         if bits is None:
             bits = call.mask()
         with call.phase("metadata"):
-            return exchange_masks(call.transport, bits, call.num_blocks)
+            arriving = self._arriving or begin_masks(call.transport, bits, call.num_blocks)
+            masks, self._arriving = arriving(), None
+            return masks
 
     def _took_ns(self, key: str) -> int:
         took = self._took.get(key)
