@@ -20,10 +20,11 @@ from wavemare.comm.blocks.masks import OwnedRange
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.gradient_rows import Slot
 from wavemare.engine.experts import is_divided
+from wavemare.engine.observe.choices import tell_choice
 from wavemare.engine.optim.adapter import ZeroAdapter
 from wavemare.engine.sparse.buckets import Bucket, BucketReducer, embedding_weights
 from wavemare.engine.sparse.gradients import ReplicatedGradients, SparseGradients
-from wavemare.engine.sparse.weights import LEAST_TABLES, ChangedWeights
+from wavemare.engine.sparse.weights import ChangedWeights, choose_weights
 from wavemare.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -143,20 +144,25 @@ class PartitionedGradients(SparseGradients):
 
     def _gather_changed(self, config: SparseCollectiveConfig) -> ChangedWeights | None:
         """Have steps gather the weights that have changed, where it is wanted."""
-        optimizer, parameters = self._optimizer, self._parameters.values()
-        tables = embedding_weights(self._engine.module.modules())
-        sizes = [(p.numel(), id(p) in tables) for p in parameters]
-        pays = sum(size for size, table in sizes if table) >= LEAST_TABLES * sum(
-            size for size, _ in sizes
-        )
-        wanted = config.updated_weights == "changed" or (config.updated_weights == "auto" and pays)
-        if not wanted or optimizer.cpu_offload:
+        optimizer = self._optimizer
+        chosen: str = config.updated_weights
+        if chosen == "auto":
+            tables = embedding_weights(self._engine.module.modules())
+            sizes = [(p.numel(), id(p) in tables) for p in self._parameters.values()]
+            chosen, reason = choose_weights(
+                optimizer.optimizer,
+                sum(size for size, table in sizes if table),
+                sum(size for size, _ in sizes),
+            )
+            if "updated_weights" in config.model_fields_set:
+                tell_choice("wavemare.sparse_collective.updated_weights", chosen, reason)
+        if chosen == "all" or optimizer.cpu_offload:
             return None
         comms = [
             self.expert_comm if self.expert_comm and is_divided(group[0]) else self.comm
             for group in optimizer.bit16_groups
         ]
-        return ChangedWeights(optimizer, comms, always=config.updated_weights == "changed")
+        return ChangedWeights(optimizer, comms)
 
     def reset(self) -> None:
         """Drop what belongs to the weights before a load."""

@@ -3,7 +3,7 @@
 
 An optimizer with momentum or weight decay changes all rows of a table in each step. Some change
 only the rows that got gradients. There, each rank compares its partition with a copy from before
-the step, so all weights have the bits of DeepSpeed's gather.
+the step, so all weights have the bits of DeepSpeed's gather whatever the optimizer does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from wavemare.comm.sparse import SparseComm
 from wavemare.engine.seams import replaced
 
-LEAST_TABLES = 0.25
+_LEAST_TABLES = 0.25
 """Share of the weights that are tables, from which rows that stay can make a gather smaller."""
 
 _NEUTRAL: Mapping[type[torch.optim.Optimizer], Sequence[str]] = {
@@ -30,12 +30,23 @@ _NEUTRAL: Mapping[type[torch.optim.Optimizer], Sequence[str]] = {
 """Optimizers that leave weights without gradients as they are, if these settings are zero."""
 
 
-def leaves_other_rows(optimizer: Any) -> bool:
-    """Whether an optimizer's settings say that it changes no weight whose gradient is zero."""
+def choose_weights(optimizer: Any, tables: int, weights: int) -> tuple[str, str]:
+    """Return whether to gather the ``changed`` weights or ``all``, and why.
+
+    Args:
+        optimizer: That steps a rank's partition.
+        tables: Number of weights of embeddings.
+        weights: Number of all weights.
+    """
     settings = _NEUTRAL.get(type(optimizer))
     if settings is None:
-        return False
-    return all(group[name] == 0 for group in optimizer.param_groups for name in settings)
+        return "all", f"{type(optimizer).__name__} may change rows that got no gradient"
+    moved = [name for name in settings if any(group[name] for group in optimizer.param_groups)]
+    if moved:
+        return "all", f"{moved[0]} changes rows that got no gradient"
+    if tables < _LEAST_TABLES * weights:
+        return "all", "less than a quarter of the weights are in tables"
+    return "changed", "the optimizer leaves the rows of a table alone that got no gradient"
 
 
 class ChangedWeights:
@@ -44,13 +55,11 @@ class ChangedWeights:
     Args:
         optimizer: DeepSpeed's, of ZeRO 1 or 2.
         comms: The collectives of each group of parameters.
-        always: Whether the changes are looked for with any optimizer.
     """
 
-    def __init__(self, optimizer: Any, comms: Sequence[SparseComm], *, always: bool) -> None:
+    def __init__(self, optimizer: Any, comms: Sequence[SparseComm]) -> None:
         self._optimizer = optimizer
         self._comms = comms
-        self._always = always
         self._is_common = False
         self._stock_step = optimizer.step
         optimizer.step = self._step
@@ -61,7 +70,7 @@ class ChangedWeights:
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = self._optimizer
-        if not self._is_common or not (self._always or leaves_other_rows(optimizer.optimizer)):
+        if not self._is_common:
             result = self._stock_step(*args, **kwargs)
             self._is_common = not optimizer.overflow  # an overflow gathers nothing
             return result

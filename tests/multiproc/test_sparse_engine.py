@@ -173,8 +173,8 @@ def updates(steps):
         ("all", 2, {**AUTO, "updated_weights": "all"}, SGD, {}),
     )
     found = {}
-    for gathered, zero, ours, optimizer, config in settings:
-        config = {"gradient_clipping": 0.5, "optimizer": optimizer, **UNTESTED, **config}
+    for gathered, zero, ours, optimizer, more in settings:
+        config = {"gradient_clipping": 0.5, "optimizer": optimizer, **UNTESTED, **more}
         stock, case = pair("wide", steps, ours=ours, zero=zero, **config)
         found[case["name"]] = gathered, stock, case
     return found
