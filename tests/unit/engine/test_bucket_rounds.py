@@ -193,3 +193,46 @@ def test_a_gradient_that_fills_its_bucket_is_reduced_where_it_is(comm):
     rounds.end()
     assert gradient.eq(2).all()
     assert len(taken) == len(SIZES)
+
+
+def test_a_sparse_gradient_leaves_in_its_turn_as_rows(comm):
+    members = [
+        Member("late", 8, torch.float32),
+        Member("table", 6, torch.float32, embedding=True, columns=2),
+        Member("early", 8, torch.float32),
+    ]
+    sent = []
+
+    def allreduce_rows_(ids, rows, num_rows, *, async_op):
+        assert async_op
+        handle = Handle()
+        comm.calls.append(("table", rows, handle, rows, None))
+        sent.append((ids.tolist(), rows.tolist(), num_rows))
+        handle.finish((torch.tensor([0, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])), None)
+        return handle
+
+    comm.allreduce_rows_ = allreduce_rows_
+    taken = {}
+    rounds = BucketReducer(
+        comm,
+        make_buckets(members, 4, 32),
+        device=torch.device("cpu"),
+        write=lambda name, reduced, here: taken.update({name: (reduced.clone(), here)}),
+    )
+    for given in (torch.tensor([[0.0, 0.0], [5.0, 6.0], [0.0, 0.0]]).to_sparse(1), None):
+        comm.calls.clear()
+        rounds.put("early", torch.ones(8))
+        if given is not None:
+            rounds.put("table", given)
+        rounds.send_complete()
+        # Without a gradient the table waits for the end of the round.
+        assert comm.keys == (["early"] if given is None else ["early", "table"])
+        rounds.put("late", torch.ones(8))
+        end(rounds, comm)
+        assert comm.keys == ["early", "table", "late"]
+        reduced, here = taken["table"]
+        assert reduced.is_sparse
+        assert reduced.is_coalesced()
+        assert reduced.to_dense().tolist() == [[1, 2], [0, 0], [3, 4]]
+        assert here == (given is not None)
+    assert sent == [([1], [[5.0, 6.0]], 3), ([], [], 3)]
