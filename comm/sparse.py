@@ -278,7 +278,7 @@ class SparseComm:
         if before is None:
             work = partial(self._reduction.all_gather, bucket)
         else:
-            if any(isinstance(item, OwnedRange) for item in partition):
+            if len(ranges) != self.size or any(isinstance(p, OwnedRange) for p in partition):
                 reason = "before is of one range for each rank"
                 raise ConfigError("partition", partition, reason, "Give N + 1 borders")
             _check_before(flat, ranges[self.rank], before)
