@@ -124,6 +124,13 @@ class SparseCollectiveConfig(Section):
     sample of the other rows, and some calls at all of them; if one of the first eight finds another
     row, the bucket is searched from then on, and later it is an error. ``off`` always searches."""
 
+    updated_weights: Literal["auto", "changed", "all"] = "auto"
+    """ZeRO 1 and 2: which weights are gathered after an optimizer step. ``changed``: of each rank's
+    partition the blocks that differ from before the step, or all if more than 3/4 of them do.
+    ``auto``: ``changed`` if the optimizer leaves the rows of a table alone that got no gradient
+    (``SGD`` without momentum and weight decay, ``Adagrad`` without weight decay), and tables are a
+    quarter of the weights or more. The weights are the same bit for bit."""
+
     compressor: CompressorConfig | None = None
     """Which blocks each rank holds back and adds to its next gradient. If omitted: none."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -23,11 +23,13 @@ from wavemare.comm.blocks.masks import (
     BlockCounts,
     Masks,
     OwnedRange,
+    begin_masks,
     bits_of,
     first_bit,
     mask_bytes,
     packed_bits,
 )
+from wavemare.comm.changes import gather_changes
 from wavemare.comm.collective_queue import Finish
 from wavemare.comm.compressor import Compressor
 from wavemare.comm.executors import (
@@ -152,19 +154,6 @@ class Agreement:
         """Send the message and wait for the others'."""
         self.begin()
         self.wait()
-
-
-def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks:
-    """Exchange the masks of all ranks.
-
-    Args:
-        transport: To the other ranks.
-        bits: (ceil(nb / 8),), uint8: this rank's mask, on the bucket's device or on the host.
-        num_blocks: nb.
-    """
-    table = torch.empty(transport.size, mask_bytes(num_blocks), dtype=torch.uint8)
-    transport.all_gather(bits, table)
-    return Masks(table.numpy(), num_blocks)
 
 
 def _spell(numbers: list[int]) -> str:
@@ -359,6 +348,8 @@ class Reduction:
         self._lists = BlockLists()
         self._dense_runs: Counter[str] = Counter()
         self._took: dict[str, tuple[str, Timer, float]] = {}
+        # Masks on their way; after an error their memory must last.
+        self._arriving: Callable[[], Masks] | None = None
         if hierarchy is not None:
             between = Reduction(
                 hierarchy.between,
@@ -421,11 +412,20 @@ class Reduction:
         stats.executor = "dense"
         return partial(EXECUTORS_BY_MODE["dense"].all_reduce, self._call(bucket, stats), None)
 
-    def all_gather(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> Finish:
-        """Copy each range from its owner to all ranks; as `reduce`."""
+    def all_gather(
+        self,
+        bucket: Bucket,
+        agreement: Agreement,
+        stats: Statistics,
+        before: Tensor | None = None,
+    ) -> Finish:
+        """Copy each range from its owner to all ranks, or what differs from before; as `reduce`."""
         agreement.agree()
+        call = self._call(bucket, stats)
+        if before is not None:
+            return gather_changes(call, before)
         stats.executor = "dense"
-        return partial(gather_ranges, self._call(bucket, stats))
+        return partial(gather_ranges, call)
 
     def sum_shard(self, call: CollectiveCall) -> None:
         """Sum a bucket over the ranks of the call, which have agreed on it in another group."""
@@ -497,6 +497,9 @@ class Reduction:
                 agreement.wait()  # its memory must last
                 raise
         with call.phase("metadata"):
+            if bits is not None and dense_blocks < 0 and call.transport.gathers_side_by_side:
+                # If the calls agree, all ranks will exchange masks: save the time of a message.
+                self._arriving = begin_masks(call.transport, bits, call.num_blocks)
             reports = self._check(agreement.wait(), call.key)
         counts, searched = reports.dense_blocks, bool(reports.searched.any())
         if counts.min() >= 0:
@@ -514,11 +517,13 @@ class Reduction:
         return Seen(self._masks(call, bits), searched=self._compressor is None)
 
     def _masks(self, call: CollectiveCall, bits: Tensor | None = None) -> Masks:
-        """Exchange masks; this rank's is taken if it is not given."""
+        """Exchange masks, or wait for them; this rank's is taken if it is not given."""
         if bits is None:
             bits = call.mask()
         with call.phase("metadata"):
-            return exchange_masks(call.transport, bits, call.num_blocks)
+            arriving = self._arriving or begin_masks(call.transport, bits, call.num_blocks)
+            masks, self._arriving = arriving(), None
+            return masks
 
     def _took_ns(self, key: str) -> int:
         took = self._took.get(key)

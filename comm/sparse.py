@@ -255,6 +255,7 @@ class SparseComm:
         flat: Tensor,
         partition: Sequence[OwnedRange] | Sequence[int],
         *,
+        before: Tensor | None = None,
         async_op: bool = False,
     ) -> Handle:
         """Copy each range from its owner to all ranks.
@@ -262,14 +263,29 @@ class SparseComm:
         Args:
             flat: As for `allreduce_`; the ranges of other owners are written.
             partition: As for `reduce_scatter_`.
+            before: This rank's range as all ranks hold it in ``flat``; given by all ranks or by
+                none. Only what differs from it travels, and all ranks then have the bits of a copy
+                of everything. The partition must be borders.
             async_op: Whether to return at once.
+
+        Raises:
+            ConfigError: As for `allreduce_`, or ``before`` does not fit.
         """
         check_bucket(flat)
         self._check_device(flat)
         ranges = ranges_of(partition, flat.numel(), self.size)
         bucket = Bucket(flat.detach(), "", 1.0, ranges=ranges)
-        work = partial(self._reduction.all_gather, bucket)
-        return self._submit("allgather_", flat, work, async_op, ranges)
+        if before is None:
+            work = partial(self._reduction.all_gather, bucket)
+        else:
+            if len(ranges) != self.size or any(isinstance(p, OwnedRange) for p in partition):
+                reason = "before is of one range for each rank"
+                raise ConfigError("partition", partition, reason, "Give N + 1 borders")
+            _check_before(flat, ranges[self.rank], before)
+            work = partial(self._reduction.all_gather, bucket, before=before.detach())
+        return self._submit(
+            "allgather_", flat, work, async_op, ranges, before is not None, inputs=(before,)
+        )
 
     def allreduce_rows_(
         self, ids: Tensor, rows: Tensor, num_rows: int | None = None, *, async_op: bool = False
@@ -492,6 +508,14 @@ def check_bucket(flat: Tensor, *, averages: bool = False) -> None:
         reason, remedy = "whole numbers have no mean", "Use SparseComm(average=False)"
     if reason is not None and remedy is not None:
         raise ConfigError("bucket", tuple(flat.shape), reason, remedy)
+
+
+def _check_before(flat: Tensor, own: OwnedRange, before: Tensor) -> None:
+    wanted = torch.Size([own.stop - own.start]), flat.dtype, flat.device
+    if wanted != (before.shape, before.dtype, before.device) or not before.is_contiguous():
+        found = (tuple(before.shape), before.dtype, str(before.device))
+        reason = "it is no copy of this rank's range"
+        raise ConfigError("before", found, reason, "Give flat[start:stop].clone()")
 
 
 def _check_mode(mode: str, deterministic: bool) -> None:

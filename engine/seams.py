@@ -97,7 +97,7 @@ FUNCTIONS = {
     "moe.utils": """configure_moe_param_groups=c2eb33
         split_params_into_different_moe_groups_for_optimizer=5c2e39""",
     "runtime.utils": """
-        clip_grad_norm_=72d40c clip_tensors_by_global_norm=7acb1d
+        all_gather_dp_groups=87c5e3 clip_grad_norm_=72d40c clip_tensors_by_global_norm=7acb1d
         combine_grad_norm_groups=37a114
         get_global_norm_of_tensors=2345c9""",
     "utils.groups": """
@@ -120,7 +120,8 @@ ATTRIBUTES = {
     "runtime.pipe.module.PipelineModule": "_layer_specs _local_start _local_stop tied_comms",
     "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """all_grad_tensors averaged_gradients
         bit16_groups clip_grad compute_grad_norm cpu_offload grad_start_offset ipg_buckets
-        model_parallel_group overlap_comm param_to_partition_ids params_in_partition
+        model_parallel_group overflow overlap_comm parallel_partitioned_bit16_groups
+        param_to_partition_ids params_in_partition
         reduce_bucket_size reduction_stream round_robin_bit16_offsets""",
     "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": """averaged_gradients
         fp32_partitioned_groups_flat offload_optimizer use_muon""",

@@ -75,6 +75,7 @@ STEP_SYSTEMS = (
     "wavemare-auto",
     "wavemare-auto-gloo",
     "wavemare-auto-zero1",
+    "wavemare-auto-zero1-all",
     "wavemare-pushpull",
     "wavemare-topk",
     STEP_BOUND,

@@ -6,7 +6,7 @@ Everything follows from the masks of all ranks, so the ranks exchange nothing el
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.kernels.words import compiled
+from wavemare.comm.transport.base import Transport
 from wavemare.errors import ConfigError
 
 Bits = npt.NDArray[np.uint8]
@@ -133,6 +134,29 @@ class Masks:
 
     def _unpacked(self, bits: Bits) -> npt.NDArray[np.bool_]:
         return np.unpackbits(bits, axis=-1, count=self.num_blocks, bitorder="little").view(bool)
+
+
+def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks:
+    """Exchange the masks of all ranks.
+
+    Args:
+        transport: To the other ranks.
+        bits: (ceil(nb / 8),), uint8: this rank's mask, on the bucket's device or on the host.
+        num_blocks: nb.
+    """
+    return begin_masks(transport, bits, num_blocks)()
+
+
+def begin_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Callable[[], Masks]:
+    """Begin `exchange_masks`; the result waits for the masks."""
+    table = torch.empty(transport.size, mask_bytes(num_blocks), dtype=torch.uint8)
+    gathering = transport.begin_gather(bits, table)
+
+    def finish() -> Masks:
+        gathering.wait()
+        return Masks(table.numpy(), num_blocks)
+
+    return finish
 
 
 Index = npt.NDArray[np.int64]

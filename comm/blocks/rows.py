@@ -15,10 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.masks import BlockLayout, Masks, assign_owners, bits_of, gathered
+from wavemare.comm.blocks.masks import (
+    BlockLayout,
+    Masks,
+    assign_owners,
+    begin_masks,
+    bits_of,
+    gathered,
+)
 from wavemare.comm.executors import CollectiveCall, Scratch, gather_and_sum, push_and_pull
 from wavemare.comm.kernels.words import compiled, sum_dtype
-from wavemare.comm.reduction import Agreement, exchange_masks
+from wavemare.comm.reduction import Agreement
 from wavemare.comm.selection.cost import Constants, predict
 from wavemare.comm.statistics import Statistics
 from wavemare.comm.transport import Transport
@@ -114,6 +121,8 @@ class RowReducer:
         self._scratch = scratch
         self._constants = constants
         self._modes = (mode,) if mode in _MODES else _MODES
+        # Masks on their way; after an error their memory must last.
+        self._arriving: Callable[[], Masks] | None = None
 
     def reduce(
         self,
@@ -139,7 +148,13 @@ class RowReducer:
         Returns:
             What returns ascending ids and their rows, the same on all ranks.
         """
-        agreement.agree()
+        agreement.begin()
+        self._arriving = None
+        ahead = self._transport.gathers_side_by_side
+        if ahead and num_rows is not None and num_rows <= _LARGEST_TABLE:
+            # If the calls agree, all ranks will exchange masks: save the time of a message.
+            self._arriving = begin_masks(self._transport, bits_of(ids, num_rows), num_rows)
+        agreement.wait()
         return partial(self._sum, ids, rows, num_rows, scale, stats)
 
     def _sum(
@@ -176,10 +191,13 @@ class RowReducer:
         return union.to(ids.device), Masks.of(present)
 
     def _masks(self, call: CollectiveCall, ids: Tensor, num_rows: int) -> Masks:
-        with call.phase("list"):
-            bits = bits_of(ids, num_rows)
+        if self._arriving is None:
+            with call.phase("list"):
+                bits = bits_of(ids, num_rows)
+            self._arriving = begin_masks(call.transport, bits, num_rows)
         with call.phase("metadata"):
-            return exchange_masks(call.transport, bits, num_rows)
+            masks, self._arriving = self._arriving(), None
+            return masks
 
     def _by_masks(
         self, call: CollectiveCall, ids: Tensor, masks: Masks, chosen: str

@@ -61,6 +61,8 @@ class Transport(ABC):
         timeout_s: Seconds after which a silent peer counts as lost.
         takes_device: Whether messages may lie in an accelerator's memory.
         on_stream: Whether the device's current stream waits for messages, not the host.
+        gathers_side_by_side: Whether a second `begin_gather` may follow before the first has ended,
+            and harms nobody if it is never waited for, because another rank did not begin it.
         bytes_up: Bytes sent to other ranks so far.
         bytes_down: Bytes received from other ranks so far.
     """
@@ -73,6 +75,7 @@ class Transport(ABC):
     timeout_s: float
     takes_device: bool = False
     on_stream: bool = False
+    gathers_side_by_side: bool = False
     bytes_up: int = 0
     bytes_down: int = 0
 

@@ -28,6 +28,9 @@ _SHARE, _LEAST_S, _MOST_S = 1 / 32, 100e-6, 500e-6
 """Then a pause between two polls: a share of the wait so far, within limits. A library that waits
 by itself keeps a core busy, which the backward pass and other ranks need; over the slowest of
 useful links the buffers of the kernel last for longer."""
+_IN_ONE_ROUND = 32 << 10
+"""Bytes of a gather above which ranks send to each other directly: libraries pass larger ones
+around a ring, and each rank has to poll in each of its N - 1 steps."""
 _TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int32: MPI.INT32_T}
 
 
@@ -42,6 +45,7 @@ class MpiTransport(Transport):
     """
 
     name = "mpi"
+    gathers_side_by_side = True
 
     def __init__(
         self,
@@ -73,7 +77,7 @@ class MpiTransport(Transport):
 
     def begin_gather(self, mine: Tensor, out: Tensor) -> Gathering:
         """Begin `all_gather`."""
-        if out.is_cuda:
+        if out.is_cuda or out.nbytes > _IN_ONE_ROUND:
             return super().begin_gather(mine, out)
         out[self.rank].copy_(mine)
         self.bytes_up += (self.size - 1) * mine.nbytes

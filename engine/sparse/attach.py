@@ -20,9 +20,11 @@ from wavemare.comm.blocks.masks import OwnedRange
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.gradient_rows import Slot
 from wavemare.engine.experts import is_divided
+from wavemare.engine.observe.choices import tell_choice
 from wavemare.engine.optim.adapter import ZeroAdapter
 from wavemare.engine.sparse.buckets import Bucket, BucketReducer, embedding_weights
 from wavemare.engine.sparse.gradients import ReplicatedGradients, SparseGradients
+from wavemare.engine.sparse.weights import ChangedWeights, choose_weights
 from wavemare.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,11 +135,40 @@ class PartitionedGradients(SparseGradients):
         optimizer.reduce_bucket_size = min(
             optimizer.reduce_bucket_size, max(self._bucket_bytes // itemsize, 1)
         )
+        self._changed_weights = self._gather_changed(config)
         self._stock_reduce = optimizer.reduce_ipg_grads
         optimizer.reduce_ipg_grads = self._reduce_ipg_grads
         optimizer.average_tensor = self._average_tensor
         optimizer.buffered_reduce_fallback = self._buffered_reduce_fallback
         optimizer._buffered_reduce_fallback_preserving_fp32 = self._buffered_reduce_preserving_fp32
+
+    def _gather_changed(self, config: SparseCollectiveConfig) -> ChangedWeights | None:
+        """Have steps gather the weights that have changed, where it is wanted."""
+        optimizer = self._optimizer
+        chosen: str = config.updated_weights
+        if chosen == "auto":
+            tables = embedding_weights(self._engine.module.modules())
+            sizes = [(p.numel(), id(p) in tables) for p in self._parameters.values()]
+            chosen, reason = choose_weights(
+                optimizer.optimizer,
+                sum(size for size, table in sizes if table),
+                sum(size for size, _ in sizes),
+            )
+            if "updated_weights" in config.model_fields_set:
+                tell_choice("wavemare.sparse_collective.updated_weights", chosen, reason)
+        if chosen == "all" or optimizer.cpu_offload:
+            return None
+        comms = [
+            self.expert_comm if self.expert_comm and is_divided(group[0]) else self.comm
+            for group in optimizer.bit16_groups
+        ]
+        return ChangedWeights(optimizer, comms)
+
+    def reset(self) -> None:
+        """Drop what belongs to the weights before a load."""
+        super().reset()
+        if self._changed_weights is not None:
+            self._changed_weights.forget()
 
     def reduce(self) -> None:
         """Reduce the buckets that the backward pass did not send, and wait for all.
@@ -147,8 +178,10 @@ class PartitionedGradients(SparseGradients):
         """
         with self._stream():
             self._put_earlier()
+            came = self.reducer.came
             self.reducer.end()
         self.record_metrics()
+        self._arrange(came)
 
     def _put_earlier(self) -> None:
         """Put the gradients of ZeRO 1 to which only earlier micro-batches of the step have added.

@@ -33,6 +33,7 @@ class Member:
         dtype: Type of its gradient on the wire.
         embedding: Whether it is the weight of an embedding.
         experts: Whether it is of experts that data ranks share.
+        columns: Of a table whose gradient is sparse; else 0.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Member:
     dtype: torch.dtype
     embedding: bool = False
     experts: bool = False
+    columns: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Bucket:
         numel: Elements, including the padding between parameters.
         slots: Its parameters.
         experts: Whether they are of experts that data ranks share.
+        columns: Of the table, if it is one whose gradient is sparse: its rows travel; else 0.
     """
 
     key: str
@@ -59,6 +62,7 @@ class Bucket:
     numel: int
     slots: tuple[Slot, ...]
     experts: bool = False
+    columns: int = 0
 
 
 def default_bucket_bytes(members: Sequence[Member]) -> int:
@@ -82,6 +86,9 @@ def make_buckets(members: Sequence[Member], block: int, bucket_bytes: int) -> li
     closed: list[tuple[int, Bucket]] = []
     open_: dict[tuple[object, ...], list[tuple[int, Member]]] = {}
     for time, member in enumerate(reversed(members)):
+        if member.columns:
+            closed.append((time, _bucket([(time, member)], block)))
+            continue
         kind = member.dtype, member.embedding, member.experts
         group = open_.setdefault(kind, [])
         held = sum(_padded(other.numel, block) for _, other in group)
@@ -100,7 +107,8 @@ def _bucket(group: Sequence[tuple[int, Member]], block: int) -> Bucket:
         start += _padded(member.numel, block)
     first, last = slots[0], slots[-1]
     key = first.name if len(slots) == 1 else f"{first.name} to {last.name}"
-    return Bucket(key, group[0][1].dtype, last.stop, tuple(slots), group[0][1].experts)
+    one = group[0][1]
+    return Bucket(key, one.dtype, last.stop, tuple(slots), one.experts, one.columns)
 
 
 def _padded(numel: int, block: int) -> int:
@@ -151,12 +159,15 @@ class BucketReducer:
     Gradients come in any order. All ranks send the buckets in the same order: a complete bucket
     waits for the ones before it. Gradients that are missing at the end of a round count as zero.
 
+    The first order is a guess. `arrange` replaces it by the order in which gradients have come.
+
     Args:
         comm: Reduces.
         buckets: In the order of sending.
         device: Where they are.
         write: Takes each reduced gradient before the round ends: name of the parameter, (numel,),
-            valid during the call, and whether this rank gave a gradient of its own.
+            valid during the call, or a coalesced sparse (rows, columns), and whether this rank gave
+            a gradient of its own.
         ranges: Owned ranges by the bucket's key, for a reduce-scatter; an all-reduce if omitted.
         rows: Tells which blocks of embeddings are not zero.
         keep: Whether buckets stay in memory from round to round.
@@ -175,24 +186,60 @@ class BucketReducer:
         keep: bool = True,
         expert_comm: SparseComm | None = None,
     ) -> None:
-        self.buckets = tuple(buckets)
         self._comm, self._expert_comm = comm, expert_comm or comm
         self._device = device
         self._write = write
         self._ranges = ranges
         self._rows = rows
         self._keep = keep
+        self._slot_of = {slot.name: slot for bucket in buckets for slot in bucket.slots}
+        self._buffers: dict[str, Tensor] = {}
+        self._rows_given: dict[str, Tensor] = {}
+        self._stand(buckets)
+        self._begin()
+
+    def _stand(self, buckets: Sequence[Bucket]) -> None:
+        """Take the buckets in the order of sending."""
+        self.buckets = tuple(buckets)
         self._number_of = {
             slot.name: number for number, bucket in enumerate(buckets) for slot in bucket.slots
         }
-        self._slot_of = {slot.name: slot for bucket in buckets for slot in bucket.slots}
-        self._buffers: dict[int, Tensor] = {}
+
+    def arrange(self, names: Sequence[str]) -> None:
+        """Send buckets in the order in which they became complete on rank 0, from now on.
+
+        A table behind the other layers then travels during most of the backward pass, wherever the
+        model has registered it. Collective over all ranks, between two rounds.
+
+        Args:
+            names: Parameters in the order in which their gradients have come on this rank. A bucket
+                of which one is missing comes last.
+
+        Raises:
+            CommError: A peer was lost, or makes another call.
+        """
+        assert not self.begun
+        came = {name: time for time, name in enumerate(names)}
+        times = [max(came.get(s.name, len(came)) for s in b.slots) for b in self.buckets]
+        count = len(times)
+        if count < 2:  # noqa: PLR2004
+            return
+        order = torch.tensor(times, device=self._device).argsort(stable=True).int()
+        # All of it belongs to rank 0.
+        self._comm.allgather_(order, [0, *[count] * self._comm.size])
+        self._stand([self.buckets[number] for number in order.tolist()])
         self._begin()
 
     def _begin(self) -> None:
         self._missing = [{slot.name for slot in bucket.slots} for bucket in self.buckets]
         self._handles: list[Handle] = []
         self._num_written = 0
+        self._came: dict[str, None] = {}
+
+    @property
+    def came(self) -> list[str]:
+        """The parameters whose gradients have come in this round, in their order."""
+        return list(self._came)
 
     @property
     def begun(self) -> bool:
@@ -220,7 +267,8 @@ class BucketReducer:
 
         Args:
             name: Of its parameter.
-            gradient: Of any shape and type.
+            gradient: Of any shape and type; of a table with columns sparse or dense, and it must
+                not change until it is written.
             in_place: Whether a gradient that fills its bucket may be reduced where it is; it must
                 not change until it is written.
         """
@@ -229,11 +277,15 @@ class BucketReducer:
         bucket = self.buckets[number]
         like = (gradient.dtype, gradient.device) == (bucket.dtype, self._device)
         like = like and not gradient.requires_grad  # of a graph that somebody keeps
-        if in_place and like and len(bucket.slots) == 1 and gradient.is_contiguous():
-            self._buffers[number] = gradient.view(-1)
+        if bucket.columns:
+            self._rows_given[name] = gradient
+        elif in_place and like and len(bucket.slots) == 1 and gradient.is_contiguous():
+            self._buffers[bucket.key] = gradient.view(-1)
         else:
             self._view(number, self._slot_of[name]).view(gradient.shape).copy_(gradient)
         self._missing[number].discard(name)
+        self._came.pop(name, None)
+        self._came[name] = None
 
     def send_complete(self) -> None:
         """Send the complete buckets."""
@@ -262,11 +314,16 @@ class BucketReducer:
         for handle in self._handles[self._num_written :]:
             handle.wait()
         self._buffers.clear()
+        self._rows_given.clear()
         self._begin()
 
     def _send(self) -> None:
         number = self.num_sent
-        bucket, flat = self.buckets[number], self._buffer(number)
+        bucket = self.buckets[number]
+        if bucket.columns:
+            self._handles.append(self._send_rows(bucket))
+            return
+        flat = self._buffer(number)
         if self._missing[number]:  # then the buffer may be of an earlier round
             for slot in bucket.slots:
                 if slot.name in self._missing[number]:
@@ -279,23 +336,49 @@ class BucketReducer:
             reduce, arguments = comm.reduce_scatter_, (flat, self._ranges[bucket.key])
         self._handles.append(reduce(*arguments, key=bucket.key, blocks=blocks, async_op=True))
 
+    def _send_rows(self, bucket: Bucket) -> Handle:
+        count = bucket.numel // bucket.columns
+        gradient = self._rows_given.pop(bucket.slots[0].name, None)
+        if gradient is None:
+            ids = torch.empty(0, dtype=torch.int64, device=self._device)
+            rows = torch.empty(0, bucket.columns, dtype=bucket.dtype, device=self._device)
+        else:
+            # Dense if another layer uses the same weight.
+            gradient = gradient.detach() if gradient.is_sparse else gradient.detach().to_sparse(1)
+            ids = gradient._indices()[0].contiguous()
+            rows = gradient._values().to(bucket.dtype).contiguous()
+        return self._comm.allreduce_rows_(ids, rows, count, async_op=True)
+
+    def _take_rows(self, bucket: Bucket, handle: Handle, here: bool) -> None:
+        ids, rows = handle.wait()
+        shape = bucket.numel // bucket.columns, bucket.columns
+        reduced = torch.sparse_coo_tensor(
+            ids[None], rows, shape, is_coalesced=True, check_invariants=False
+        )
+        self._write(bucket.slots[0].name, reduced, here)
+
     def _take(self) -> None:
         number = self._num_written
+        bucket = self.buckets[number]
+        if bucket.columns:
+            self._take_rows(bucket, self._handles[number], not self._missing[number])
+            self._num_written += 1
+            return
         self._handles[number].wait()
-        for slot in self.buckets[number].slots:
+        for slot in bucket.slots:
             here = slot.name not in self._missing[number]
             self._write(slot.name, self._view(number, slot), here)
-        if not self._keep or len(self.buckets[number].slots) == 1:
-            del self._buffers[number]
+        if not self._keep or len(bucket.slots) == 1:
+            del self._buffers[bucket.key]
         self._num_written += 1
 
     def _view(self, number: int, slot: Slot) -> Tensor:
         return self._buffer(number)[slot.start : slot.stop]
 
     def _buffer(self, number: int) -> Tensor:
-        if number not in self._buffers:
-            bucket = self.buckets[number]
-            self._buffers[number] = torch.zeros(
+        bucket = self.buckets[number]
+        if bucket.key not in self._buffers:
+            self._buffers[bucket.key] = torch.zeros(
                 bucket.numel, dtype=bucket.dtype, device=self._device
             )
-        return self._buffers[number]
+        return self._buffers[bucket.key]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, nn
 
-from wavemare.comm.collective_queue import Handle
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.gradient_rows import GradientRows
 from wavemare.comm.sparse import SparseComm
@@ -55,6 +54,7 @@ class SparseGradients(Feature, ABC):
     key = "sparse_collective"
     reducer: BucketReducer
     _rows_of_step: GradientRows | None = None
+    _arranged = False
 
     def __init__(
         self, engine: EngineMixin, config: SparseCollectiveConfig, timeout_s: float
@@ -145,7 +145,7 @@ class SparseGradients(Feature, ABC):
             compressor.load_state_dict({**compressor.state_dict(), "residuals": {}})
 
     def _bucket_sizes(self) -> dict[str, int]:
-        return {bucket.key: bucket.numel for bucket in self.reducer.buckets}
+        return {b.key: b.numel for b in self.reducer.buckets if not b.columns}
 
     def _gradient_rows(self, parameters: Mapping[str, nn.Parameter]) -> GradientRows | None:
         if self._known_rows:
@@ -156,13 +156,28 @@ class SparseGradients(Feature, ABC):
         self, parameters: Mapping[str, nn.Parameter], dtype_of: Any, config: SparseCollectiveConfig
     ) -> list[Bucket]:
         embeddings = embedding_weights(self._engine.module.modules())
+        sparse = embedding_weights(self._engine.module.modules(), sparse=True)
         members = [
-            Member(name, p.numel(), dtype_of(p), id(p) in embeddings, is_divided(p))
+            Member(
+                name,
+                p.numel(),
+                dtype_of(p),
+                id(p) in embeddings,
+                is_divided(p),
+                p.shape[1] if id(p) in sparse else 0,
+            )
             for name, p in parameters.items()
         ]
         default = LARGEST_BUCKET if config.compressor else default_bucket_bytes(members)
         self._bucket_bytes = config.bucket_bytes or default
         return make_buckets(members, config.block, self._bucket_bytes)
+
+    def _arrange(self, names: Sequence[str]) -> None:
+        """After the first round of a layout: send its buckets as their gradients have come."""
+        if not self._arranged and self._engine.is_gradient_accumulation_boundary():
+            self._arranged = True
+            self.reducer.arrange(names)
+            self.comm.totals.take()  # what this has sent is no gradient
 
     def record_metrics(self) -> None:
         """Collect the statistics of a completed step; ZeRO 2 reduces after each micro-batch."""
@@ -251,8 +266,8 @@ class ReplicatedGradients(SparseGradients):
         """Lay out the gradients of these parameters."""
         self._names = trained
         parameters = {name: self._all[name] for name in trained}
-        self._tables = {name: p for name, p in parameters.items() if id(p) in self._sparse}
-        self._parameters = {name: p for name, p in parameters.items() if name not in self._tables}
+        self._parameters = parameters
+        self._tables = {name for name, p in parameters.items() if id(p) in self._sparse}
         self.reducer = BucketReducer(
             self.comm,
             self._buckets(self._parameters, lambda parameter: self._dtype, self._config),
@@ -263,6 +278,7 @@ class ReplicatedGradients(SparseGradients):
         )
         self._fired: Counter[str] = Counter()
         self._usual: Counter[str] = Counter()
+        self._arranged = not self._early
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -297,14 +313,11 @@ class ReplicatedGradients(SparseGradients):
         self._follow()
         for name in self._parameters:
             if not self.reducer.has(name):
-                self.reducer.put(name, self._gradient(name), in_place=True)
-        self.reducer.send_complete()
-        rows = {name: self._send_rows(name) for name in self._tables}
+                self._put(name)
         self.reducer.end()
-        for name, handle in rows.items():
-            self._take_rows(name, handle)
-        self._usual, self._fired = self._fired, Counter()
         self.record_metrics()
+        self._arrange(list(self._fired))
+        self._usual, self._fired = self._fired, Counter()
 
     def reset(self) -> None:
         """Drop what belongs to the weights before a load."""
@@ -321,7 +334,8 @@ class ReplicatedGradients(SparseGradients):
         engine = self._engine
         if engine.inside_no_sync_ctxt or not engine.is_gradient_accumulation_boundary():
             return
-        self._fired[name] += 1
+        # The last of its parts counts for the order.
+        self._fired[name] = self._fired.pop(name, 0) + 1
         if self.reducer.sent(name):
             raise ModelError(
                 name,
@@ -331,9 +345,15 @@ class ReplicatedGradients(SparseGradients):
                 "the backward pass. If an earlier backward pass failed, start again",
             )
         if name in self._usual and self._fired[name] >= self._usual[name]:
-            self.reducer.put(name, self._gradient(name), in_place=True)
+            self._put(name)
             self.reducer.send_complete()
             self.reducer.take_reduced()
+
+    def _put(self, name: str) -> None:
+        if name not in self._tables:
+            self.reducer.put(name, self._gradient(name), in_place=True)
+        elif (gradient := self._parameters[name].grad) is not None:
+            self.reducer.put(name, gradient)
 
     def _gradient(self, name: str) -> Tensor:
         if self._accumulated is not None:
@@ -351,31 +371,12 @@ class ReplicatedGradients(SparseGradients):
         return parameter.grad
 
     def _write(self, name: str, reduced: Tensor, here: bool) -> None:
+        if name in self._tables:
+            table = self._parameters[name]
+            dense = table.grad is not None and not table.grad.is_sparse
+            reduced = reduced.to(table.dtype)
+            table.grad = reduced.to_dense() if dense else reduced
+            return
         gradient = self._gradient(name)
         if gradient.data_ptr() != reduced.data_ptr():
             gradient.copy_(reduced.view(gradient.shape))
-
-    def _send_rows(self, name: str) -> Handle:
-        table = self._tables[name]
-        if table.grad is None:
-            ids = torch.empty(0, dtype=torch.int64, device=table.device)
-            rows = torch.empty(0, table.shape[1], dtype=self._dtype, device=table.device)
-        else:
-            # Dense if another layer uses the same weight.
-            gradient = table.grad if table.grad.is_sparse else table.grad.to_sparse(1)
-            ids = gradient._indices()[0].contiguous()
-            rows = gradient._values().to(self._dtype).contiguous()
-        return self.comm.allreduce_rows_(ids, rows, table.shape[0], async_op=True)
-
-    def _take_rows(self, name: str, handle: Handle) -> None:
-        ids, rows = handle.wait()
-        table = self._tables[name]
-        dense = table.grad is not None and not table.grad.is_sparse
-        reduced = torch.sparse_coo_tensor(
-            ids[None],
-            rows.to(table.dtype),
-            table.shape,
-            is_coalesced=True,
-            check_invariants=False,
-        )
-        table.grad = reduced.to_dense() if dense else reduced

@@ -11,6 +11,7 @@ MANY = (
     "reductions.chunks",
     "partitions.reduce_scatters",
     "partitions.allgathers",
+    "partitions.changes",
     "rows",
     "lists",
     "lists.rows",

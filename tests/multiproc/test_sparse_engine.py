@@ -12,6 +12,10 @@ ALL_BLOCKS = {"type": "block_topk", "ratio": 1.0, "density_warmup_steps": 0}
 OVERLAP = {"overlap_comm": True}
 FREEZING = {"0": ["h.0", "wte"], "2": ["wpe"], "4": ["h.1"]}
 BF16 = {"bf16": {"enabled": True}}
+SGD = {"type": "SGD", "params": {"lr": 0.5}}
+ADAGRAD = {"type": "Adagrad", "params": {"lr": 0.1}}
+MOMENTUM = {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}
+UNTESTED = {"zero_allow_untested_optimizer": True}
 TWO_STAGES = {"pipeline": {"stages": 2}}
 PIPEMARE = {"pipeline": {"stages": 2, "schedule": "pipemare"}}
 
@@ -154,6 +158,36 @@ def test_two_ranks_equal_stock_deepspeed_bitwise(launch_once):
 @pytest.mark.world_size(2)
 def test_fifty_steps_of_every_way_equal_stock_deepspeed_bitwise(launch_once):
     assert check_pairs(LONG, run(launch_once, LONG, timeout=900)) == len(LONG) // 2
+
+
+def updates(steps):
+    """Cases whose optimizers leave rows alone, or not: which weights are gathered, by name."""
+    changed = {**AUTO, "updated_weights": "changed"}
+    settings = (
+        ("changes", 1, AUTO, SGD, {}),
+        ("changes", 2, AUTO, SGD, BF16),
+        ("changes", 2, AUTO, ADAGRAD, {"gradient_accumulation_steps": 1}),
+        ("changes", 1, AUTO, ADAGRAD, BF16),
+        ("changes", 1, changed, MOMENTUM, {}),
+        ("all", 1, AUTO, MOMENTUM, {}),
+        ("all", 2, {**AUTO, "updated_weights": "all"}, SGD, {}),
+    )
+    found = {}
+    for gathered, zero, ours, optimizer, more in settings:
+        config = {"gradient_clipping": 0.5, "optimizer": optimizer, **UNTESTED, **more}
+        stock, case = pair("wide", steps, ours=ours, zero=zero, **config)
+        found[case["name"]] = gathered, stock, case
+    return found
+
+
+@pytest.mark.world_size(2)
+def test_updated_weights_that_travel_as_changes_equal_a_gather_of_all_bitwise(launch_once):
+    cases = updates(8)
+    results = run(launch_once, [each for _, *both in cases.values() for each in both])
+    check_pairs([case for *_, case in cases.values()], results)
+    for name, (gathered, *_) in cases.items():
+        calls = results[0][name]["metrics"].get("sparse_calls_changes", 0)
+        assert calls == (gathered == "changes"), name
 
 
 def of_three_ranks(steps):

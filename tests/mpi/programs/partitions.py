@@ -91,3 +91,40 @@ def allgathers(world, checks, sizes):
                 found = handle.stats.bytes_down - HEADER_BYTES * (comm.size - 1)
                 checks(found == down * flat.element_size(), comm.size, name, dtype, "bytes")
                 checks(same_bits(flat, expected), comm.size, name, dtype)
+
+
+def changes(world, checks, sizes):
+    """Gathers of what has changed have the bits of gathers of everything, and send less."""
+    for ranks in sizes:
+        group, _, _ = world.groups_of(ranks)
+        with sparse_comm(world, group, mode="ordered", block=BLOCK) as comm:
+            for (name, borders), dtype, (case, share) in itertools.product(
+                partitions(comm.size).items(),
+                (torch.float32, torch.bfloat16, torch.float64, torch.int32),
+                (("none", 0.0), ("some", 0.02), ("all", 1.0)),
+            ):
+                if not all(isinstance(border, int) for border in borders) or not borders:
+                    continue
+                common = buckets("half", 1, NUMEL, BLOCK, dtype)[0]
+                flat, everyone = common.clone(), common.clone()
+                for owner, (start, stop) in enumerate(itertools.pairwise(borders)):
+                    generator = torch.Generator().manual_seed(owner)
+                    places = start + torch.randperm(stop - start, generator=generator)
+                    places = places[: int(share * (stop - start))]
+                    # What differs may be the sign of a zero, or the payload of a NaN.
+                    words = everyone.view(WORDS[dtype.itemsize])
+                    words[places] ^= SIGN[dtype.itemsize] if owner % 2 else 1
+                own = slice(borders[comm.rank], borders[comm.rank + 1])
+                flat[own] = everyone[own]
+                handle = comm.allgather_(flat, borders, before=common[own].clone())
+                what = comm.size, name, dtype, case
+                checks(same_bits(flat, everyone), *what)
+                stats = handle.stats
+                checks(stats.executor == ("dense" if case == "all" else "changes"), *what)
+                everything = (borders[-1] - borders[0]) * dtype.itemsize * (comm.size - 1)
+                if case == "none":
+                    checks(stats.bytes_up < everything / 4 + 200 * comm.size, *what)
+
+
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+SIGN = {size: -(1 << (8 * size - 1)) for size in WORDS}

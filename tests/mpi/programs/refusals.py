@@ -66,6 +66,16 @@ def refusals(world, checks, sizes):
             "no columns": (ids, torch.ones(2, 0), 4),
             "negative table": (ids[:0], rows[:0], -1),
         }
+        before = {
+            "of another size": torch.ones(3),
+            "of another type": torch.ones(3000 // comm.size).bfloat16(),
+        }
+        borders = [3000 * owner // comm.size for owner in range(comm.size + 1)]
+        for name, value in before.items():
+            function = functools.partial(comm.allgather_, torch.ones(3000), borders, before=value)
+            checks.refuses(ConfigError, function, name, says="before")
+        function = functools.partial(comm.allgather_, torch.ones(8), [], before=torch.ones(8))
+        checks.refuses(ConfigError, function, "before of ranges", says="borders")
         for name, arguments in bad_rows.items():
             checks.refuses(ConfigError, lambda a=arguments: comm.allreduce_rows_(*a), name)
         if world.rank == 0:

@@ -94,6 +94,19 @@ class Late(torch.nn.Module):
         return loss + self.words.weight.square().mean() if self.calls >= 20 else loss
 
 
+class Wide(torch.nn.Module):
+    """A classifier of words that is nearly all table."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.out = torch.nn.Linear(HIDDEN, 3)
+
+    def forward(self, input_ids, labels):
+        hidden = self.words(input_ids).mean(1)
+        return torch.nn.functional.cross_entropy(self.out(hidden).float(), labels[:, 0] % 3)
+
+
 class Shared(torch.nn.Module):
     """One layer used twice within segments that are computed again in the backward pass."""
 
@@ -122,7 +135,7 @@ def build(model):
         return Rows(sparse=model == "rows")
     if model.startswith("once"):
         return Once(ranks=int(model[-1]))
-    return {"branching": Branching, "late": Late, "shared": Shared}[model]()
+    return {"branching": Branching, "late": Late, "shared": Shared, "wide": Wide}[model]()
 
 
 def _pipeline():

@@ -12,8 +12,16 @@ SIZES = {"a": (3, 2), "b": (5,), "c": (2, 2), "d": (9,)}
 class Comm:
     """Doubles what it gets, as two equal ranks would, when `answer` is called."""
 
+    size = 2
+
     def __init__(self):
         self.calls = []
+        self.first = None  # what rank 0 sends to all
+
+    def allgather_(self, flat, partition):
+        assert list(partition) == [0, len(flat), len(flat)]
+        if self.first is not None:
+            flat.copy_(torch.tensor(self.first))
 
     def allreduce_(self, flat, *, key, blocks, async_op):
         assert async_op
@@ -82,6 +90,36 @@ def test_buckets_leave_in_their_order_as_soon_as_they_are_complete(comm):
         assert comm.keys == sent
     assert rounds.num_sent == 3
     assert rounds.sent("a")
+
+
+@pytest.mark.parametrize(
+    ("came", "first", "expected"),
+    [
+        ("dcba", None, ["d", "c to b", "a"]),
+        ("adcb", None, ["a", "d", "c to b"]),
+        ("acdb", None, ["a", "d", "c to b"]),  # a bucket is complete with its last gradient
+        ("bca", None, ["c to b", "a", "d"]),  # what did not come is last
+        ("dcba", [2, 0, 1], ["a", "d", "c to b"]),  # rank 0 decides
+    ],
+)
+@pytest.mark.parametrize("keep", [True, False])
+def test_buckets_leave_in_the_order_in_which_gradients_came(comm, keep, came, first, expected):
+    rounds, taken = rounds_of(comm, keep=keep)
+    for name in came:
+        rounds.put(name, gradient(name))
+    assert rounds.came == list(came)
+    end(rounds, comm)
+    comm.first = first
+    rounds.arrange(list(came))
+    comm.calls.clear()
+    taken.clear()
+    for name in SIZES:
+        rounds.put(name, 10 * gradient(name))
+    end(rounds, comm)
+    assert comm.keys == expected
+    assert {name: value for name, value, _ in taken} == {
+        name: (20 * gradient(name)).flatten().tolist() for name in SIZES
+    }
 
 
 def test_what_has_come_back_is_taken_while_others_are_on_their_way(comm):
@@ -155,3 +193,46 @@ def test_a_gradient_that_fills_its_bucket_is_reduced_where_it_is(comm):
     rounds.end()
     assert gradient.eq(2).all()
     assert len(taken) == len(SIZES)
+
+
+def test_a_sparse_gradient_leaves_in_its_turn_as_rows(comm):
+    members = [
+        Member("late", 8, torch.float32),
+        Member("table", 6, torch.float32, embedding=True, columns=2),
+        Member("early", 8, torch.float32),
+    ]
+    sent = []
+
+    def allreduce_rows_(ids, rows, num_rows, *, async_op):
+        assert async_op
+        handle = Handle()
+        comm.calls.append(("table", rows, handle, rows, None))
+        sent.append((ids.tolist(), rows.tolist(), num_rows))
+        handle.finish((torch.tensor([0, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])), None)
+        return handle
+
+    comm.allreduce_rows_ = allreduce_rows_
+    taken = {}
+    rounds = BucketReducer(
+        comm,
+        make_buckets(members, 4, 32),
+        device=torch.device("cpu"),
+        write=lambda name, reduced, here: taken.update({name: (reduced.clone(), here)}),
+    )
+    for given in (torch.tensor([[0.0, 0.0], [5.0, 6.0], [0.0, 0.0]]).to_sparse(1), None):
+        comm.calls.clear()
+        rounds.put("early", torch.ones(8))
+        if given is not None:
+            rounds.put("table", given)
+        rounds.send_complete()
+        # Without a gradient the table waits for the end of the round.
+        assert comm.keys == (["early"] if given is None else ["early", "table"])
+        rounds.put("late", torch.ones(8))
+        end(rounds, comm)
+        assert comm.keys == ["early", "table", "late"]
+        reduced, here = taken["table"]
+        assert reduced.is_sparse
+        assert reduced.is_coalesced()
+        assert reduced.to_dense().tolist() == [[1, 2], [0, 0], [3, 4]]
+        assert here == (given is not None)
+    assert sent == [([1], [[5.0, 6.0]], 3), ([], [], 3)]

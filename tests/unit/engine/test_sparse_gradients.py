@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """State and figures of the collectives in an engine, and what they are refused beside."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from wavemare.comm.statistics import Statistics, Totals
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.buckets import Bucket
 from wavemare.engine.sparse.gradients import SparseGradients
+from wavemare.engine.sparse.weights import choose_weights
 from wavemare.errors import CheckpointError, ConfigError
 
 
@@ -110,3 +112,31 @@ def test_sparse_gradients_are_refused_where_the_optimizer_flattens_them(changes,
     refused = refusal(engine(module, **changes))
     assert refused.key == key
     assert "0.weight" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("make", "tables", "expected"),
+    [
+        (torch.optim.SGD, 50, "changed"),
+        (torch.optim.Adagrad, 50, "changed"),
+        (partial(torch.optim.SGD, momentum=0.9), 50, "all"),
+        (partial(torch.optim.SGD, weight_decay=0.1), 50, "all"),
+        (partial(torch.optim.Adagrad, weight_decay=0.1), 50, "all"),
+        (torch.optim.Adam, 50, "all"),
+        (type("Own", (torch.optim.SGD,), {}), 50, "all"),
+        (torch.optim.SGD, 24, "all"),
+    ],
+)
+def test_changed_weights_are_chosen_where_settings_leave_other_rows(make, tables, expected):
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = make([{"params": weights[:1]}, {"params": weights[1:]}], lr=0.1)
+    assert choose_weights(optimizer, tables, 100)[0] == expected
+    if expected == "changed":  # what the choice relies on
+        kept = weights[0].detach().clone()
+        for weight in weights:
+            weight.grad = torch.zeros(2)
+        optimizer.step()
+        assert torch.equal(weights[0].view(torch.int32), kept.view(torch.int32))
+    # One group with momentum is enough.
+    optimizer.param_groups[1]["weight_decay"] = 0.1
+    assert choose_weights(optimizer, tables, 100)[0] == "all"
