@@ -96,6 +96,7 @@ class Accelerator(accelerate.Accelerator):
     build: Callable[..., Any] = staticmethod(initialize)
     _planned: Ranks | None = None
     _counts_models = False
+    _checks_steps = False
     _has_stepped = False  # the engine, and optimizer.step() was not called since
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -205,6 +206,8 @@ class Accelerator(accelerate.Accelerator):
             )
         if engine is not None:  # the Trainer restores them, after it has drawn an epoch's order
             engine.restores_random_state = not self.whole_steps
+            # Without our section all is stock's; the Trainer has no loop of a script's own.
+            self._checks_steps = self.section is not None and not self.whole_steps
             engine.steps_in_backward = self._checks_steps
         for each in prepared:
             if self.model_ranks > 1 and type(each) is AcceleratedScheduler:
@@ -212,11 +215,6 @@ class Accelerator(accelerate.Accelerator):
             elif type(each) is DeepSpeedOptimizerWrapper and self._checks_steps:
                 each.__class__, each.accelerator = _Optimizer, self
         return prepared
-
-    @property
-    def _checks_steps(self) -> bool:
-        """Whether a script's own loop says when it steps, and not the Trainer's."""
-        return self.section is not None and not self.whole_steps
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run a backward pass, in which the engine steps if gradients are synchronized.

@@ -84,7 +84,7 @@ def test_a_loop_that_steps_elsewhere_than_its_engine_is_refused(results):
         steps, by_hand, by_two_engines, alone = result["unlike steps"]
         assert steps == "accepted"
         assert by_hand.startswith("ConfigError: gradient_accumulation_steps = 1")
-        assert by_two_engines.startswith("ConfigError: prepare = 2 engines")
+        assert by_two_engines.startswith("ConfigError: prepare = '2 engines'")
         assert alone.startswith("ConfigError: loss = loss.backward()")
 
 
