@@ -353,7 +353,7 @@ def with_auxiliary_loss(
     values: Any = [getattr(model, name, None) for name in needed]
     if not asks or not isinstance(recorder, OutputRecorder) or None in values:
         return loss
-    auxiliary = AuxiliaryLoss(loss, recorder.target_class, *values, weakref.ref(model))
+    auxiliary = AuxiliaryLoss(loss, recorder.target_class, *values, model=weakref.ref(model))
     for layer in chain:
         layer.auxiliary = auxiliary
     for layer in chain[1:]:
