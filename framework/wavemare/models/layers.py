@@ -353,7 +353,9 @@ def with_auxiliary_loss(
     values: Any = [getattr(model, name, None) for name in needed]
     if not asks or not isinstance(recorder, OutputRecorder) or None in values:
         return loss
-    auxiliary = AuxiliaryLoss(loss, recorder.target_class, *values, model=weakref.ref(model))
+    experts, chosen, coefficient = values
+    held = weakref.ref(model)
+    auxiliary = AuxiliaryLoss(loss, recorder.target_class, experts, chosen, coefficient, held)
     for layer in chain:
         layer.auxiliary = auxiliary
     for layer in chain[1:]:

@@ -238,13 +238,13 @@ if __name__ == "__main__":
             "told staged": refusal(lambda: loop(ours, {"pipeline": {"stages": 2}}, cpu=True)),
             "late": refusal(lambda: loop(ours, state={})),
             "sparse": loop(ours, auto),
+            "unlike steps": unlike_steps(),
             "pipeline": refusal(lambda: loop(ours, {"pipeline": {"stages": 2}})),
             "waves": refusal(lambda: loop(ours, {"wavelet": {"mode": "sync"}})),
             "plugins": [plugins(auto, {}), plugins(None, auto)],
             "unlike plugins": refusal(lambda: plugins({}, {"tensor_parallel": {"size": 2}})),
             "tensor": loop(ours, {"tensor_parallel": {"size": 2}}, 4),
             "shared": shared(),
-            "unlike steps": unlike_steps(),
             "patched": patched(),
         }
     )
