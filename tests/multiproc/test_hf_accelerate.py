@@ -85,7 +85,7 @@ def test_a_loop_that_steps_elsewhere_than_its_engine_is_refused(results):
         assert steps == "accepted"
         assert by_hand.startswith("ConfigError: gradient_accumulation_steps = 1")
         assert by_two_engines.startswith("ConfigError: prepare = '2 engines'")
-        assert alone.startswith("ConfigError: loss = loss.backward()")
+        assert alone.startswith("ConfigError: loss = 'loss.backward()'")
 
 
 def test_what_trains_whole_steps_is_refused_with_its_key(results):
