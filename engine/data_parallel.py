@@ -35,6 +35,8 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
     """
 
     loss_fn: Callable[[Callable[..., Any], Any], torch.Tensor] | None = None
+    steps_in_backward = False
+    """Whether accelerate steps in its ``backward``, and only there."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,6 +101,9 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
 
     def _backward_prologue(self) -> None:
         has_loss = self._running_engine_backward or self._manual_backward_expected
+        if not has_loss and self.steps_in_backward:
+            reason = "the engine would not step: optimizer.step() leaves that to the backward pass"
+            raise ConfigError("loss", "loss.backward()", reason, "Call accelerator.backward(loss)")
         if not has_loss and (self.settings.balance.is_active or self._replicas is not None):
             reason = "wavemare.balance and wavemare.local_steps need the loss"
             remedy = "Call engine.backward(loss) or engine.scale(loss).backward()"

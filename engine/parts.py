@@ -43,9 +43,19 @@ _WAYS = {
         ("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings"),
         "Change the model before initialize, or load what save_pretrained writes",
     ),
+    **dict.fromkeys(
+        (
+            "register_forward_hook",
+            "register_forward_pre_hook",
+            "register_full_backward_hook",
+            "register_full_backward_pre_hook",
+        ),
+        "It would never run: register it on the modules inside, which stages call",
+    ),
 }
 """By the name of a method, the way that works where a rank holds a part."""
 _OF_EMBEDDINGS = tuple(name for name in _WAYS if name.endswith("_embeddings"))
+_HOOKS = {name for name in _WAYS if name.endswith("_hook")}
 _own_part: ContextVar[bool] = ContextVar("own_part", default=False)
 
 
@@ -172,8 +182,8 @@ def restore(marks: Mapping[nn.Module, Mark]) -> None:
     """Mark models again, of which `lift` has returned this."""
     for model, mark in marks.items():
         _marks[model], part = mark, mark.part
-        left = set() if part.is_cut else {"forward", "generate"}
-        left |= {"forward"} if isinstance(model, PipelineModule) else set()
+        left = set() if part.is_cut else {"forward", "generate", *_HOOKS}
+        left |= {"forward", *_HOOKS} if isinstance(model, PipelineModule) else set()
         left |= {"__deepcopy__"} if part.is_copy else set()
         if not part.is_cut and all(map(is_divided, split_weights(model))):
             left.update(_OF_EMBEDDINGS)  # each rank holds the whole embedding

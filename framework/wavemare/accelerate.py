@@ -35,6 +35,7 @@ from accelerate.data_loader import (
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, operations
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.operations import recursively_apply
 from deepspeed.accelerator import get_accelerator
@@ -95,6 +96,8 @@ class Accelerator(accelerate.Accelerator):
     build: Callable[..., Any] = staticmethod(initialize)
     _planned: Ranks | None = None
     _counts_models = False
+    _checks_steps = False
+    _has_stepped = False  # the engine, and optimizer.step() was not called since
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         watch_failures()
@@ -188,6 +191,7 @@ class Accelerator(accelerate.Accelerator):
 
         if (section := self._given_section()) is not self.section:  # another plugin is selected
             self.take_section(section)
+        self._has_stepped = False
         self._counts_models = self.model_ranks > 1  # in sizes of batches and lengths of schedules
         try:
             with _initializing_by(ours):
@@ -202,10 +206,39 @@ class Accelerator(accelerate.Accelerator):
             )
         if engine is not None:  # the Trainer restores them, after it has drawn an epoch's order
             engine.restores_random_state = not self.whole_steps
-        for scheduler in prepared:
-            if self.model_ranks > 1 and type(scheduler) is AcceleratedScheduler:
-                scheduler.__class__ = _scheduler_of(self.data_ranks)
+            # Without our section all is stock's; the Trainer has no loop of a script's own.
+            self._checks_steps = self.section is not None and not self.whole_steps
+            engine.steps_in_backward = self._checks_steps
+        for each in prepared:
+            if self.model_ranks > 1 and type(each) is AcceleratedScheduler:
+                each.__class__ = _scheduler_of(self.data_ranks)
+            elif type(each) is DeepSpeedOptimizerWrapper and self._checks_steps:
+                each.__class__, each.accelerator = _Optimizer, self
         return prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run a backward pass, in which the engine steps if gradients are synchronized.
+
+        Raises:
+            ConfigError: The engine would step where the script does not, or another engine would.
+        """
+        if self._checks_steps:
+            trained = [m for m in self._models if getattr(m, "basic_optimizer", None) is not None]
+            if len(trained) > 1:
+                reason = (
+                    "backward trains the first of the engines that the accelerator has prepared"
+                )
+                remedy = "Make an Accelerator() for each model, or call free_memory() between them"
+                raise ConfigError("prepare", f"{len(trained)} engines", reason, remedy)
+            if self._has_stepped:
+                key, count = "gradient_accumulation_steps", self.gradient_accumulation_steps
+                reason = (
+                    "the engine stepped in the last backward, and optimizer.step() did not come"
+                )
+                remedy = "Put each pass with optimizer.step() in accelerator.accumulate(model)"
+                raise ConfigError(key, count, reason, f"{remedy}; or add up losses for one pass")
+        super().backward(loss, **kwargs)
+        self._has_stepped = self._checks_steps and self.sync_gradients
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a loader of this data rank's batches; see accelerate's method of that name.
@@ -460,6 +493,15 @@ def _without_first(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 _replace(skip_first_batches, _without_first, sys.modules[__name__])
+
+
+class _Optimizer(DeepSpeedOptimizerWrapper):
+    """Says to its accelerator that the script steps; the engine has done so in ``backward``."""
+
+    accelerator: Accelerator
+
+    def step(self) -> None:
+        self.accelerator._has_stepped = False
 
 
 def _scheduler_of(data_ranks: int) -> type[AcceleratedScheduler]:

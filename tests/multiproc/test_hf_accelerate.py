@@ -79,6 +79,15 @@ def test_a_norm_that_the_engine_does_not_clip_to_is_refused(results):
         assert all("ConfigError: gradient_clipping = 1.0" in one for one in said[1:])
 
 
+def test_a_loop_that_steps_elsewhere_than_its_engine_is_refused(results):
+    for result in results:
+        steps, by_hand, by_two_engines, alone = result["unlike steps"]
+        assert steps == "accepted"
+        assert by_hand.startswith("ConfigError: gradient_accumulation_steps = 1")
+        assert by_two_engines.startswith("ConfigError: prepare = '2 engines'")
+        assert alone.startswith("ConfigError: loss = 'loss.backward()'")
+
+
 def test_what_trains_whole_steps_is_refused_with_its_key(results):
     for result in results:
         assert "wavemare.pipeline.stages" in result["pipeline"]

@@ -28,6 +28,8 @@ LOCAL = {
 }
 """Ways that do not gather: they refuse wherever a rank has a part."""
 CALLS = {"forward", "generate", "engine_generate"}
+HOOKS = {"forward_hook", "backward_hook"}
+"""What would run in a call of the whole model."""
 CHANGES = {"set_embeddings", "resize_embeddings"}
 """What changes an embedding, of which stages and ranks that split layers have a part."""
 ALONE = [f"{layout}/{kind}" for layout in (*WHOLE, *GATHERED, *CUT) for kind in ("whole", "lora")]
@@ -57,8 +59,8 @@ def expected(layout, kind, way):
         return "equal" if layout in ("zero3", "stock zero3") else f"refused {error}"
     refuses = LOCAL - ({"deepcopy"} if layout in REPLICAS else set())
     if layout in (*CUT, *ON_FOUR):
-        refuses = LOCAL | CALLS | {"unwrapped_with_state"}
-    if layout in THEIRS and way not in CALLS | CHANGES:
+        refuses = LOCAL | CALLS | HOOKS | {"unwrapped_with_state"}
+    if layout in THEIRS and way not in CALLS | CHANGES | HOOKS:
         refuses = {way}
     if layout in (*CUT, *ON_FOUR) or layout.startswith("tensor"):
         refuses = refuses | CHANGES

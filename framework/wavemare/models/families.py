@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -59,11 +60,13 @@ class LanguageModelLoss:
             masked language model computes itself.
         vocab_size: Size of the logits' last dimension.
         shifts_labels: Whether the first label of each sequence is compared with nothing.
+        model: Returns the model, which may get another ``loss_function``, or None if it is gone.
     """
 
     function: Callable[..., Tensor] | None
     vocab_size: int
     shifts_labels: bool = True
+    model: Callable[[], Any] = lambda: None
 
     @property
     def counts_items(self) -> bool:
@@ -75,8 +78,12 @@ class LanguageModelLoss:
         if self.function is None:  # unlike transformers' function of that purpose, BERT's own is
             # not in fp32
             return F.cross_entropy(logits.view(-1, self.vocab_size), labels.view(-1))
-        return self.function(
-            logits=logits, labels=labels, vocab_size=self.vocab_size, num_items_in_batch=items
+        function = getattr(self.model(), "loss_function", self.function)
+        return cast(
+            Tensor,
+            function(
+                logits=logits, labels=labels, vocab_size=self.vocab_size, num_items_in_batch=items
+            ),
         )
 
 
@@ -147,7 +154,8 @@ class Family:
 
 def _causal_loss(model: Any) -> Loss:
     vocabulary = model.config.vocab_size
-    return LanguageModelLoss(model.loss_function, vocabulary, shifts_labels(model))
+    shifts, held = shifts_labels(model), weakref.ref(model)
+    return LanguageModelLoss(model.loss_function, vocabulary, shifts, held)
 
 
 def _masked_loss(model: Any) -> Loss:

@@ -7,6 +7,7 @@ in the model's own state dict.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -272,6 +273,7 @@ class AuxiliaryLoss:
         num_experts: Number of experts of a layer.
         chosen: How many of them a row chooses.
         coefficient: Of the auxiliary loss.
+        model: Returns the model, which may get another coefficient, or None if it is gone.
     """
 
     main: Callable[..., Tensor]
@@ -279,6 +281,7 @@ class AuxiliaryLoss:
     num_experts: int
     chosen: int
     coefficient: float
+    model: Callable[[], Any] = lambda: None
 
     @property
     def counts_items(self) -> bool:
@@ -293,7 +296,8 @@ class AuxiliaryLoss:
         counts, probabilities = sums[0].detach(), sums[1]
         rows = counts.sum() / self.chosen
         auxiliary = torch.sum(counts / rows * (probabilities / rows)) * self.num_experts
-        return self.main(logits, labels, *items) + self.coefficient * auxiliary
+        coefficient = getattr(self.model(), "router_aux_loss_coef", self.coefficient)
+        return self.main(logits, labels, *items) + coefficient * auxiliary
 
     def run(
         self, layer: PipelineLayer, hidden: Tensor, sides: SideInputs, sums: Tensor | None
@@ -349,7 +353,9 @@ def with_auxiliary_loss(
     values: Any = [getattr(model, name, None) for name in needed]
     if not asks or not isinstance(recorder, OutputRecorder) or None in values:
         return loss
-    auxiliary = AuxiliaryLoss(loss, recorder.target_class, *values)
+    experts, chosen, coefficient = values
+    held = weakref.ref(model)
+    auxiliary = AuxiliaryLoss(loss, recorder.target_class, experts, chosen, coefficient, held)
     for layer in chain:
         layer.auxiliary = auxiliary
     for layer in chain[1:]:

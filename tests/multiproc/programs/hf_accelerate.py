@@ -6,6 +6,7 @@ import math
 import os
 import random
 from functools import partial
+from itertools import islice
 
 import accelerate
 import numpy
@@ -153,6 +154,40 @@ def shared():
         }
 
 
+def unlike_steps():
+    """What is said of loops that step elsewhere than their engine."""
+
+    def prepared():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        config = {**configuration({}), "gradient_accumulation_steps": 1}
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        accelerator = wavemare.accelerate.Accelerator(deepspeed_plugin=plugin)
+        model = plain_model("gpt2")
+        loader = torch.utils.data.DataLoader(Rows("gpt2", 16), batch_size=2)
+        made = accelerator.prepare(model, DummyOptim(model.parameters()), loader)
+        return accelerator, *made
+
+    def by_hand(*, steps=False):
+        accelerator, model, optimizer, loader = prepared()
+        for batch in islice(loader, 2):
+            accelerator.backward(model(**batch).loss / 2)
+            if steps:
+                optimizer.step()
+
+    def by_two_engines():
+        accelerator, model, _, loader = prepared()
+        other = plain_model("gpt2")
+        accelerator.prepare(other, DummyOptim(other.parameters()))
+        accelerator.backward(model(**next(iter(loader))).loss)
+
+    def alone():
+        _, model, _, loader = prepared()
+        model(**next(iter(loader))).loss.backward()
+
+    loops = partial(by_hand, steps=True), by_hand, by_two_engines, alone
+    return [refusal(loop) for loop in loops]
+
+
 def plugins(*sections):
     """Whether the engine of each plugin has the sparse collective, also by another accelerator."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -203,6 +238,7 @@ if __name__ == "__main__":
             "told staged": refusal(lambda: loop(ours, {"pipeline": {"stages": 2}}, cpu=True)),
             "late": refusal(lambda: loop(ours, state={})),
             "sparse": loop(ours, auto),
+            "unlike steps": unlike_steps(),
             "pipeline": refusal(lambda: loop(ours, {"pipeline": {"stages": 2}})),
             "waves": refusal(lambda: loop(ours, {"wavelet": {"mode": "sync"}})),
             "plugins": [plugins(auto, {}), plugins(None, auto)],

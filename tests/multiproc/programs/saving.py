@@ -326,6 +326,14 @@ class Ways:
     def resize_embeddings(self):
         return str(self.model.resize_token_embeddings(VOCABULARY).num_embeddings)
 
+    def forward_hook(self):
+        self.model.register_forward_hook(lambda *_: None).remove()
+        return "registered"
+
+    def backward_hook(self):
+        self.model.register_full_backward_hook(lambda *_: None).remove()
+        return "registered"
+
     @property
     def _first(self):
         return dist.get_rank() == 0
@@ -360,8 +368,8 @@ def expected(way, layout, kind, folder):
     if way == "forward":
         with torch.no_grad():
             return model(ids).logits
-    if "embeddings" in way:
-        return str(VOCABULARY)
+    if "embeddings" in way or "hook" in way:
+        return str(VOCABULARY) if "embeddings" in way else "registered"
     if "generate" in way:
         return model.generate(input_ids=ids[:, :4], max_new_tokens=4, do_sample=False)
     if way in _FILES or "state_dict" in way or way == "deepcopy":

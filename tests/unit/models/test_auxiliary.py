@@ -107,3 +107,10 @@ def test_a_loss_of_the_callers_own_is_added_to_it(make_moe, make_batch):
     expected = model(**batch)
     loss = module.loss_fn(module(inputs), labels)
     assert torch.equal(loss, expected.logits.sum() + 0.1 * expected.aux_loss)
+
+
+def test_a_coefficient_that_changes_in_training_counts(make_moe, make_batch):
+    model = make_moe("mixtral")
+    module = to_pipeline(model, num_stages=1)
+    model.router_aux_loss_coef = 5.0
+    check_bits(model, module, [make_batch(model)], 2)

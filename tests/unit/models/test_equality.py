@@ -252,3 +252,19 @@ def test_a_loss_of_the_callers_own(make_model, make_batch):
     inputs, labels = module.split_batch(make_batch(model))
     logits = module(inputs)
     assert torch.equal(module.loss_fn(logits, labels), logits.sum())
+
+
+@pytest.mark.parametrize("model_name", ["gpt2", "llama"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loss_function_of_the_models_own(model_name, late, make_model, make_batch):
+    """Also one that the model gets when it has been cut."""
+    model = make_model(model_name)
+
+    def smoothed(logits, labels, vocab_size, num_items_in_batch=None, **options):
+        flat = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(*flat, label_smoothing=0.3)
+
+    module = to_pipeline(model, num_stages=1) if late else None
+    model.loss_function = smoothed
+    module = module or to_pipeline(model, num_stages=1)
+    compare(model, module, make_batch(model), training=False)

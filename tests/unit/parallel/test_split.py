@@ -400,20 +400,25 @@ def without_a_rare_label(logits, labels, vocab_size, **options):
     return ForCausalLMLoss(logits, labels.masked_fill(labels == RARE, -100), vocab_size, **options)
 
 
-@pytest.mark.parametrize("kind", [Passing, Positional, InTraining, Weighing, "function"])
+@pytest.mark.parametrize(
+    "kind", [Passing, Positional, InTraining, Weighing, "function", "late function"]
+)
 def test_a_loss_of_the_callers_own_stays(kind, alone):
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
     def own():
         torch.manual_seed(3)
-        if kind != "function":
+        if not isinstance(kind, str):
             return gpt2(kind, **still).train()
         model = gpt2(**still).train()
-        model.loss_function = without_a_rare_label
+        if kind == "function":
+            model.loss_function = without_a_rare_label
         return model
 
     ids = torch.tensor([[RARE, RARE, 3, 7, RARE, 9]])
     whole, split = own(), split_model(own(), alone)
+    if kind == "late function":
+        whole.loss_function = split.loss_function = without_a_rare_label
     options = {"labels": ids, "num_items_in_batch": torch.tensor(40.0)}
     outputs = [model(input_ids=ids, **options) for model in (split, whole)]
     for output in outputs:

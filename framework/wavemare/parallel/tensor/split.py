@@ -381,12 +381,13 @@ def _compute_loss_over_group(model: Any, head: VocabParallelHead) -> None:
     shifts, counts, own = shifts_labels(model), counts_items(model), has_own_loss(model)
     if not own and not shifts and not type(model).__name__.endswith("ForMaskedLM"):
         raise refusal(model, "its loss over the vocabulary is not that of a causal or masked model")
-    whole = model.forward
+    whole, function = model.forward, model.loss_function
     signature = inspect.signature(whole)
 
     @functools.wraps(whole)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if own or kwargs.get("fused_lm_head"):
+        changed = model.loss_function is not function
+        if own or changed or kwargs.get("fused_lm_head"):
             with _whole_head(model, head):
                 return whole(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
