@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from wavemare.engine.balance import Balance, attach_balance
+from wavemare.engine.broadcast import Differing, differ
 from wavemare.engine.checkpoint.checkpointing import CheckpointMixin
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.feature import Feature
@@ -129,18 +130,21 @@ class EngineMixin(CheckpointMixin):
         self.features = tuple(filter(None, features))
 
     def _broadcast_model(self) -> None:
-        """Give all ranks the weights of the first, also those without dimensions."""
+        """Give all ranks the weights of the first where they differ, also without dimensions."""
         # DeepSpeed's method views weights as bytes, which torch refuses without dimensions.
         scalars = [own for own in self.module.parameters() if own.dim() == 0]
         for own in scalars:
             own.data = own.data.view(1)
         try:
-            super()._broadcast_model()
+            with replaced(self, {"module": Differing(self)}):
+                super()._broadcast_model()
             if self.num_replicas > 1 and not self.is_elastic:  # of which it reaches one
-                for own in self.module.parameters():
+                weights, group = list(self.module.parameters()), self._replicas.group
+                for own in weights:
                     own.data = own.data.contiguous()  # masters are flat views of it
+                for own in weights if differ(weights, group) else ():
                     whole = own.data.view(-1).view(torch.uint8)
-                    dist.broadcast(whole, self._replicas.first, group=self._replicas.group)
+                    dist.broadcast(whole, self._replicas.first, group=group)
         finally:
             for own in scalars:
                 own.data = own.data.view(())

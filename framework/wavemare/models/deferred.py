@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from wavemare.errors import ModelError
 from wavemare.models import quantized
-from wavemare.models.source import WeightSource, cast
+from wavemare.models.source import Stored, WeightSource, Zeros, cast
 
 _MARK = "deferred"
 _LEFT = {_MARK, "requires_grad"}  # the second is left there by accelerate
@@ -77,6 +77,9 @@ class Deferred:
 
     def read(self, parameter: Any) -> nn.Parameter:
         """Return what stands in a parameter's place, of its type."""
+        if isinstance(self.source, Zeros):  # memory that nobody has written is not taken yet
+            values = torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu")
+            return nn.Parameter(values, parameter.requires_grad)
         if not quantized.is_quantized(parameter):
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             self.read_into(values)
@@ -269,6 +272,23 @@ def unread_model(
     if quantization_config is not None:
         quantized.convert(model, quantization_config)
     return defer(model, source, dtype)
+
+
+def zero_model(make: Callable[[], Any]) -> Any:
+    """Return a new model of zeros, whose weights a checkpoint will replace.
+
+    Each rank makes those of its stage, and its own parts, and no random numbers are drawn.
+
+    Args:
+        make: Makes the model, of transformers.
+    """
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = make()
+    model.tie_weights()
+    named = model.named_parameters(remove_duplicate=False)
+    return defer(model, Zeros({name: Stored(tuple(p.shape), p.dtype) for name, p in named}))
 
 
 def from_folder(

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights the first rank has to send to the others when an engine is made.
+
+Most programs seed all ranks alike, or have them read the same files. Then nothing needs to be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from deepspeed.moe.utils import is_moe_param
+from torch import Tensor, distributed
+
+from wavemare.engine.launch.group import gather
+
+if TYPE_CHECKING:
+    from wavemare.engine.base import EngineMixin
+
+
+class Differing:
+    """Stands for an engine's model, with those weights alone that ranks have differently.
+
+    Args:
+        engine: It has its process groups. All ranks call this together.
+    """
+
+    def __init__(self, engine: EngineMixin) -> None:
+        kinds: dict[str, list[str]] = {}  # experts have groups of their own
+        named = dict(engine.module.named_parameters())
+        for name, weight in named.items():
+            kinds.setdefault(weight.group_name if is_moe_param(weight) else "", []).append(name)
+        sent: set[str] = set()
+        for kind, names in sorted(kinds.items()):
+            groups = engine.expert_data_parallel_group
+            group = groups[kind] if kind else engine.seq_data_parallel_group
+            if differ([named[name] for name in names], group):
+                sent.update(names)
+        self._named = [(name, weight) for name, weight in named.items() if name in sent]
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Yield names and weights, in the model's order."""
+        yield from self._named
+
+
+def differ(weights: Sequence[Tensor], group: Any) -> bool:
+    """Return whether ranks may hold other bits of some weights; all ranks of the group call it.
+
+    Weights on an accelerator are not compared: there, sending them takes less time.
+    """
+    if distributed.get_world_size(group) == 1:
+        return False
+    digests = gather(_digest(weights), group)
+    return digests[0] is None or any(digest != digests[0] for digest in digests)
+
+
+def _digest(weights: Sequence[Tensor]) -> str | None:
+    """Return a checksum of all bits of weights; None if this process cannot read them directly."""
+    checksum = xxhash.xxh3_128()
+    for weight in weights:
+        values = weight.data
+        if type(values) is not Tensor or values.device.type != "cpu":
+            return None
+        checksum.update(f"{values.dtype} {tuple(values.shape)}".encode())
+        checksum.update(values.contiguous().view(-1).view(torch.uint8).numpy())
+    return checksum.hexdigest()
