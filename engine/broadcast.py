@@ -6,18 +6,46 @@ Most programs seed all ranks alike, or have them read the same files. Then nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from deepspeed import comm as dist
 from deepspeed.moe.utils import is_moe_param
-from torch import Tensor, distributed
+from torch import Tensor
 
 from wavemare.engine.launch.group import gather
+from wavemare.engine.seams import replaced
 
 if TYPE_CHECKING:
     from wavemare.engine.base import EngineMixin
+
+
+def broadcast_weights(engine: EngineMixin, broadcast: Callable[[], None]) -> None:
+    """Give all ranks the weights of the first where they differ, also those without dimensions.
+
+    Args:
+        engine: It has its process groups.
+        broadcast: DeepSpeed's method, which reaches the ranks of one replica.
+    """
+    # It views weights as bytes, which torch refuses without dimensions.
+    scalars = [own for own in engine.module.parameters() if own.dim() == 0]
+    for own in scalars:
+        own.data = own.data.view(1)
+    try:
+        with replaced(engine, {"module": Differing(engine)}):
+            broadcast()
+        if engine.num_replicas > 1 and not engine.is_elastic:
+            weights, replicas = list(engine.module.parameters()), engine._replicas
+            for own in weights:
+                own.data = own.data.contiguous()  # masters are flat views of it
+            for own in weights if differ(weights, replicas.group) else ():
+                whole = own.data.view(-1).view(torch.uint8)
+                dist.broadcast(whole, replicas.first, group=replicas.group)
+    finally:
+        for own in scalars:
+            own.data = own.data.view(())
 
 
 class Differing:
@@ -50,7 +78,7 @@ def differ(weights: Sequence[Tensor], group: Any) -> bool:
 
     Weights on an accelerator are not compared: there, sending them takes less time.
     """
-    if distributed.get_world_size(group) == 1:
+    if dist.get_world_size(group) == 1:
         return False
     digests = gather(_digest(weights), group)
     return digests[0] is None or any(digest != digests[0] for digest in digests)
