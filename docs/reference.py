@@ -8,8 +8,8 @@ of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``due
 ``schedules of``, ``steps of``, ``gpu of`` result files that match NAME; ``families of``,
 ``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``settings of`` local
 steps, which were measured; ``staleness of`` result files that match NAME; ``corrections of`` the
-engine's table; ``losses of`` a pipeline, ``stages x micro-batches``, over time. A test compares the
-pages with what this file would write. It also writes `LOSSES`, which the planner of local steps
+engine's table; ``losses of`` a pipeline, ``stages x micro-batches``, over time; ``restarts of`` a
+file of kills. A test compares the pages with what this file would write. It also writes `LOSSES`, which the planner of local steps
 reads.
 """
 
@@ -55,6 +55,7 @@ PAGES = (
     RESULTS / "whale.md",
     RESULTS / "slow-links.md",
     RESULTS / "gpu.md",
+    RESULTS / "checkpoints.md",
 )
 SECTIONS = {name: field.annotation for name, field in WavemareConfig.model_fields.items()}
 _MARKED = re.compile(
@@ -78,6 +79,7 @@ def page(text: str) -> str:
         "staleness": staleness,
         "corrections": corrections,
         "losses": in_time,
+        "restarts": restarts,
     }
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
@@ -468,6 +470,24 @@ def gpu(pattern: str) -> str:
     if not rows:
         return "There is no result yet.\n"
     return _markdown([head, ["---"] * 4 + ["---:"] * 3 + ["---"], *rows])
+
+
+def restarts(name: str) -> str:
+    """Return the parts of the time from the death of a rank to the end of the next step."""
+    rounds = json.loads((RESULTS / name).read_text())["rounds"]
+    parts = {part: [each["seconds"][part] for each in rounds] for part in rounds[0]["seconds"]}
+    sums = [sum(each["seconds"].values()) for each in rounds]
+    own = ("until this process started", "of imports")
+    beyond = [
+        total - sum(each["seconds"][part] for part in own)
+        for total, each in zip(sums, rounds, strict=True)
+    ]
+    parts |= {"together": sums, "together, without the first two": beyond}
+    rows = [
+        [part, f"{statistics.median(found):.1f}", f"{min(found):.1f} to {max(found):.1f}"]
+        for part, found in parts.items()
+    ]
+    return _markdown([["seconds", "median", "range"], ["---", "---:", "---:"], *rows])
 
 
 def _results(pattern: str) -> Iterator[dict[str, Any]]:
