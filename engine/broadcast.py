@@ -76,21 +76,21 @@ class Differing:
 def differ(weights: Sequence[Tensor], group: Any) -> bool:
     """Return whether ranks may hold other bits of some weights; all ranks of the group call it.
 
-    Weights on an accelerator are not compared: there, sending them takes less time.
+    Weights on an accelerator, and those of a class of their own, are not compared.
     """
+    values = [weight.data for weight in weights]
     if dist.get_world_size(group) == 1:
         return False
-    digests = gather(_digest(weights), group)
-    return digests[0] is None or any(digest != digests[0] for digest in digests)
+    if any(type(value) is not Tensor or value.device.type != "cpu" for value in values):
+        return True
+    digests = gather(_digest(values), group)
+    return any(digest != digests[0] for digest in digests)
 
 
-def _digest(weights: Sequence[Tensor]) -> str | None:
-    """Return a checksum of all bits of weights; None if this process cannot read them directly."""
+def _digest(values: Sequence[Tensor]) -> str:
+    """Return a checksum of all bits of tensors."""
     checksum = xxhash.xxh3_128()
-    for weight in weights:
-        values = weight.data
-        if type(values) is not Tensor or values.device.type != "cpu":
-            return None
-        checksum.update(f"{values.dtype} {tuple(values.shape)}".encode())
-        checksum.update(values.contiguous().view(-1).view(torch.uint8).numpy())
+    for value in values:
+        checksum.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        checksum.update(value.contiguous().view(-1).view(torch.uint8).numpy())
     return checksum.hexdigest()
