@@ -9,8 +9,8 @@ of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``due
 ``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``settings of`` local
 steps, which were measured; ``staleness of`` result files that match NAME; ``corrections of`` the
 engine's table; ``losses of`` a pipeline, ``stages x micro-batches``, over time; ``restarts of`` a
-file of kills. A test compares the pages with what this file would write. It also writes `LOSSES`, which the planner of local steps
-reads.
+file of kills. A test compares the pages with what this file would write. It also writes `LOSSES`,
+which the planner of local steps reads.
 """
 
 import inspect

@@ -77,9 +77,6 @@ class Deferred:
 
     def read(self, parameter: Any) -> nn.Parameter:
         """Return what stands in a parameter's place, of its type."""
-        if isinstance(self.source, Zeros):  # memory that nobody has written is not taken yet
-            values = torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu")
-            return nn.Parameter(values, parameter.requires_grad)
         if not quantized.is_quantized(parameter):
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             self.read_into(values)
