@@ -9,8 +9,8 @@ of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``due
 ``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``settings of`` local
 steps, which were measured; ``staleness of`` result files that match NAME; ``corrections of`` the
 engine's table; ``losses of`` a pipeline, ``stages x micro-batches``, over time; ``layouts of``
-emulated clusters. A test compares the pages with what this file would write. It also writes
-`LOSSES`, which the planner of local steps reads.
+emulated clusters; ``restarts of`` a file of kills. A test compares the pages with what this file
+would write. It also writes `LOSSES`, which the planner of local steps reads.
 """
 
 import inspect
@@ -55,6 +55,7 @@ PAGES = (
     RESULTS / "whale.md",
     RESULTS / "slow-links.md",
     RESULTS / "gpu.md",
+    RESULTS / "checkpoints.md",
 )
 SECTIONS = {name: field.annotation for name, field in WavemareConfig.model_fields.items()}
 _MARKED = re.compile(
@@ -74,7 +75,7 @@ def page(text: str) -> str:
     kinds |= {"schedules": schedules, "steps": steps, "families": families, "ratios": ratios}
     kinds |= {"times": times, "cells": cells, "gpu": gpu, "options": options}
     kinds |= {"settings": settings, "staleness": staleness, "corrections": corrections}
-    kinds |= {"losses": in_time, "layouts": layouts}
+    kinds |= {"losses": in_time, "layouts": layouts, "restarts": restarts}
     return _MARKED.sub(lambda found: f"{found[1]}\n{kinds[found[2]](found[3])}\n", text)
 
 
@@ -263,30 +264,24 @@ def layouts(pattern: str) -> str:
     """Return a row for each cluster of ``benchmarks layouts``, and one for all of them."""
     head = ["devices, by hosts", "Mbit/s", "chosen P x D", "first blocks of stages", "samples"]
     head += ["beside", "s predicted", "measured", "error, of all", "of the best", "Metis", "equal"]
-    rows, errors, bests = [], [], []
-    speedups: dict[str, list[float]] = {"metis": [], "equal": []}
     clusters: dict[str, dict[str, Any]] = {}
     for row in (row for result in _results(pattern) for row in result["rows"]):
         clusters.setdefault(row["cluster"], {})[row["system"]] = row
+    rows, errors, bests, gains = [], [], [], []
     for systems in clusters.values():
-        chosen = systems["chosen"]
-        hosts = " + ".join(", ".join(f"{speed:g}" for speed in own) for own in chosen["hosts"])
-        links = "-" if chosen["mbit"] is None else ", ".join(f"{m:g}" for m in chosen["mbit"])
-        own = [abs(row["error"]) for row in systems.values()]
-        errors += own
-        bests.append(chosen["of_best"])
-        cells = [hosts, links, chosen["axes"], chosen["cuts"].replace("|", "and")]
-        cells += [chosen["shares"], chosen["other"], f"{chosen['predicted_s']:.2f}"]
-        cells += [f"{chosen['median_s']:.2f}", f"{max(own):.1%}", f"{chosen['of_best']:.1%}"]
-        for name, all_of in speedups.items():
-            if name in systems:
-                all_of.append(systems[name]["median_s"] / chosen["median_s"])
-            cells.append(f"{all_of[-1]:.2f}" if name in systems else "")
-        rows.append(cells)
-    middles = [f"{statistics.median(all_of):.2f}" for all_of in speedups.values()]
-    last = [f"{statistics.median(errors):.1%}, worst {max(errors):.1%}", f"worst {min(bests):.1%}"]
-    rows.append(["**median**", *[""] * 7, *last, *middles])
-    return _markdown([head, ["---"] * 6 + ["---:"] * 6, *rows])
+        own = systems["chosen"]
+        errors.append([abs(row["error"]) for row in systems.values()])
+        bests.append(own["of_best"])
+        gains.append([systems[name]["median_s"] / own["median_s"] for name in ("metis", "equal")])
+        cells = [" + ".join(", ".join(f"{speed:g}" for speed in each) for each in own["hosts"])]
+        cells += [", ".join(f"{mbit:g}" for mbit in own["mbit"] or ()) or "-", own["axes"]]
+        cells += [own["cuts"].replace("|", "and"), own["shares"], own["other"]]
+        cells += [f"{own['predicted_s']:.2f}", f"{own['median_s']:.2f}", f"{max(errors[-1]):.1%}"]
+        rows.append([*cells, f"{bests[-1]:.1%}", *(f"{gain:.2f}" for gain in gains[-1])])
+    all_errors = [error for each in errors for error in each]
+    last = [f"{statistics.median(all_errors):.1%}, worst {max(all_errors):.1%}"]
+    last += [f"worst {min(bests):.1%}", *(f"{statistics.median(each):.2f}" for each in zip(*gains))]
+    return _markdown([head, ["---"] * 6 + ["---:"] * 6, *rows, ["**median**", *[""] * 7, *last]])
 
 
 def duels(pattern: str) -> str:
@@ -494,6 +489,24 @@ def gpu(pattern: str) -> str:
     if not rows:
         return "There is no result yet.\n"
     return _markdown([head, ["---"] * 4 + ["---:"] * 3 + ["---"], *rows])
+
+
+def restarts(name: str) -> str:
+    """Return the parts of the time from the death of a rank to the end of the next step."""
+    rounds = json.loads((RESULTS / name).read_text())["rounds"]
+    parts = {part: [each["seconds"][part] for each in rounds] for part in rounds[0]["seconds"]}
+    sums = [sum(each["seconds"].values()) for each in rounds]
+    own = ("until this process started", "of imports")
+    beyond = [
+        total - sum(each["seconds"][part] for part in own)
+        for total, each in zip(sums, rounds, strict=True)
+    ]
+    parts |= {"together": sums, "together, without the first two": beyond}
+    rows = [
+        [part, f"{statistics.median(found):.1f}", f"{min(found):.1f} to {max(found):.1f}"]
+        for part, found in parts.items()
+    ]
+    return _markdown([["seconds", "median", "range"], ["---", "---:", "---:"], *rows])
 
 
 def _results(pattern: str) -> Iterator[dict[str, Any]]:

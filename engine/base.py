@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
-import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import ROUTE_TRAIN
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from wavemare.engine.balance import Balance, attach_balance
+from wavemare.engine.broadcast import broadcast_weights
 from wavemare.engine.checkpoint.checkpointing import CheckpointMixin
 from wavemare.engine.config.resolve import SECTION, WavemareConfig
 from wavemare.engine.feature import Feature
@@ -129,21 +129,8 @@ class EngineMixin(CheckpointMixin):
         self.features = tuple(filter(None, features))
 
     def _broadcast_model(self) -> None:
-        """Give all ranks the weights of the first, also those without dimensions."""
-        # DeepSpeed's method views weights as bytes, which torch refuses without dimensions.
-        scalars = [own for own in self.module.parameters() if own.dim() == 0]
-        for own in scalars:
-            own.data = own.data.view(1)
-        try:
-            super()._broadcast_model()
-            if self.num_replicas > 1 and not self.is_elastic:  # of which it reaches one
-                for own in self.module.parameters():
-                    own.data = own.data.contiguous()  # masters are flat views of it
-                    whole = own.data.view(-1).view(torch.uint8)
-                    dist.broadcast(whole, self._replicas.first, group=self._replicas.group)
-        finally:
-            for own in scalars:
-                own.data = own.data.view(())
+        """Give all ranks the weights of the first, where they differ."""
+        broadcast_weights(self, super()._broadcast_model)
 
     def leave_out(self, data_iter: Any, samples: int) -> None:
         """Go on in the data after what other replicas have read meanwhile; None is no data."""

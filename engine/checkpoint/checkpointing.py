@@ -69,7 +69,7 @@ from wavemare.engine.checkpoint.manifest import (
 )
 from wavemare.engine.checkpoint.random_state import random_state, restore_random_state
 from wavemare.engine.checkpoint.save import BackgroundSave, Save, background_group, tidy
-from wavemare.engine.checkpoint.saved import Saved
+from wavemare.engine.checkpoint.saved import Saved, check_stock_files
 from wavemare.engine.checkpoint.universal import (
     universal_information,
     universal_tag,
@@ -480,7 +480,10 @@ def _check(folder: Path, manifest: Any, engine: EngineMixin, *, whole: bool) -> 
     Raises:
         CheckpointError: A file is damaged, or they cannot.
     """
-    if manifest is not None and engine.settings.checkpoint.verify == "checksums":
+    if manifest is None and not engine.load_universal_checkpoint():
+        if not engine.use_node_local_storage():  # where each host has files of its own
+            check_stock_files(folder, whole=whole)
+    elif manifest is not None and engine.settings.checkpoint.verify == "checksums":
         _verify(folder, manifest, engine)
     check_whole(folder, engine)
     written = written_with(folder, engine) if whole else None

@@ -12,7 +12,7 @@ import math
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -105,7 +105,10 @@ class Saved:
         self._optimizer_files = {
             place: _map(path) for place, path in _places(folder, _OPTIMIZER).items()
         }
-        self._check_files()
+        spread = self._zero_stage() == ZERO_WEIGHTS
+        lost = _lost(self._model_files, self._optimizer_files, self.common, spread=spread)
+        if lost is not None:
+            raise self._error(lost, _WHOLE_FILE)
         self._read_weights()
         for place in sorted(self._optimizer_files, key=lambda place: place[::-1]):
             self._read_optimizer(place, self._optimizer_files[place][OPTIMIZER_STATE_DICT])
@@ -173,25 +176,6 @@ class Saved:
         told = self._manifest.get("topology", {}).get("zero_stage")
         first: Any = next(iter(self._optimizer_files.values()), {})
         return _stage_of(self.common, first) if told is None else int(told)
-
-    def _check_files(self) -> None:
-        """Refuse a folder that lacks a rank's file."""
-        models, data = 1 + max(m for _, m in self._model_files), self.common.get("dp_world_size", 1)
-        models = max(models, int(self.common.get("mp_world_size", 1)))
-        spread = self._zero_stage() == ZERO_WEIGHTS
-        wanted = [(self._model_files, int(data) if spread else 1, "model_states")]
-        if self._optimizer_files:
-            wanted.append((self._optimizer_files, int(data), "optim_states"))
-        for found, count, what in wanted:
-            lost = [(d, m) for d in range(count) for m in range(models) if (d, m) not in found]
-            if lost:
-                (rank, place), more = lost[0], len(lost) - 1
-                others = f" and {more} others" if more else ""
-                reason = (
-                    f"the file {what} of data rank {rank}, rank {place} of the model{others} is "
-                    f"missing: {int(data) * models} ranks saved it"
-                )
-                raise self._error(reason, _WHOLE_FILE)
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -413,6 +397,58 @@ def _stage_of(common: Mapping[str, Any], optimizer_file: Mapping[str, Any]) -> i
     if isinstance(given, Mapping) and isinstance(given.get("stage"), int):
         return int(given["stage"])
     return int(optimizer_file.get(OPTIMIZER_STATE_DICT, {}).get(ZERO_STAGE, 0))
+
+
+def _lost(
+    weights: Collection[_Place],
+    states: Collection[_Place],
+    common: Mapping[str, Any],
+    *,
+    spread: bool,
+) -> str | None:
+    """Return which rank's file is missing in a folder, as a reason; None if all are there.
+
+    Args:
+        weights: The places that have a file of weights.
+        states: Those that have one of the optimizer.
+        common: One of the files of weights.
+        spread: Whether each data rank has a file of weights, as with ZeRO 3.
+    """
+    data = int(common.get("dp_world_size", 1))
+    models = max(int(common.get("mp_world_size", 1)), *(1 + model for _, model in weights))
+    wanted = [(weights, data if spread else 1, "model_states")]
+    if states:
+        wanted.append((states, data, "optim_states"))
+    for found, count, what in wanted:
+        lost = [(d, m) for d in range(count) for m in range(models) if (d, m) not in found]
+        if lost:
+            (rank, place), more = lost[0], len(lost) - 1
+            others = f" and {more} others" if more else ""
+            return (
+                f"the file {what} of data rank {rank}, rank {place} of the model{others} is "
+                f"missing: {data * models} ranks saved it"
+            )
+    return None
+
+
+def check_stock_files(folder: Path, *, whole: bool) -> None:
+    """Refuse stock DeepSpeed's folder that lacks a rank's file: no list says which there were.
+
+    Args:
+        folder: Of one tag.
+        whole: Whether the optimizer's files are read, too.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    weights, states = (_places(folder, pattern) for pattern in (_MODEL, _OPTIMIZER))
+    if not weights:
+        return
+    common = _map(weights[min(weights)])
+    stage = _stage_of(common, _map(states[min(states)]) if states else {})
+    lost = _lost(weights, states if whole else {}, common, spread=stage == ZERO_WEIGHTS)
+    if lost is not None:
+        raise CheckpointError("checkpoint", str(folder), lost, _WHOLE_FILE)
 
 
 def stock_topology(folder: Path) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from wavemare.comm.waits import Call, Wait
+from wavemare.comm.waits import Call, Wait, told_to_end
 from wavemare.engine.config.sections import WatchdogConfig
 from wavemare.engine.health.board import Board
 from wavemare.engine.health.rank_status import (
@@ -170,7 +170,7 @@ class Watchdog:
         self._now = clock()
         self._limits: dict[str, timedelta] = {}
         self._holders = 1
-        self._word = ""
+        self._word, self._lingers = "", True
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="wavemare-watchdog", daemon=True)
@@ -240,6 +240,8 @@ class Watchdog:
         if notify:
             with_code = f" with exit code {code}" if code else ""
             self._word = f"after step {self.progress.step}{with_code}"
+            # The launcher that ends this process because another has failed ends all of them.
+            self._lingers = not (code and told_to_end.is_set())
         self._stopping.set()
         # A thread of its own may collect an engine, and so come here.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -261,7 +263,7 @@ class Watchdog:
             except Exception:
                 logger.exception("the watchdog could not look")  # and goes on
         if self._board is not None and not self.ending:
-            linger_s = 2 * self._tick_s if self._word else 0.0
+            linger_s = 2 * self._tick_s if self._word and self._lingers else 0.0
             self._board.leave(replace(self._status(), left=self._word), linger_s)
 
     def _count(self) -> None:

@@ -45,6 +45,7 @@ _STORE_SECONDS = 2.0
 _GRACE_SECONDS = 3.0
 # For peers that fail too and ask the store, which may live in this process.
 _LINGER_SECONDS = 0.5
+_POLL_SECONDS = 0.02
 # More than the watchdog needs to end this process.
 _ENDING_SECONDS = 30.0
 # For writers; a rank that has stopped would hold them up for ever.
@@ -118,11 +119,11 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
     elif (summary := _explain_lost_peers()) is not None:
         sys.stderr.write(f"{summary}\n")
         # In which a launcher sees the exit code of the rank that is lost.
-        time.sleep(0 if told_to_end.is_set() else grace_s)
+        _await_the_end(grace_s)
         _report_to_torchrun(error)
         _leave(1)
     else:
-        time.sleep(grace_s)  # in which others claim the failure
+        _await_the_end(grace_s)  # in which others claim the failure
         reported = _count_failures(0)
         if reported is None and _group_exists() and environment_rank() != 0:
             # Rank 0, which hosts the store, may have reported its error: no traceback after that.
@@ -140,6 +141,17 @@ def _end(error: BaseException, grace_s: float) -> NoReturn:
     sys.stderr.write("".join(lines))
     _report_to_torchrun(error)
     _leave(1)
+
+
+def _await_the_end(grace_s: float) -> None:
+    """Wait for a moment, until the launcher ends this process because another one has failed.
+
+    That one has claimed its failure before it has ended.
+    """
+    until = time.monotonic() + grace_s
+    # The handler that sets the event runs in this thread, and would wait for the event's lock.
+    while not told_to_end.is_set() and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
 
 
 def _finish_saves() -> None:

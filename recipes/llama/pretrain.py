@@ -89,7 +89,7 @@ def main() -> None:
     wait_for_data(setup)  # until all hosts have read; a collective would time out
 
     # Model: new, or a checkpoint's, of which each process reads its own part.
-    model = make_or_load_model(args, text, setup.tensor_parallel)
+    model = make_or_load_model(args, text, setup.tensor_parallel, resume=setup.resume)
     prompt = text.choose_prompt(args.prompt, model.config)
     print_start("Llama pretraining", setup, model, text.describe(), rate="warm-up, constant, decay")
 

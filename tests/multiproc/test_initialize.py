@@ -6,6 +6,7 @@ import pytest
 # Plain models first: in one process DeepSpeed keeps a pipeline's grid for all engines after it.
 CASES = [
     "data_parallel",
+    "first_weights",
     "one_file",
     "training_data_plain",
     "pipeline",
@@ -66,6 +67,16 @@ def test_the_data_parallel_loss_is_the_mean_over_micro_batches_and_ranks(results
     assert first["class"] == "Engine"
     assert first["losses"] == last["losses"]
     assert first["losses"] == pytest.approx(results[0]["reference"][1], rel=1e-5)
+
+
+def test_all_ranks_begin_with_the_bits_of_the_first_and_equal_weights_are_not_sent(results):
+    first, last = (result["first_weights"] for result in results)
+    assert first == last
+    (digest,) = {digest for digest, _ in first.values()}
+    assert digest
+    for name, (_, sent) in first.items():
+        if not name.endswith("3"):  # DeepSpeed sends them as it cuts them
+            assert (sent > 0) == name.startswith("unlike"), name
 
 
 def test_a_data_parallel_engine_trains_after_engines_of_other_groups(launch):

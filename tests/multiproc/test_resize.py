@@ -137,9 +137,11 @@ def test_stock_checkpoints_go_on_at_other_sizes_and_a_lost_file_is_named(launch,
         matrix.compare(pair, found)
     lost = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     (matrix.folder / name.replace("/", "_") / "tag" / lost).unlink()
-    for found in matrix.run("load", 2, pairs)[pairs[0]]:
-        assert found["key"] == "checkpoint"
-        assert "optim_states of data rank 1" in found["reason"]
+    pairs.append(f"{name}:{name}")
+    for pair, results in matrix.run("load", 2, pairs).items():
+        for found in results:
+            assert found["key"] == "checkpoint", pair
+            assert "optim_states of data rank 1" in found["reason"], pair
 
 
 @pytest.mark.nightly

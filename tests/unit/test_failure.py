@@ -106,6 +106,24 @@ def test_rank_that_fails_alone_prints_in_the_end(start):
     assert end(start(RAISE, RANK="3")) == Ended(2, "", f"error: {MESSAGE}")
 
 
+def test_a_rank_that_its_launcher_tells_to_end_does_not_wait_for_it(start):
+    """Not even if it can say nothing of the rank that it has lost."""
+    process = start(
+        """
+        import signal
+        from wavemare.comm.waits import told_to_end
+        signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
+        print("up", flush=True)
+        raise RuntimeError("Connection closed by peer")
+        """,
+        grace_s=900,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    assert end(process).code == 1
+
+
 # All are there before one ends: joining a group whose store has gone is another case.
 RANK = """
 import os, sys, threading, time

@@ -324,15 +324,17 @@ def source_key(source: Source) -> str:
 @contextmanager
 def one_error(source: Source) -> Iterator[None]:
     """Raise a `DataError` for whatever a reader says about the data."""
-    import datasets
-    from pyarrow import ArrowException
-
-    kinds = (datasets.exceptions.DatasetsError, OSError, ValueError, StopIteration, ArrowException)
     try:
         yield
     except DataError:
         raise
-    except kinds as error:
+    except Exception as error:
+        import datasets  # half a second, of which a start without an error needs nothing
+        from pyarrow import ArrowException
+
+        readers = (datasets.exceptions.DatasetsError, ArrowException)
+        if not isinstance(error, (*readers, OSError, ValueError, StopIteration)):
+            raise
         cause = error.__cause__ or error
         if isinstance(cause, DataError):
             raise cause from None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from wavemare.errors import ModelError
 from wavemare.models import quantized
-from wavemare.models.source import WeightSource, cast
+from wavemare.models.source import Stored, WeightSource, Zeros, cast
 
 _MARK = "deferred"
 _LEFT = {_MARK, "requires_grad"}  # the second is left there by accelerate
@@ -269,6 +269,23 @@ def unread_model(
     if quantization_config is not None:
         quantized.convert(model, quantization_config)
     return defer(model, source, dtype)
+
+
+def zero_model(make: Callable[[], Any]) -> Any:
+    """Return a new model of zeros, whose weights a checkpoint will replace.
+
+    Each rank makes those of its stage, and its own parts, and no random numbers are drawn.
+
+    Args:
+        make: Makes the model, of transformers.
+    """
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = make()
+    model.tie_weights()
+    named = model.named_parameters(remove_duplicate=False)
+    return defer(model, Zeros({name: Stored(tuple(p.shape), p.dtype) for name, p in named}))
 
 
 def from_folder(

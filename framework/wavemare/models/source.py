@@ -105,6 +105,22 @@ class MemorySource:
         return self._state[name].detach()[index]
 
 
+class Zeros:
+    """Weights that are all zero, until the load of a checkpoint replaces them.
+
+    Args:
+        stored: The weights.
+    """
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self.stored = stored
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a weight or its part; nobody may write into it."""
+        stored = self.stored[name]
+        return torch.zeros((), dtype=stored.dtype).expand(stored.shape)[index]
+
+
 class Ahead:
     """Weights of a source, the next of which is read while a caller works with the last.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -252,7 +252,9 @@ def _exportable(args: Any, model: Any) -> Any:
     return model
 
 
-def make_or_load_model(args: Any, text: TrainingText, tensor_parallel: int = 1) -> Any:
+def make_or_load_model(
+    args: Any, text: TrainingText, tensor_parallel: int = 1, *, resume: bool = False
+) -> Any:
     """Return a model that continues text: new, of ``--model``, or of Megatron's checkpoint.
 
     Without a vocabulary size, a new one has the tokenizer's.
@@ -261,6 +263,7 @@ def make_or_load_model(args: Any, text: TrainingText, tensor_parallel: int = 1) 
         args: Options of the model, which `check_model` has checked.
         text: What it reads.
         tensor_parallel: Ranks that share a layer; the vocabulary is padded for them.
+        resume: Whether a checkpoint replaces the weights, so that a new model has zeros.
 
     Raises:
         ConfigError: The model is shorter than the samples.
@@ -276,10 +279,22 @@ def make_or_load_model(args: Any, text: TrainingText, tensor_parallel: int = 1) 
         own = {"vocab_size": rows, "bos_token_id": end, "eos_token_id": end}
         config = {**own, **model_config_of(args)}
         with reraise_model_errors("--model_config", args.model_config):
-            new = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-            model = _exportable(args, new)
+            made = AutoConfig.for_model(**config)
+            model = _new_model(lambda: AutoModelForCausalLM.from_config(made), made, resume)
+            model = _exportable(args, model)
     text.check_fits(args.sequence_length, model.config)
     return model
+
+
+def _new_model(make: Callable[[], Any], config: Any, resume: bool) -> Any:
+    """Return a new model; one of zeros if a checkpoint will replace its weights.
+
+    A model of another family needs numbers, by which its cut is proved.
+    """
+    from wavemare.megatron.arguments import FAMILIES
+    from wavemare.models.deferred import zero_model
+
+    return zero_model(make) if resume and config.model_type in FAMILIES else make()
 
 
 def make_masked_model(args: Any, text: TrainingText, tensor_parallel: int = 1) -> Any:

@@ -162,13 +162,25 @@ def fill_in_auto(setup: Setup, *, lr: float, inputs: Sequence[str]) -> Setup:
 
 def join_and_seed(setup: Setup) -> None:
     """Join the other processes, and seed the weights alike on all of them."""
-    import transformers
+    import random
+
+    import numpy as np
+    import torch
+
+    # What any model needs, and takes seconds: before the others wait for this process.
+    import transformers.generation.utils
+    import transformers.modeling_utils  # noqa: F401
+    from deepspeed.accelerator import get_accelerator
 
     import wavemare
 
     wavemare.init_distributed()
     quiet_libraries()
-    transformers.set_seed(setup.arguments.seed)
+    seed = setup.arguments.seed  # transformers.set_seed, without the imports of its Trainer
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    get_accelerator().manual_seed_all(seed)
 
 
 def wait_for_data(setup: Setup) -> None:

@@ -23,6 +23,7 @@ from common import (
     leave,
     refusal,
     token_batches,
+    weights_digest,
 )
 
 import wavemare
@@ -203,6 +204,23 @@ def case_dynamic_shapes():
         optimizer.step()
         expected.append(loss.item())
     return {"losses": found, "expected": expected}
+
+
+def case_first_weights():
+    """What the ranks begin with, and how many weights were sent, if they were unlike or not."""
+    rank, send = torch.distributed.get_rank(), deepspeed.comm.broadcast
+    found = {}
+    for zero in (0, 1, 3):
+        for name, value in (("alike", 0.0), ("unlike", -0.0 if rank else 0.0)):
+            model, sent = build_gpt2(), []
+            with torch.no_grad():
+                model.transformer.h[1].mlp.c_fc.weight[3, 5] = value
+            deepspeed.comm.broadcast = lambda *a, **k: sent.append(send(*a, **k))  # noqa: B023
+            engine, *_ = wavemare.initialize(model=model, config=plain(zero))
+            deepspeed.comm.broadcast = send
+            found[f"{name} {zero}"] = [weights_digest(engine), len(sent)]
+            engine.destroy()
+    return found
 
 
 def case_data_parallel():

@@ -18,7 +18,7 @@ from wavemare.engine.launch.group import leave_out_shared_memory
 from wavemare.errors import ModelError
 from wavemare.models import from_folder, to_pipeline
 from wavemare.models.adapters import begin_adapters
-from wavemare.models.deferred import is_deferred, read_weights, unread_model
+from wavemare.models.deferred import is_deferred, read_weights, unread_model, zero_model
 from wavemare.models.source import MemorySource
 from wavemare.parallel.experts import split_experts
 from wavemare.parallel.tensor.split import split_model
@@ -91,6 +91,19 @@ def check_share(model, source):
     padding = 8 * 32 * 3  # rows of a vocabulary that no token has, of embedding, head and bias
     assert held - padding <= source.elements <= held
     assert source.largest <= max(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", [*KINDS, "llama-tied", "mixtral"])
+def test_a_model_of_zeros_is_the_new_one_once_a_checkpoint_is_loaded(name):
+    """Buffers, which no checkpoint may have, have their values before."""
+    whole = build(name)
+    state = torch.get_rng_state()
+    zeros = zero_model(partial(type(whole), whole.config))
+    read_weights(zeros)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(parameter.any() for parameter in zeros.parameters())
+    zeros.load_state_dict(whole.state_dict())
+    check_equal(zeros, whole)
 
 
 @pytest.mark.parametrize("name", [*KINDS, "llama-tied", "qwen3", "mixtral", "qwen2_moe"])
