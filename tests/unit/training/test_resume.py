@@ -10,8 +10,9 @@ from torch import distributed as dist
 from support.refusals import refuses
 from wavemare.errors import ConfigError
 from wavemare.training.arguments import TrainArguments
-from wavemare.training.checkpoints import load_checkpoint, resumes_after_restart
+from wavemare.training.checkpoints import resumes_after_restart
 from wavemare.training.evaluation import BEST, read_best
+from wavemare.training.run import TrainingRun
 from wavemare.training.setup import Setup, adapt_accumulation
 
 
@@ -44,11 +45,15 @@ def continued(arguments):
     return Setup(arguments, **known, resume=True, rank=0, world_size=1)
 
 
-def test_a_run_that_is_past_the_last_step_is_not_continued():
+def test_a_run_that_is_past_the_last_step_is_not_continued(tmp_path):
     engine = SimpleNamespace(global_steps=20, load_checkpoint=lambda folder: (folder, {}))
-    arguments = TrainArguments(max_steps=19)
-    with refuses(ConfigError, "--max_steps", 19):
-        load_checkpoint(continued(arguments), engine, None, None)
+    arguments = TrainArguments(max_steps=19, output=str(tmp_path))
+    run = TrainingRun(arguments)
+    with (
+        refuses(ConfigError, "--max_steps", 19),
+        run.training(continued(arguments), engine, None),
+    ):
+        raise AssertionError("it trains")
 
 
 def test_a_host_without_the_file_knows_the_best_evaluation_of_rank_0(tmp_path, monkeypatch):
