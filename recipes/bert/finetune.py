@@ -61,7 +61,7 @@ class FinetuneArguments(ModelArguments, TrainArguments):
 
 def main() -> None:
     """Train, evaluate, export and classify."""
-    # Options and configuration. Most mistakes are refused here, before torch is imported.
+    # Options and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
@@ -69,20 +69,20 @@ def main() -> None:
     run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
     # Texts and model, whole on every process. One process of each host reads the texts.
-    join_and_seed(setup)  # with the other processes; all draw the same first weights
+    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     corpus = read_labelled_texts(source, args)
     num_classes = len(corpus.label_names)
     tokenizer, model = make_or_load_classifier(args, corpus, setup.tensor_parallel)
     train_samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
-    wait_for_data(setup)  # until all hosts have read; a collective would time out
+    wait_for_data(setup)  # until all hosts have read, however long that takes
     print_start("BERT classification", setup, model, corpus.describe())
 
     # Engine. finetune.json decides: two stages with 1F1B, 32 samples in a step, and AdamW, whose
     # rate rises to 1e-3 and falls to a tenth.
-    setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
+    setup = balance(setup, model)  # with --balance, faster devices get more work
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
+    seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
     # Batches. Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed)
@@ -101,7 +101,7 @@ def main() -> None:
 
     # Evaluation, export, and the model's answer for a text.
     if not run.stopped:
-        engine.synchronize()  # all ranks have one version of the weights from here on
+        engine.synchronize()  # PipeMare, local steps: now all have one version of the weights
         scores = evaluate_classes(engine, final_loader, num_classes)
         run.log_eval(**scores)
         wavemare.save_pretrained(engine, setup.model_folder, tokenizer=tokenizer)

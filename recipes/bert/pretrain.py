@@ -61,20 +61,20 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
 
 def main() -> None:
     """Pretrain, evaluate, export and fill a gap."""
-    # Options and configuration. Most mistakes are refused here, before torch is imported.
+    # Options and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(PretrainArguments)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
     check_model(args)
     run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
-    # Text. One process of each host reads and tokenizes it; the others take it from the cache.
-    join_and_seed(setup)  # with the other processes; all draw the same first weights
+    # Text. One process of each host tokenizes it; the others read the tokens from the cache.
+    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     text = read_text(source, args, special_tokens="bert")
     train_samples, validation = text.masked_samples(
         args.sequence_length, probability=args.mask_probability, seed=args.seed
     )
-    wait_for_data(setup)  # until all hosts have read; a collective would time out
+    wait_for_data(setup)  # until all hosts have read, however long that takes
 
     # Model, new and whole on every process.
     model = make_masked_model(args, text, setup.tensor_parallel)
@@ -83,10 +83,10 @@ def main() -> None:
 
     # Engine. pretrain.json decides: two stages with 1F1B, 32 samples in a step, and AdamW, whose
     # rate rises to 1e-3 and falls to a tenth.
-    setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
+    setup = balance(setup, model)  # with --balance, faster devices get more work
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
+    seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
     # Batches. Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed)
@@ -105,7 +105,7 @@ def main() -> None:
 
     # Evaluation, export, and what the model puts into a gap.
     if not run.stopped:
-        engine.synchronize()  # all ranks have one version of the weights from here on
+        engine.synchronize()  # PipeMare, local steps: now all have one version of the weights
         eval_loss = evaluate(engine, final_loader)
         run.log_eval(eval_loss=eval_loss)
         wavemare.save_pretrained(engine, setup.model_folder, tokenizer=text.tokenizer)
@@ -114,7 +114,7 @@ def main() -> None:
             print(f"\nThe model in {setup.model_folder} fills in:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         results["parameters"] = count_parameters(setup, model)
-        # N-grams to compare with are counted last, on rank 0: the model is saved by then.
+        # The losses to compare with, of n-grams, are counted last: the model is saved by then.
         run.finish(results, lambda: text.unigram_baselines(args.sequence_length))
     disconnect()
 

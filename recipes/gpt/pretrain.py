@@ -69,33 +69,33 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
 
 def main() -> None:
     """Pretrain, evaluate, export and sample."""
-    # Options and configuration. Most mistakes are refused here, before torch is imported.
+    # Options and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(PretrainArguments)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
     check_model(args)
     run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
-    # Text. One process of each host reads and tokenizes it; the others take it from the cache.
-    join_and_seed(setup)  # with the other processes; all draw the same first weights
+    # Text. One process of each host tokenizes it; the others read the tokens from the cache.
+    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     text = read_text(source, args, special_tokens="gpt")
     # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
     train_samples, validation = text.causal_samples(
         args.sequence_length, num_samples=setup.num_samples, seed=args.seed
     )
-    wait_for_data(setup)  # until all hosts have read; a collective would time out
+    wait_for_data(setup)  # until all hosts have read, however long that takes
 
-    # Model: new, or a checkpoint's, of which each process reads its own part.
+    # Model: new, or of --load, where each process reads its own part.
     model = make_or_load_model(args, text, setup.tensor_parallel)
-    prompt = text.choose_prompt(args.prompt, model.config)
+    prompt = text.choose_prompt(args.prompt, model.config)  # of the sample at the end
     print_start("GPT pretraining", setup, model, text.describe())
 
     # Engine. pretrain.json decides: two stages with PipeMare, 16 samples in a step, Muon for the
     # matrices and AdamW for the rest; the rate rises to 4e-3 and falls to a tenth, by a cosine.
-    setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
+    setup = balance(setup, model)  # with --balance, faster devices get more work
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
+    seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
     # Batches. Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed, shuffle=text.shuffles)
@@ -114,7 +114,7 @@ def main() -> None:
 
     # Evaluation, export, and a sample of what the model writes.
     if not run.stopped:
-        engine.synchronize()  # all ranks have one version of the weights from here on
+        engine.synchronize()  # PipeMare, local steps: now all have one version of the weights
         eval_loss = evaluate(engine, final_loader)
         run.log_eval(eval_loss=eval_loss)
         export(args, engine, setup.model_folder, text.tokenizer)
@@ -123,7 +123,7 @@ def main() -> None:
             print(f"\nThe model in {setup.model_folder} writes:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         results["parameters"] = count_parameters(setup, model)
-        # N-grams to compare with are counted last, on rank 0: the model is saved by then.
+        # The losses to compare with, of n-grams, are counted last: the model is saved by then.
         run.finish(results, lambda: text.baselines(args.sequence_length, setup.final_samples))
     disconnect()
 

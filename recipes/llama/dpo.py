@@ -73,7 +73,7 @@ class DpoArguments(ChatArguments):
 
 def main() -> None:
     """Load, format, ask the reference, train, evaluate, export and answer."""
-    # Options and configuration. Most mistakes are refused here, before torch is imported.
+    # Options and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(DpoArguments)
     check_chat_options(args)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
@@ -83,7 +83,7 @@ def main() -> None:
     run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
     # Model and pairs. Each process reads its part of the weights; one of each host formats pairs.
-    join_and_seed(setup)  # with the other processes; all draw the same first weights
+    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     tokenizer, model = load_pair_model(args)  # without dropout
     setup = fill_in_auto(  # "lr": "auto" in the JSON, and what travels between stages
@@ -92,7 +92,7 @@ def main() -> None:
         inputs=inputs_of_pairs(model),
     )
     pairs = read_pairs(source, args, tokenizer)
-    wait_for_data(setup)  # until all hosts have read; a collective would time out
+    wait_for_data(setup)  # until all hosts have read, however long that takes
     print_start("preference tuning", setup, model, pairs.describe())
     print_rank_0(pairs.preview())
 
@@ -119,7 +119,7 @@ def main() -> None:
             loss = engine.train_batch(train_batches)  # a tensor: the mean over pairs
             run.after_step(loss, pair_loss.take_rewards)  # a line of metrics has the rewards, too
             if step % args.eval_interval == 0 or step == args.max_steps:
-                engine.synchronize()  # all ranks have one version of the weights
+                engine.synchronize()  # PipeMare, local steps: now all have one version of the weights
                 eval_loss = evaluate(engine, [*pair_loss.batches(eval_loader)])
                 rewards = pair_loss.take_rewards(training=False)
                 if not best or eval_loss < best["eval_loss"]:

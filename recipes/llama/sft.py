@@ -61,7 +61,7 @@ class SftArguments(ChatArguments):
 
 def main() -> None:
     """Load, format, train, evaluate, export and answer."""
-    # Options and configuration. Most mistakes are refused here, before torch is imported.
+    # Options and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(SftArguments)
     check_chat_options(args)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
@@ -71,7 +71,7 @@ def main() -> None:
 
     # Model and chats. Each process reads its own part of the weights, and one process of each host
     # formats the chats.
-    join_and_seed(setup)  # with the other processes; all draw the same first weights
+    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     setup = fill_in_auto(  # "lr": "auto" in the JSON, and what travels between stages
         setup,
@@ -80,14 +80,14 @@ def main() -> None:
     )
     tokenizer, model = load_chat_model(args)
     chats = read_chats(source, args, tokenizer)
-    wait_for_data(setup)  # until all hosts have read; a collective would time out
+    wait_for_data(setup)  # until all hosts have read, however long that takes
     print_start("supervised fine-tuning", setup, model, chats.describe())
     print_rank_0(chats.preview())
 
     # Engine. sft.json decides: data parallelism with ZeRO 1, 16 samples in a step, and AdamW.
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
+    seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
     # Batches. Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
@@ -102,7 +102,7 @@ def main() -> None:
             loss = engine.train_batch(train_batches)  # a tensor: the mean over trained tokens
             run.after_step(loss)  # shows it; every --log_interval steps, writes a line of metrics
             if step % args.eval_interval == 0 or step == args.max_steps:
-                engine.synchronize()  # all ranks have one version of the weights
+                engine.synchronize()  # PipeMare, local steps: now all have one version of the weights
                 eval_loss = evaluate(engine, train_batches.weigh(eval_loader))
                 if not best or eval_loss < best["eval_loss"]:
                     export(args, engine, setup.model_folder, chats.tokenizer, merge=args.merge)
