@@ -101,7 +101,7 @@ def main() -> None:
 
     # Evaluation, export, and the model's answer for a text.
     if not run.stopped:
-        engine.synchronize()  # PipeMare, local steps: now all have one version of the weights
+        engine.synchronize()  # now all ranks have one version of the weights
         scores = evaluate_classes(engine, final_loader, num_classes)
         run.log_eval(**scores)
         wavemare.save_pretrained(engine, setup.model_folder, tokenizer=tokenizer)

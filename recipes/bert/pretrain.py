@@ -105,7 +105,7 @@ def main() -> None:
 
     # Evaluation, export, and what the model puts into a gap.
     if not run.stopped:
-        engine.synchronize()  # PipeMare, local steps: now all have one version of the weights
+        engine.synchronize()  # now all ranks have one version of the weights
         eval_loss = evaluate(engine, final_loader)
         run.log_eval(eval_loss=eval_loss)
         wavemare.save_pretrained(engine, setup.model_folder, tokenizer=text.tokenizer)

@@ -114,7 +114,7 @@ def main() -> None:
 
     # Evaluation, export, and a sample of what the model writes.
     if not run.stopped:
-        engine.synchronize()  # PipeMare, local steps: now all have one version of the weights
+        engine.synchronize()  # now all ranks have one version of the weights
         eval_loss = evaluate(engine, final_loader)
         run.log_eval(eval_loss=eval_loss)
         export(args, engine, setup.model_folder, text.tokenizer)

@@ -119,7 +119,7 @@ def main() -> None:
             loss = engine.train_batch(train_batches)  # a tensor: the mean over pairs
             run.after_step(loss, pair_loss.take_rewards)  # a line of metrics has the rewards, too
             if step % args.eval_interval == 0 or step == args.max_steps:
-                engine.synchronize()  # PipeMare, local steps: now all have one version of the weights
+                engine.synchronize()  # now all ranks have one version of the weights
                 eval_loss = evaluate(engine, [*pair_loss.batches(eval_loader)])
                 rewards = pair_loss.take_rewards(training=False)
                 if not best or eval_loss < best["eval_loss"]:

@@ -102,7 +102,7 @@ def main() -> None:
             loss = engine.train_batch(train_batches)  # a tensor: the mean over trained tokens
             run.after_step(loss)  # shows it; every --log_interval steps, writes a line of metrics
             if step % args.eval_interval == 0 or step == args.max_steps:
-                engine.synchronize()  # PipeMare, local steps: now all have one version of the weights
+                engine.synchronize()  # now all ranks have one version of the weights
                 eval_loss = evaluate(engine, train_batches.weigh(eval_loader))
                 if not best or eval_loss < best["eval_loss"]:
                     export(args, engine, setup.model_folder, chats.tokenizer, merge=args.merge)
