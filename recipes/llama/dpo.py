@@ -86,11 +86,9 @@ def main() -> None:
     join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     tokenizer, model = load_pair_model(args)  # without dropout
-    setup = fill_in_auto(  # "lr": "auto" in the JSON, and what travels between stages
-        setup,
-        lr=1e-6 if args.lora_r is None else 1e-5,
-        inputs=inputs_of_pairs(model),
-    )
+    rate = 1e-6 if args.lora_r is None else 1e-5
+    # The rate is for "lr": "auto" in the JSON; the inputs travel between stages, if there are any.
+    setup = fill_in_auto(setup, lr=rate, inputs=inputs_of_pairs(model))
     pairs = read_pairs(source, args, tokenizer)
     wait_for_data(setup)  # until all hosts have read, however long that takes
     print_start("preference tuning", setup, model, pairs.describe())

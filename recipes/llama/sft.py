@@ -73,11 +73,10 @@ def main() -> None:
     # formats the chats.
     join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
-    setup = fill_in_auto(  # "lr": "auto" in the JSON, and what travels between stages
-        setup,
-        lr=2e-5 if args.lora_r is None else 2e-4,
-        inputs=["input_ids"] if args.no_packing else ["input_ids", "position_ids"],
-    )
+    rate = 2e-5 if args.lora_r is None else 2e-4
+    inputs = ["input_ids"] if args.no_packing else ["input_ids", "position_ids"]
+    # The rate is for "lr": "auto" in the JSON; the inputs travel between stages, if there are any.
+    setup = fill_in_auto(setup, lr=rate, inputs=inputs)
     tokenizer, model = load_chat_model(args)
     chats = read_chats(source, args, tokenizer)
     wait_for_data(setup)  # until all hosts have read, however long that takes
