@@ -40,14 +40,13 @@ RESULTS = Path(__file__).with_name("results")
 LOSSES = Path(planner.__file__).with_name("local_steps.json")
 """What local steps were measured to lose: the file of the package that the planner reads."""
 PAGES = (
-    Path(__file__).with_name("configuration.md"),
-    Path(__file__).with_name("asynchronous.md"),
-    Path(__file__).with_name("models.md"),
-    Path(__file__).with_name("schedules.md"),
-    Path(__file__).with_name("schedule-features.md"),
-    Path(__file__).with_name("huggingface.md"),
-    Path(__file__).with_name("megatron-options.md"),
-    Path(__file__).with_name("performance.md"),
+    *(
+        Path(__file__).with_name(f"{name}.md")
+        for name in (
+            *("configuration", "asynchronous", "models", "schedules", "schedule-features"),
+            *("huggingface", "megatron-options", "performance"),
+        )
+    ),
     RESULTS / "async-quality.md",
     RESULTS / "async-time.md",
     RESULTS / "sparse.md",
@@ -280,7 +279,8 @@ def layouts(pattern: str) -> str:
         rows.append([*cells, f"{bests[-1]:.1%}", *(f"{gain:.2f}" for gain in gains[-1])])
     all_errors = [error for each in errors for error in each]
     last = [f"{statistics.median(all_errors):.1%}, worst {max(all_errors):.1%}"]
-    last += [f"worst {min(bests):.1%}", *(f"{statistics.median(each):.2f}" for each in zip(*gains))]
+    middles = map(statistics.median, zip(*gains, strict=True))
+    last += [f"worst {min(bests):.1%}", *(f"{middle:.2f}" for middle in middles)]
     return _markdown([head, ["---"] * 6 + ["---:"] * 6, *rows, ["**median**", *[""] * 7, *last]])
 
 
@@ -497,10 +497,8 @@ def restarts(name: str) -> str:
     parts = {part: [each["seconds"][part] for each in rounds] for part in rounds[0]["seconds"]}
     sums = [sum(each["seconds"].values()) for each in rounds]
     own = ("until this process started", "of imports")
-    beyond = [
-        total - sum(each["seconds"][part] for part in own)
-        for total, each in zip(sums, rounds, strict=True)
-    ]
+    rest = [[s for part, s in each["seconds"].items() if part not in own] for each in rounds]
+    beyond = [sum(seconds) for seconds in rest]
     parts |= {"together": sums, "together, without the first two": beyond}
     rows = [
         [part, f"{statistics.median(found):.1f}", f"{min(found):.1f} to {max(found):.1f}"]

@@ -205,7 +205,10 @@ def _choose_optimizer(
     worst, mean = largest_staleness(stages, micro_batches, slack)
     if not worst:
         return config, Choice(POLICY, name, "no gradient is stale")
-    lag = f"gradients are up to {worst} steps old on the first of {stages} stages ({mean:.2f} mean)"
+    lag = (
+        f"gradients are up to {worst} steps old on the first of {stages} stages ({mean:.2f} on "
+        "average)"
+    )
     if not _is_adam(name):
         return config, Choice(POLICY, name, f"it is the configuration's own choice; {lag}")
     if offloads(zero_section(config)):
@@ -220,12 +223,12 @@ def _choose_optimizer(
     config["optimizer"], told = _replaced(kind, chosen)
     if kind == "Muon":
         said = [
-            f"{lag}, which harms {name}",
-            f"it steps hidden matrices at {name}'s lr and weight_decay (match_rms_adamw), and "
-            "AdamW the rest with its settings",
+            f"{lag}, from which {name} suffers",
+            f"Muon updates hidden matrices at {name}'s lr and weight_decay (match_rms_adamw), and "
+            "AdamW updates the rest with its own settings",
         ]
     else:
-        said = [f"it keeps {name}'s settings: {lag}, which harms {name}"]
+        said = [f"it keeps {name}'s settings: {lag}, from which {name} suffers"]
     said += told
     given = pipeline.pipemare
     if "error_feedback" not in given.model_fields_set:

@@ -184,22 +184,27 @@ def policy_offer(worst: int, mean: float) -> str | None:
     adam, name = measured("AdamW", worst), policy_optimizer(worst)
     row = measured(name, worst)
     lag = (
-        f"AdamW learns worse from gradients up to {_steps(worst)} old ({mean:.2f} on average): its "
-        f"loss was {adam.gap:.0%} above that of synchronous steps {_at(adam)}"
+        f"AdamW suffers from gradients up to {_steps(worst)} old ({mean:.2f} on average): "
+        f"{_gap(adam, 'AdamW')}. First, make more steps at the start synchronous (warmup_steps)"
     )
-    found = f"{row.gap:+.1%} {_at(row)}" if row.at else f"not measured at {worst} steps yet"
-    memory = f"{row.memory:.3g} copies of the weights" if row.at else "no more copies of weights"
-    price = {
-        "Muon": "steps matrices by Muon with error feedback, at the same lr and weight_decay. Its "
-        "price is in each step as many operations as the passes of 4 tokens for each unit of width",
-        "SOAP": "takes SOAP with error feedback. Its price is much time in small steps; smaller "
+    found = _gap(row, name) if row.at else "its loss was not measured"
+    memory = f"{row.memory:.3g}" if row.at else "no more"
+    policy = {
+        "Muon": "updates matrices with Muon and error feedback, at the same lr and weight_decay. "
+        "In each step, this takes as many operations as the passes of 4 tokens for each unit of "
+        "width",
+        "SOAP": "takes SOAP with error feedback. With small steps, this takes much time; smaller "
         "micro-batches make gradients fresher",
     }[name]
     return (
-        f'{lag}. "optimizer_policy": "auto" {price}. It holds {memory}, where AdamW holds '
-        f"{adam.memory:.3g}. Its loss to that of synchronous {name}: {found}; "
-        "docs/asynchronous.md has all runs"
+        f'{lag}. Then try "optimizer_policy": "auto", which {policy}. It holds {memory} copies of '
+        f"the weights, and AdamW {adam.memory:.3g}; {found}. docs/asynchronous.md has all runs"
     )
+
+
+def _gap(row: Measured, name: str) -> str:
+    side = "above" if row.gap >= 0 else "below"
+    return f"{_at(row)}, its loss was {abs(row.gap):.1%} {side} that of synchronous {name}"
 
 
 def _at(row: Measured) -> str:

@@ -15,28 +15,25 @@ Differs from ``gpt/pretrain.py`` in:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
-from wavemare.engine import Interruption
 from wavemare.failure import run_main
-from wavemare.observe import Recording
 from wavemare.training.arguments import TokenizerArguments, TrainArguments, option, parse_arguments
 from wavemare.training.balance import balance
-from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
 from wavemare.training.models import check_model, export, make_or_load_model
+from wavemare.training.run import TrainingRun
 from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
-    Setup,
     disconnect,
     join_and_seed,
     read_setup,
     seed_dropout,
     wait_for_data,
 )
-from wavemare.training.start import count_parameters, print_layout, print_start, start_recording
+from wavemare.training.start import count_parameters, print_layout, print_start
 from wavemare.training.text import find_data, read_text
 
 
@@ -58,97 +55,63 @@ class FinetuneArguments(TokenizerArguments, TrainArguments):
 
 def main() -> None:
     """Load, train, evaluate, export and sample."""
-    # Options and configuration. Most mistakes are refused here, before torch is imported.
+    # Options and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
     check_model(args)
-    recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
+    run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
-    # Text. One process of each host reads and tokenizes it; the others take it from the cache.
-    join_and_seed(setup)  # with the other processes; all draw the same first weights
+    # Text. One process of each host tokenizes it; the others read the tokens from the cache.
+    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     text = read_text(source, args, special_tokens="gpt")
     # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
     train_samples, validation = text.causal_samples(
         args.sequence_length, num_samples=setup.num_samples, seed=args.seed
     )
-    wait_for_data(setup)  # until all hosts have read; a collective would time out
+    wait_for_data(setup)  # until all hosts have read, however long that takes
 
     # Model. Each process reads its own part of the weights.
     model = make_or_load_model(args, text, setup.tensor_parallel)
-    prompt = text.choose_prompt(args.prompt, model.config)
+    prompt = text.choose_prompt(args.prompt, model.config)  # of the sample at the end
     print_start("GPT fine-tuning", setup, model, text.describe())
 
     # Engine. finetune.json decides: two stages with 1F1B, 16 samples in a step, and AdamW, whose
     # rate rises to 3e-4 and falls to a tenth.
-    setup = balance(setup, model)  # --balance shares work by speed; else nothing changes
+    setup = balance(setup, model)  # with --balance, faster devices get more work
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
+    seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
     # Batches. Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed, shuffle=text.shuffles)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
 
-    # Training, then evaluation, export and a sample of what the model writes.
-    if train(args, setup, engine, train_loader, eval_loader, recording):
-        engine.synchronize()  # all ranks have one version of the weights from here on
+    # Training. With --resume, it goes on from the newest checkpoint.
+    with run.training(setup, engine, train_loader) as steps:
+        for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
+            # One optimizer step: forward and backward of each micro-batch, then the update.
+            loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
+            run.after_step(loss)  # shows it; every --log_interval steps, writes a line of metrics
+            if step % args.eval_interval == 0 and not run.is_last:  # the last one follows below
+                run.log_eval(eval_loss=evaluate(engine, eval_loader))
+            run.save_if_due()  # every --save_interval steps, and after the last one
+
+    # Evaluation, export, and a sample of what the model writes.
+    if not run.stopped:
+        engine.synchronize()  # now all ranks have one version of the weights
         eval_loss = evaluate(engine, final_loader)
-        recording.log_eval(args.max_steps, eval_loss=eval_loss)
+        run.log_eval(eval_loss=eval_loss)
         export(args, engine, setup.model_folder, text.tokenizer)
         if setup.rank == 0:
             sample = continue_text(setup.model_folder, prompt, args.seed)
             print(f"\nThe model in {setup.model_folder} writes:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         results["parameters"] = count_parameters(setup, model)
-        # N-grams to compare with are counted last, on rank 0: the model is saved by then.
-        recording.finish(results, lambda: text.baselines(args.sequence_length, setup.final_samples))
+        # The losses to compare with, of n-grams, are counted last: the model is saved by then.
+        run.finish(results, lambda: text.baselines(args.sequence_length, setup.final_samples))
     disconnect()
-
-
-def train(
-    args: FinetuneArguments,
-    setup: Setup,
-    engine: Any,
-    train_loader: ResumableLoader,
-    eval_loader: Any,
-    recording: Recording,
-) -> bool:
-    """Train, from the start or the newest checkpoint, until the last step or SIGTERM.
-
-    SIGTERM stops all processes after the same step.
-
-    Returns:
-        Whether the last step is done.
-    """
-    if setup.resume:
-        load_checkpoint(setup, engine, train_loader, recording)
-    tokens = engine.train_batch_size() * args.sequence_length  # of a step
-    losses: list[Any] = []  # since the last line of the log
-    stopped = False
-    with recording.training(engine, tokens=tokens), Interruption.of(engine) as interruption:
-        for step in range(engine.global_steps + 1, args.max_steps + 1):
-            with recording.step(step):
-                # One optimizer step: forward and backward of each micro-batch, then the update.
-                loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
-            losses.append(loss)
-            stopped = step < args.max_steps and interruption.stops_after(step)  # by SIGTERM
-            is_last = stopped or step == args.max_steps
-            if is_last or step % args.log_interval == 0:
-                recording.log(step, loss=float(sum(losses) / len(losses)))  # waits for the device
-                losses.clear()
-
-            if step % args.eval_interval == 0 and not is_last:
-                recording.log_eval(step, eval_loss=evaluate(engine, eval_loader))
-
-            if is_last or step % args.save_interval == 0:
-                save_checkpoint(setup, engine, train_loader, recording)
-            if stopped:
-                recording.stopped(step)
-                break
-        engine.finish_saving()  # waits for a checkpoint that is written in the background
-    return not stopped
 
 
 if __name__ == "__main__":

@@ -19,29 +19,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
-from wavemare.engine import Interruption
 from wavemare.failure import run_main
-from wavemare.observe import Recording, print_rank_0
+from wavemare.observe import print_rank_0
 from wavemare.training.arguments import ChatArguments, option, parse_arguments
 from wavemare.training.chats import check_chat_options
-from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
 from wavemare.training.evaluation import evaluate, keep_best, read_best
 from wavemare.training.models import check_model, export
 from wavemare.training.preferences import (
-    TrainingPairs,
     check_preferences,
     inputs_of_pairs,
     load_pair_model,
     read_pairs,
     use_pair_loss,
 )
+from wavemare.training.run import TrainingRun
 from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
-    Setup,
     disconnect,
     fill_in_auto,
     join_and_seed,
@@ -49,13 +46,11 @@ from wavemare.training.setup import (
     read_setup,
     wait_for_data,
 )
-from wavemare.training.start import count_parameters, print_layout, print_start, start_recording
+from wavemare.training.start import count_parameters, print_layout, print_start
 from wavemare.training.text import find_data
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from wavemare.hf.preferences import PreferenceLoss
 
 
 @dataclass(frozen=True)
@@ -78,47 +73,67 @@ class DpoArguments(ChatArguments):
 
 def main() -> None:
     """Load, format, ask the reference, train, evaluate, export and answer."""
-    # Options and configuration. Most mistakes are refused here, before torch is imported.
+    # Options and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(DpoArguments)
     check_chat_options(args)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
     check_model(args)
     check_preferences(args)
-    recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
+    run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
     # Model and pairs. Each process reads its part of the weights; one of each host formats pairs.
-    join_and_seed(setup)  # with the other processes; all draw the same first weights
+    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     tokenizer, model = load_pair_model(args)  # without dropout
-    setup = fill_in_auto(  # "lr": "auto" in the JSON, and what travels between stages
-        setup,
-        lr=1e-6 if args.lora_r is None else 1e-5,
-        inputs=inputs_of_pairs(model),
-    )
+    rate = 1e-6 if args.lora_r is None else 1e-5
+    # The rate is for "lr": "auto" in the JSON; the inputs travel between stages, if there are any.
+    setup = fill_in_auto(setup, lr=rate, inputs=inputs_of_pairs(model))
     pairs = read_pairs(source, args, tokenizer)
-    wait_for_data(setup)  # until all hosts have read; a collective would time out
+    wait_for_data(setup)  # until all hosts have read, however long that takes
     print_start("preference tuning", setup, model, pairs.describe())
     print_rank_0(pairs.preview())
 
     # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Before the first step its
     # model is the reference, unless --reference names one, which gets an engine for a while.
-    loss = partial(dpo_loss, beta=args.beta)
-    known = pairs.load_reference(setup) or pairs.ask_other_model(setup, loss)
+    loss_function = partial(dpo_loss, beta=args.beta)
+    known = pairs.load_reference(setup) or pairs.ask_other_model(setup, loss_function)
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    pair_loss = use_pair_loss(engine, loss)  # in place of the loss of labels
+    pair_loss = use_pair_loss(engine, loss_function)  # in place of the loss of labels
     if not known:
         pairs.ask_reference(setup, pair_loss)
 
-    # Training. It exports the model of its best evaluation, which then answers a question.
-    best = train(args, setup, engine, pairs, pair_loss, recording)
-    if best is not None:
+    # Batches. Each replica reads its own pairs.
+    train_loader = ResumableLoader.of(engine, pairs.train, seed=args.seed)
+    train_batches = pair_loss.batches(train_loader)  # two rows for each pair
+    eval_loader = pairs.evaluation_loader(engine, setup.eval_samples)
+
+    # Training. With --resume, it goes on from the newest checkpoint.
+    best = read_best(setup)  # step and eval_loss of the best evaluation before; or empty
+    with run.training(setup, engine, train_loader) as steps:
+        for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
+            # One optimizer step: forward and backward of each micro-batch, then the update.
+            loss = engine.train_batch(train_batches)  # a tensor: the mean over pairs
+            run.after_step(loss, pair_loss.take_rewards)  # a line of metrics has the rewards, too
+            if step % args.eval_interval == 0 or step == args.max_steps:
+                engine.synchronize()  # now all ranks have one version of the weights
+                eval_loss = evaluate(engine, [*pair_loss.batches(eval_loader)])
+                rewards = pair_loss.take_rewards(training=False)
+                if not best or eval_loss < best["eval_loss"]:
+                    export(args, engine, setup.model_folder, pairs.tokenizer, merge=args.merge)
+                    best = keep_best(setup, step, eval_loss)
+                run.log_eval(eval_loss=eval_loss, **rewards)
+            # After the evaluation: a run that resumes here evaluates later steps only.
+            run.save_if_due()  # every --save_interval steps, and after the last one
+
+    # An answer of the exported model, which is that of the best evaluation.
+    if not run.stopped:
         if setup.rank == 0:
             answer = continue_text(setup.model_folder, pairs.question(), args.seed)
             print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
         results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
-        recording.finish({**results, "parameters": count_parameters(setup, model)})
+        run.finish({**results, "parameters": count_parameters(setup, model)})
     disconnect()
 
 
@@ -135,63 +150,6 @@ def dpo_loss(log_probs: Tensor, reference: Tensor, beta: float) -> tuple[Tensor,
     rewards = beta * (log_probs - reference)
     margins = rewards[:, 0] - rewards[:, 1]  # how much more probable the chosen answer became
     return -logsigmoid(margins).mean(), rewards
-
-
-def train(
-    args: DpoArguments,
-    setup: Setup,
-    engine: Any,
-    pairs: TrainingPairs,
-    pair_loss: PreferenceLoss,
-    recording: Recording,
-) -> dict[str, Any] | None:
-    """Train, from the start or the newest checkpoint, until the last step or SIGTERM.
-
-    The model of the best evaluation is exported. SIGTERM stops all processes after the same step.
-
-    Returns:
-        Step and ``eval_loss`` of the best evaluation; None after SIGTERM.
-    """
-    # Batches. Each replica reads its own pairs.
-    train_loader = ResumableLoader.of(engine, pairs.train, seed=args.seed)
-    train_batches = pair_loss.batches(train_loader)  # two rows for each pair
-    eval_loader = pairs.evaluation_loader(engine, setup.eval_samples)
-    if setup.resume:
-        load_checkpoint(setup, engine, train_loader, recording)
-    best = read_best(setup)  # of the steps before; empty if there is none
-    tokens = engine.train_batch_size() * args.rows_per_sample * args.sequence_length  # of a step
-    losses: list[Any] = []  # since the last line of the log
-    stopped = False
-    with recording.training(engine, tokens=tokens), Interruption.of(engine) as interruption:
-        for step in range(engine.global_steps + 1, args.max_steps + 1):
-            with recording.step(step):
-                # One optimizer step: forward and backward of each micro-batch, then the update.
-                loss = engine.train_batch(train_batches)  # a tensor: the mean over pairs
-            losses.append(loss)
-            stopped = step < args.max_steps and interruption.stops_after(step)  # by SIGTERM
-            is_last = stopped or step == args.max_steps
-            if is_last or step % args.log_interval == 0:
-                rewards = pair_loss.take_rewards()  # since the last line; waits for the device
-                recording.log(step, loss=float(sum(losses) / len(losses)), **rewards)
-                losses.clear()
-
-            if step == args.max_steps or step % args.eval_interval == 0:
-                engine.synchronize()  # all ranks have one version of the weights
-                eval_loss = evaluate(engine, [*pair_loss.batches(eval_loader)])
-                rewards = pair_loss.take_rewards(training=False)
-                if not best or eval_loss < best["eval_loss"]:
-                    export(args, engine, setup.model_folder, pairs.tokenizer, merge=args.merge)
-                    best = keep_best(setup, step, eval_loss)
-                recording.log_eval(step, eval_loss=eval_loss, **rewards)
-
-            # After the evaluation: a run that resumes here evaluates later steps only.
-            if is_last or step % args.save_interval == 0:
-                save_checkpoint(setup, engine, train_loader, recording)
-            if stopped:
-                recording.stopped(step)
-                break
-        engine.finish_saving()  # waits for a checkpoint that is written in the background
-    return None if stopped else best
 
 
 if __name__ == "__main__":

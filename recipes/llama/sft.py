@@ -19,26 +19,19 @@ Differs from ``gpt/pretrain.py`` in:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
-from wavemare.engine import Interruption
 from wavemare.failure import run_main
-from wavemare.observe import Recording, print_rank_0
+from wavemare.observe import print_rank_0
 from wavemare.training.arguments import ChatArguments, option, parse_arguments
-from wavemare.training.chats import (
-    TrainingChats,
-    check_chat_options,
-    read_chats,
-    use_token_mean,
-)
-from wavemare.training.checkpoints import load_checkpoint, save_checkpoint
+from wavemare.training.chats import check_chat_options, read_chats, use_token_mean
 from wavemare.training.evaluation import evaluate, keep_best, read_best
 from wavemare.training.models import check_model, export, load_chat_model
+from wavemare.training.run import TrainingRun
 from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
-    Setup,
     disconnect,
     fill_in_auto,
     join_and_seed,
@@ -47,7 +40,7 @@ from wavemare.training.setup import (
     seed_dropout,
     wait_for_data,
 )
-from wavemare.training.start import count_parameters, print_layout, print_start, start_recording
+from wavemare.training.start import count_parameters, print_layout, print_start
 from wavemare.training.text import find_data
 
 
@@ -68,97 +61,63 @@ class SftArguments(ChatArguments):
 
 def main() -> None:
     """Load, format, train, evaluate, export and answer."""
-    # Options and configuration. Most mistakes are refused here, before torch is imported.
+    # Options and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(SftArguments)
     check_chat_options(args)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
     check_model(args)
-    recording = start_recording(args)  # the run folder: metrics, results, and warnings from now on
+    run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
     # Model and chats. Each process reads its own part of the weights, and one process of each host
     # formats the chats.
-    join_and_seed(setup)  # with the other processes; all draw the same first weights
+    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
-    setup = fill_in_auto(  # "lr": "auto" in the JSON, and what travels between stages
-        setup,
-        lr=2e-5 if args.lora_r is None else 2e-4,
-        inputs=["input_ids"] if args.no_packing else ["input_ids", "position_ids"],
-    )
+    rate = 2e-5 if args.lora_r is None else 2e-4
+    inputs = ["input_ids"] if args.no_packing else ["input_ids", "position_ids"]
+    # The rate is for "lr": "auto" in the JSON; the inputs travel between stages, if there are any.
+    setup = fill_in_auto(setup, lr=rate, inputs=inputs)
     tokenizer, model = load_chat_model(args)
     chats = read_chats(source, args, tokenizer)
-    wait_for_data(setup)  # until all hosts have read; a collective would time out
+    wait_for_data(setup)  # until all hosts have read, however long that takes
     print_start("supervised fine-tuning", setup, model, chats.describe())
     print_rank_0(chats.preview())
 
     # Engine. sft.json decides: data parallelism with ZeRO 1, 16 samples in a step, and AdamW.
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # each replica draws its own; a checkpoint brings its state
+    seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
-    # Training. It exports the model of its best evaluation, which then answers a question.
-    best = train(args, setup, engine, chats, recording)
-    if best is not None:
-        if setup.rank == 0:
-            answer = continue_text(setup.model_folder, chats.question(), args.seed)
-            print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
-        results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
-        recording.finish({**results, "parameters": count_parameters(setup, model)})
-    disconnect()
-
-
-def train(
-    args: SftArguments,
-    setup: Setup,
-    engine: Any,
-    chats: TrainingChats,
-    recording: Recording,
-) -> dict[str, Any] | None:
-    """Train, from the start or the newest checkpoint, until the last step or SIGTERM.
-
-    The model of the best evaluation is exported. SIGTERM stops all processes after the same step.
-
-    Returns:
-        Step and ``eval_loss`` of the best evaluation; None after SIGTERM.
-    """
     # Batches. Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
     train_batches = use_token_mean(engine, train_loader)  # a step's loss: over its trained tokens
     eval_loader = chats.evaluation_loader(engine, setup.eval_samples)  # packed, too
-    if setup.resume:
-        load_checkpoint(setup, engine, train_loader, recording)
-    best = read_best(setup)  # of the steps before; empty if there is none
-    tokens = engine.train_batch_size() * args.sequence_length  # of a step
-    losses: list[Any] = []  # since the last line of the log
-    stopped = False
-    with recording.training(engine, tokens=tokens), Interruption.of(engine) as interruption:
-        for step in range(engine.global_steps + 1, args.max_steps + 1):
-            with recording.step(step):
-                # One optimizer step: forward and backward of each micro-batch, then the update.
-                loss = engine.train_batch(train_batches)  # a tensor: the mean over trained tokens
-            losses.append(loss)
-            stopped = step < args.max_steps and interruption.stops_after(step)  # by SIGTERM
-            is_last = stopped or step == args.max_steps
-            if is_last or step % args.log_interval == 0:
-                recording.log(step, loss=float(sum(losses) / len(losses)))  # waits for the device
-                losses.clear()
 
-            if step == args.max_steps or step % args.eval_interval == 0:
-                engine.synchronize()  # all ranks have one version of the weights
+    # Training. With --resume, it goes on from the newest checkpoint.
+    best = read_best(setup)  # step and eval_loss of the best evaluation before; or empty
+    with run.training(setup, engine, train_loader) as steps:
+        for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
+            # One optimizer step: forward and backward of each micro-batch, then the update.
+            loss = engine.train_batch(train_batches)  # a tensor: the mean over trained tokens
+            run.after_step(loss)  # shows it; every --log_interval steps, writes a line of metrics
+            if step % args.eval_interval == 0 or step == args.max_steps:
+                engine.synchronize()  # now all ranks have one version of the weights
                 eval_loss = evaluate(engine, train_batches.weigh(eval_loader))
                 if not best or eval_loss < best["eval_loss"]:
                     export(args, engine, setup.model_folder, chats.tokenizer, merge=args.merge)
                     best = keep_best(setup, step, eval_loss)
-                recording.log_eval(step, eval_loss=eval_loss)
-
+                run.log_eval(eval_loss=eval_loss)
             # After the evaluation: a run that resumes here evaluates later steps only.
-            if is_last or step % args.save_interval == 0:
-                save_checkpoint(setup, engine, train_loader, recording)
-            if stopped:
-                recording.stopped(step)
-                break
-        engine.finish_saving()  # waits for a checkpoint that is written in the background
-    return None if stopped else best
+            run.save_if_due()  # every --save_interval steps, and after the last one
+
+    # An answer of the exported model, which is that of the best evaluation.
+    if not run.stopped:
+        if setup.rank == 0:
+            answer = continue_text(setup.model_folder, chats.question(), args.seed)
+            print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
+        results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
+        run.finish({**results, "parameters": count_parameters(setup, model)})
+    disconnect()
 
 
 if __name__ == "__main__":

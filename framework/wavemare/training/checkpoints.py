@@ -1,58 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a recipe's run is saved, and continues."""
+"""Whether a recipe's run continues from a checkpoint, and whether it can."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from wavemare.data.loader import ResumableLoader
 from wavemare.engine.launch.group import job_started, may_restart
 from wavemare.errors import CheckpointError, ConfigError
-from wavemare.files import atomic_write_text
-from wavemare.observe.recording import Recording
-from wavemare.observe.screen import print_rank_0
-from wavemare.training.balance import LAYOUT_FILE
-
-if TYPE_CHECKING:
-    from wavemare.training.setup import Setup
-
-
-def load_checkpoint(
-    setup: Setup,
-    engine: Any,
-    loader: ResumableLoader,
-    recording: Recording,
-) -> None:
-    """Go on from the newest checkpoint: engine, order of the data, and the training time so far.
-
-    Raises:
-        CheckpointError: The checkpoint does not fit the engine, or is of other data.
-        ConfigError: The checkpoint is past the last step.
-    """
-    _, state = engine.load_checkpoint(str(setup.checkpoints))
-    if engine.global_steps > setup.arguments.max_steps:
-        reason = f"the checkpoint is at step {engine.global_steps} already"
-        raise ConfigError("--max_steps", setup.arguments.max_steps, reason, "Give more steps")
-    loader.load_state_dict({**state["loader"], "consumed_samples": engine.global_samples})
-    print_rank_0(f"resumed after step {engine.global_steps}")
-    recording.earlier_seconds = float(state.get("seconds", 0.0))
-
-
-def save_checkpoint(
-    setup: Setup,
-    engine: Any,
-    loader: ResumableLoader,
-    recording: Recording,
-) -> None:
-    """Save all that `load_checkpoint` needs, and the layout of the run beside it if it has one."""
-    if setup.layout is not None and setup.rank == 0:
-        atomic_write_text(setup.folder / LAYOUT_FILE, setup.layout.to_json())
-    step = engine.global_steps
-    state = {"loader": loader.state_dict(), "seconds": recording.training_seconds}
-    with recording.saving(step, f"step-{step:06d}") as tag:
-        engine.save_checkpoint(str(setup.checkpoints), tag, client_state=state)
 
 
 def resumes_after_restart(output: Path) -> bool:

@@ -81,10 +81,12 @@ def evaluate_classes(engine: Any, batches: Iterable[Any], num_classes: int) -> d
 def read_best(setup: Setup) -> dict[str, Any]:
     """Return ``eval_loss`` and ``step`` of the best evaluation so far; all ranks call this.
 
-    It is empty before the first evaluation, and in a run that does not resume.
+    It is empty before the first evaluation, in a run that does not resume, and if the model that
+    was exported then is gone.
     """
     file = setup.folder / BEST
-    known = json.loads(file.read_text()) if setup.resume and file.is_file() else {}
+    there = setup.resume and file.is_file() and setup.model_folder.is_dir()
+    known = json.loads(file.read_text()) if there else {}
     return dict(gather(known)[0])  # hosts may have a folder each
 
 

@@ -80,12 +80,17 @@ def test_the_best_evaluation_is_that_of_rank_0_in_a_run_that_resumes(tmp_path, m
 
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
+    model = tmp_path / "model"
+    model.mkdir()
     first = SimpleNamespace(folder=tmp_path, resume=False, rank=0)
     assert read_best(first) == {}
     assert keep_best(first, **best) == best
     assert keep_best(SimpleNamespace(folder=tmp_path, rank=1), 2, 1.0)["step"] == 2
     assert read_best(first) == {}
-    assert read_best(SimpleNamespace(folder=tmp_path, resume=True, rank=0)) == best
+    again = SimpleNamespace(folder=tmp_path, model_folder=model, resume=True, rank=0)
+    assert read_best(again) == best
+    model.rmdir()  # by hand: it has to be exported again
+    assert read_best(again) == {}
 
 
 @pytest.mark.parametrize(
