@@ -39,23 +39,14 @@ TESTS = Path(__file__).parents[1] / "tests"
 RESULTS = Path(__file__).with_name("results")
 LOSSES = Path(planner.__file__).with_name("local_steps.json")
 """What local steps were measured to lose: the file of the package that the planner reads."""
-PAGES = (
-    *(
-        Path(__file__).with_name(f"{name}.md")
-        for name in (
-            *("configuration", "asynchronous", "models", "schedules", "schedule-features"),
-            *("huggingface", "megatron-options", "performance"),
-        )
-    ),
-    RESULTS / "async-quality.md",
-    RESULTS / "async-time.md",
-    RESULTS / "sparse.md",
-    RESULTS / "pipeline.md",
-    RESULTS / "whale.md",
-    RESULTS / "slow-links.md",
-    RESULTS / "gpu.md",
-    RESULTS / "checkpoints.md",
-)
+PAGES = [
+    Path(__file__).parent / f"{name}.md"
+    for name in (
+        "configuration asynchronous models schedules schedule-features huggingface "
+        "megatron-options performance results/async-quality results/async-time results/sparse "
+        "results/pipeline results/whale results/slow-links results/gpu results/checkpoints"
+    ).split()
+]
 SECTIONS = {name: field.annotation for name, field in WavemareConfig.model_fields.items()}
 _MARKED = re.compile(
     r"^(<!-- generated: (\w+) of (\S+) -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL
