@@ -165,7 +165,7 @@ def check_all_held(plan: Resized, engine: EngineMixin) -> None:
     has_optimizer = getattr(engine, "basic_optimizer", None) is not None
     stepped = adapt(engine).stepped() if has_optimizer else ()
     own = {plan.names[id(weight)] for each in stepped for weight in each.weights}
-    left = plan.saved.held - {name for part in gather(sorted(own)) for name in part}
+    left = plan.saved.with_states() - {name for part in gather(sorted(own)) for name in part}
     if left:
         reason = f"its optimizer held {min(left)}, which is not trained in this run"
         raise _refuse(plan.saved, reason)

@@ -355,6 +355,10 @@ class Saved:
     def _add(self, name: str, key: str, first: int, values: Tensor) -> None:
         self._states[name].setdefault(key, []).append(_Elements(first, values))
 
+    def with_states(self) -> set[str]:
+        """Return the names of the weights of which there are states: frozen ones have none."""
+        return {name for name in self.held if self._states.get(name) or self._others.get(name)}
+
     # --- the rest ---------------------------------------------------------------------------------
 
     def _ranks(self) -> int:

@@ -210,15 +210,16 @@ class OptimizerAdapter:
         return [[names.get(id(p), "a weight outside the model") for p in group] for group in groups]
 
     def stepped(self) -> Iterator[Stepped]:
-        """Yield each tensor that the basic optimizer steps."""
+        """Yield each tensor that the basic optimizer steps; frozen weights are in none."""
         held = next((g for name in _GROUPS if (g := getattr(self._optimizer, name, None))), None)
         flats = getattr(self._optimizer, "fp32_groups_flat", None)
         basic = [group["params"] for group in self._engine.basic_optimizer.param_groups]
         for number, weights in enumerate(held or basic):
             if flats is None:
                 for master, weight in zip(basic[number], weights, strict=True):
-                    own = Held(weight, 0, 0, weight.numel())
-                    yield Stepped(master, number, [weight], [own])
+                    if weight.requires_grad:
+                        own = Held(weight, 0, 0, weight.numel())
+                        yield Stepped(master, number, [weight], [own])
                 continue
             starts = [0, *accumulate(weight.numel() for weight in weights)]
             places = zip(weights, starts, strict=False)

@@ -65,6 +65,15 @@ class Matrix:
         return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
+FROZEN = {
+    2: ["2/0/1f1b-frozen/fp32/AdamW:1/2/--frozen/fp32/AdamW"],
+    1: [
+        "2/0/1f1b-frozen/fp32/AdamW:1/0/--frozen/fp32/AdamW",
+        "1/2/--frozen/fp32/AdamW:1/0/--frozen/fp32/AdamW",
+    ],
+}
+
+
 def joined(results):
     """Return the states of all weights, which the ranks of a pipeline share out."""
     states = {}
@@ -125,6 +134,15 @@ def test_a_checkpoint_goes_on_at_other_sizes(launch, tmp_path):
     first = optimizer_of(matrix.folder / back.replace("/", "_"))
     last = optimizer_of(matrix.folder / f"{again}-{back}-2".replace("/", "_"))
     assert same(first, last)
+
+
+@pytest.mark.world_size(2)
+def test_frozen_weights_have_no_states_at_any_size(launch, tmp_path):
+    matrix = Matrix(launch, tmp_path)
+    matrix.save(2, sorted({pair.split(":")[0] for pairs in FROZEN.values() for pair in pairs}))
+    for ranks, pairs in FROZEN.items():
+        for pair, found in matrix.run("load", ranks, pairs).items():
+            matrix.compare(pair, found)
 
 
 @pytest.mark.world_size(2)

@@ -3,8 +3,9 @@
 
 Arguments: result folder, checkpoint folder, ``save`` or ``load``, ``ours`` or ``stock``, then
 cells: stages, ZeRO stage, schedule, precision and optimizer, as in ``2/1/zbv/bf16/AdamW``; for a
-load ``SAVED:LOADED``. With ``1f1b-apart`` each of two replicas is cut elsewhere. All cells train on
-the same rows, whatever their ranks and stages are.
+load ``SAVED:LOADED``. With ``1f1b-apart`` each of two replicas is cut elsewhere, with ``-frozen``
+the first block is not trained. All cells train on the same rows, whatever their ranks and stages
+are.
 """
 
 import hashlib
@@ -32,7 +33,8 @@ def build(cell, initialize=wavemare.initialize):
         section = {"stages": int(stages), "schedule": schedule, "inputs": ["input_ids"]}
         section |= {"untie": True} if "untied" in schedule else {}
         section |= {"partition": [[0, 3], [0, 2]]} if "apart" in schedule else {}
-        section["schedule"] = schedule.removesuffix("-untied").removesuffix("-apart")
+        section["schedule"] = schedule.partition("-frozen")[0].removesuffix("-untied")
+        section["schedule"] = section["schedule"].removesuffix("-apart")
     params = {"lr": 1e-2, "weight_decay": 0.1, **PARAMS[optimizer]}
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
@@ -49,7 +51,10 @@ def build(cell, initialize=wavemare.initialize):
         config["scheduler"] = {"type": "WarmupLR", "params": params}
     if initialize is not wavemare.initialize:
         del config["wavemare"]
-    return initialize(model=build_gpt2(**QUIET, n_layer=3), config=config)[0]
+    model = build_gpt2(**QUIET, n_layer=3)
+    if "frozen" in schedule:
+        model.transformer.h[0].requires_grad_(False)
+    return initialize(model=model, config=config)[0]
 
 
 def train(engine, cell, first):
@@ -90,6 +95,8 @@ def states(engine):
     ):  # else the first step does
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for own, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
         values = {"fp32": parameter if plain else safe_get_full_fp32_param(parameter)}
         for key in ("exp_avg", "exp_avg_sq"):
             values[key] = (
