@@ -69,7 +69,8 @@ def _one(checks, comm, case, whole):
     what = (comm.mode, comm.block, comm.size, *case)
     everyone = buckets(name, comm.size, numel, comm.block, dtype)
     flat = everyone[comm.rank].clone()
-    handle = comm.allreduce_(flat)
+    # With a key of its own, as a bucket that stays dense is soon summed without a header.
+    handle = comm.allreduce_(flat, key=f"{name} {numel} {dtype}")
     scale = 1.0 / comm.size if comm.average else 1.0
     if comm.deterministic:
         checks(same_bits(flat, ordered_sum(everyone, scale)), *what)
