@@ -14,6 +14,7 @@ LOADED = {
         "2/0/zbv/fp32/AdamW:1/3/-/fp32/AdamW",
         "1/3/-/bf16/AdamW:2/1/1f1b/bf16/AdamW",
         "2/1/1f1b/fp32/SOAP:1/2/-/fp32/SOAP",
+        "1/3/-/bf16/AdamW:1/3/-/fp32/AdamW",
     ],
     1: [
         "2/0/zbv/fp32/AdamW:1/1/-/fp32/AdamW",
