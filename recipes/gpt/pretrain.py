@@ -8,7 +8,7 @@ Run it with ``wavemare train gpt``, or as any DeepSpeed script::
 
 Read `main` from its top: options, text, model, engine, batches, the loop, and what follows it. A
 program of this kind on one page, without options and checkpoints, is ``minimal.py``. The other
-recipes are this file with differences, which each of them lists first.
+recipes are this file with differences; each lists the main ones first.
 
 ``pretrain.json`` has the batch, the optimizer, the learning rate and the layout: two stages with
 PipeMare, whose gradients are one step old. Therefore ``optimizer_policy: auto`` takes Muon in place

@@ -97,7 +97,10 @@ def main() -> None:
     # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Before the first step its
     # model is the reference, unless --reference names one, which gets an engine for a while.
     loss_function = partial(dpo_loss, beta=args.beta)
-    known = pairs.load_reference(setup) or pairs.ask_other_model(setup, loss_function)
+    known = pairs.load_reference(setup)  # a resumed run has asked before
+    if not known and args.reference is not None:
+        pairs.ask_other_model(setup, loss_function)
+        known = True
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
     pair_loss = use_pair_loss(engine, loss_function)  # in place of the loss of labels
@@ -119,11 +122,10 @@ def main() -> None:
             if step % args.eval_interval == 0 or step == args.max_steps:
                 engine.synchronize()  # now all ranks have one version of the weights
                 eval_loss = evaluate(engine, [*pair_loss.batches(eval_loader)])
-                rewards = pair_loss.take_rewards(training=False)
+                run.log_eval(eval_loss=eval_loss, **pair_loss.take_rewards(training=False))
                 if not best or eval_loss < best["eval_loss"]:
                     export(args, engine, setup.model_folder, pairs.tokenizer, merge=args.merge)
                     best = keep_best(setup, step, eval_loss)
-                run.log_eval(eval_loss=eval_loss, **rewards)
             # After the evaluation: a run that resumes here evaluates later steps only.
             run.save_if_due()  # every --save_interval steps, and after the last one
 

@@ -103,10 +103,10 @@ def main() -> None:
             if step % args.eval_interval == 0 or step == args.max_steps:
                 engine.synchronize()  # now all ranks have one version of the weights
                 eval_loss = evaluate(engine, train_batches.weigh(eval_loader))
+                run.log_eval(eval_loss=eval_loss)
                 if not best or eval_loss < best["eval_loss"]:
                     export(args, engine, setup.model_folder, chats.tokenizer, merge=args.merge)
                     best = keep_best(setup, step, eval_loss)
-                run.log_eval(eval_loss=eval_loss)
             # After the evaluation: a run that resumes here evaluates later steps only.
             run.save_if_due()  # every --save_interval steps, and after the last one
 

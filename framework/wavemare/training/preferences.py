@@ -116,16 +116,9 @@ class TrainingPairs:
         if setup.rank == 0:
             np.savez(setup.folder / _FILE, **known)
 
-    def ask_other_model(self, setup: Setup, loss: PairLoss) -> bool:
-        """Ask the model of ``--reference``, in an engine of its own; all ranks call this.
-
-        Returns:
-            Whether there is such a model.
-        """
+    def ask_other_model(self, setup: Setup, loss: PairLoss) -> None:
+        """Ask the model of ``--reference``, in an engine of its own; all ranks call this."""
         import wavemare
-
-        if self.arguments.reference is None:
-            return False
 
         _, model = load_pair_model(self.arguments, self.arguments.reference)
         engine, *_ = wavemare.initialize(model=model, config=copy.deepcopy(setup.config))
@@ -133,7 +126,6 @@ class TrainingPairs:
         engine.destroy()
         del engine, model
         gc.collect()  # the engine and its loss refer to each other
-        return True
 
     def load_reference(self, setup: Setup) -> bool:
         """Load what `ask_reference` found before the run was interrupted; all ranks call this.
