@@ -183,7 +183,7 @@ def build_result(
         auto.append({"exposed": setting.exposed / 100, **decision._asdict()})
     return {
         "baseline": BASELINE,
-        "request": request.model_dump(),
+        "request": request.model_dump(mode="json", exclude={"trace"}),
         "split_loss": split_loss,
         "rows": rows,
         "auto": auto,
