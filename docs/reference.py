@@ -44,7 +44,8 @@ PAGES = [
     for name in (
         "configuration asynchronous models schedules schedule-features huggingface "
         "megatron-options performance results/async-quality results/async-time results/sparse "
-        "results/pipeline results/whale results/slow-links results/gpu results/checkpoints"
+        "results/pipeline results/whale results/wave results/slow-links results/gpu "
+        "results/checkpoints"
     ).split()
 ]
 SECTIONS = {name: field.annotation for name, field in WavemareConfig.model_fields.items()}
