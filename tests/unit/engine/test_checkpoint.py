@@ -129,6 +129,7 @@ def check_topology(monkeypatch, folder, saved, current):
         settings=WavemareConfig.of({}),
         has_moe_layers=False,
         zero_nvme_offload_optimizer=lambda: False,
+        bfloat16_enabled=lambda: True,
     )
     engine.module.parameters = list
     monkeypatch.setattr(checkpoint_checks.dist, "get_world_size", lambda: current["world_size"])
