@@ -15,7 +15,12 @@ from torch import Tensor
 
 from wavemare.engine.checkpoint.files import read_file
 from wavemare.engine.checkpoint.manifest import rank_file
-from wavemare.engine.checkpoint.saved import divides_states, stock_names, stock_topology
+from wavemare.engine.checkpoint.saved import (
+    divides_states,
+    names_another_precision,
+    stock_names,
+    stock_topology,
+)
 from wavemare.engine.config.shape import ZERO_WEIGHTS
 from wavemare.engine.optim.adapter import adapt
 from wavemare.engine.optim.optimizers import is_added
@@ -132,7 +137,7 @@ def check_checkpoint_fits(
     different = untied is not None and untied != own
     if whole:
         different |= other_plan or _without(saved, free) != _without(current, free)
-        different |= _has_other_files(folder, engine)
+        different |= names_another_precision(folder, bf16=engine.bfloat16_enabled())
     else:  # DeepSpeed reads the files of its own kind
         different |= (saved.get("cuts") is None) != (current["cuts"] is None)
     if not different:
@@ -146,12 +151,6 @@ def check_checkpoint_fits(
         remedy = f"Resume with the same topology, or {_way_out(folder, saved, current, engine)}"
         raise TopologyError("checkpoint", str(folder), reason, remedy)
     return True
-
-
-def _has_other_files(folder: Path, engine: EngineMixin) -> bool:
-    """Return whether ZeRO's files have the names of another precision: bf16 has its own."""
-    found = [file.name.startswith("bf16_") for file in folder.glob("*zero_pp_rank_*")]
-    return bool(found) and any(found) != engine.bfloat16_enabled()
 
 
 def resize_refusal(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:

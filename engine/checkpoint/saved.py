@@ -494,6 +494,17 @@ def divides_states(folder: Path) -> bool:
     return bool(_places(folder, _OPTIMIZER))
 
 
+def names_another_precision(folder: Path, *, bf16: bool) -> bool:
+    """Return whether the files of ZeRO's states have other names than those of a run's precision.
+
+    Args:
+        folder: Of one tag.
+        bf16: Whether the run is in bf16, of which DeepSpeed's files have names of their own.
+    """
+    files = _places(folder, _OPTIMIZER).values()
+    return any(file.name.startswith("bf16_") != bf16 for file in files)
+
+
 def _places(folder: Path, pattern: re.Pattern[str]) -> dict[_Place, Path]:
     found = {}
     for path in sorted(folder.glob("*.pt")):
