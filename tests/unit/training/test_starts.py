@@ -134,6 +134,7 @@ def test_a_setup_has_the_recipes_rate_and_inputs_and_bf16_on_gpus(
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (launched | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WAVEMARE_VERBOSE", "1")  # libraries are told nothing
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cu130")
     monkeypatch.setattr(glob, "glob", lambda pattern: devices if "nvidia" in pattern else [])
