@@ -32,12 +32,12 @@ CONFIG = {
 def main(steps: int) -> None:
     """Train a tiny GPT-2 on Python's standard library, byte by byte, and save it."""
     set_seed(1)
-    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
-    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2, eos_token_id=None
+    )
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray().join(map(Path.read_bytes, files)), dtype=torch.uint8)
-    rows = text[: len(text) // 64 * 64].view(-1, 64).long()
-    samples = [{"input_ids": row, "labels": row} for row in rows]
+    samples = [{"input_ids": row, "labels": row} for row in text.long().split(64)[:-1]]
     engine, *_ = wavemare.initialize(model=GPT2LMHeadModel(config), config=CONFIG)
     loader = ResumableLoader.of(engine, samples, seed=1)
     if os.path.exists(OUTPUT):  # needed if all replicas were gone; else a living one's state counts
