@@ -16,6 +16,9 @@ Differs from ``gpt/pretrain.py`` in:
 * the evaluation: beside the loss it gives accuracy and macro F1;
 * the end: the model classifies a text, where the GPT continues one;
 * ``finetune.json``: two stages with 1F1B, AdamW. ``--set`` changes it.
+
+Its rate, 1e-3, suits a new model. The BERT paper fine-tunes a pretrained one at 2e-5 to 5e-5: give
+``--lr``. It does not keep the best model, and a text has one label, not several.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ class FinetuneArguments(ModelArguments, TrainArguments):
 
 def main() -> None:
     """Train, evaluate, export and classify."""
-    # Options and configuration. Most mistakes end the run here, before torch is imported.
+    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
@@ -79,17 +82,17 @@ def main() -> None:
 
     # Engine. finetune.json decides: two stages with 1F1B, 32 samples in a step, and AdamW, whose
     # rate rises to 1e-3 and falls to a tenth.
-    setup = balance(setup, model)  # with --balance, faster devices get more work
+    balance(setup, model)  # with --balance, changes setup.config: faster devices get more work
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
-    # Batches. Each replica reads its own samples.
+    # Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
 
-    # Training. With --resume, it goes on from the newest checkpoint.
+    # Loop. With --resume, it goes on from the newest checkpoint.
     with run.training(setup, engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.

@@ -10,8 +10,15 @@ Differs from ``gpt/pretrain.py`` in:
 
 * the samples: some tokens are masked, and the model guesses them from both sides;
 * the end: the model fills the gap of ``--prompt``, where the GPT continues a text;
-* ``pretrain.json``: two stages with 1F1B, AdamW. ``--set`` changes it;
-* Megatron's checkpoints, which BERT neither starts from nor writes.
+* ``pretrain.json``: two stages with 1F1B, AdamW. ``--set`` changes it.
+
+Differs from the BERT paper in:
+
+* the task: there is no prediction of the next sentence, and all samples have one length;
+* the masks: each epoch draws new ones. As in the paper, of the chosen tokens 80 % are masked, 10 %
+  become a random token, and 10 % stay.
+
+It neither starts from Megatron's checkpoints nor writes them.
 """
 
 from __future__ import annotations
@@ -61,14 +68,14 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
 
 def main() -> None:
     """Pretrain, evaluate, export and fill a gap."""
-    # Options and configuration. Most mistakes end the run here, before torch is imported.
+    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(PretrainArguments)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
     check_model(args)
     run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
-    # Text. One process of each host tokenizes it; the others read the tokens from the cache.
+    # Data. One process of each host tokenizes it; the others read the tokens from the cache.
     join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     text = read_text(source, args, special_tokens="bert")
     train_samples, validation = text.masked_samples(
@@ -83,17 +90,17 @@ def main() -> None:
 
     # Engine. pretrain.json decides: two stages with 1F1B, 32 samples in a step, and AdamW, whose
     # rate rises to 1e-3 and falls to a tenth.
-    setup = balance(setup, model)  # with --balance, faster devices get more work
+    balance(setup, model)  # with --balance, changes setup.config: faster devices get more work
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
-    # Batches. Each replica reads its own samples.
+    # Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
 
-    # Training. With --resume, it goes on from the newest checkpoint.
+    # Loop. With --resume, it goes on from the newest checkpoint.
     with run.training(setup, engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.

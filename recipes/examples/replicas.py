@@ -8,6 +8,8 @@ One job on each of 4 machines:   docs/slow-links.md
 
 import os
 import sys
+import sysconfig
+from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
@@ -21,21 +23,21 @@ KIND = {"elastic": {"replicas": 4}} if "TORCHFT_LIGHTHOUSE" in os.environ else {
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
     "steps_per_print": None,
     "wavemare": {"local_steps": {"mode": "diloco", "every": 32, **KIND}},
 }
 
 
 def main(steps: int) -> None:
-    """Train a tiny GPT-2 to count, and save it."""
+    """Train a tiny GPT-2 on Python's standard library, byte by byte, and save it."""
     set_seed(1)
     config = GPT2Config(
-        vocab_size=8, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2, eos_token_id=None
     )
-    rows = (torch.arange(64)[:, None] + torch.arange(16)) % 8
-    samples = [{"input_ids": row, "labels": row} for row in rows]
-
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = torch.frombuffer(bytearray().join(map(Path.read_bytes, files)), dtype=torch.uint8)
+    samples = [{"input_ids": row, "labels": row} for row in text.long().split(64)[:-1]]
     engine, *_ = wavemare.initialize(model=GPT2LMHeadModel(config), config=CONFIG)
     loader = ResumableLoader.of(engine, samples, seed=1)
     if os.path.exists(OUTPUT):  # needed if all replicas were gone; else a living one's state counts
@@ -44,9 +46,10 @@ def main(steps: int) -> None:
     loader.consumed_samples += engine.join_replicas()  # those that are there may be further on
     while engine.global_steps < steps:  # one that comes back goes on at the others' step
         loss = engine.train_batch(loader)
-        step, present = engine.global_steps, engine.step_metrics().get("replicas")
+        step, found = engine.global_steps, engine.step_metrics()
         if step % 32 == 0 and engine.global_rank == 0:
-            print(f"step {step}: loss {float(loss):.3f}, replicas {present}", flush=True)
+            loss = found.get("replica_loss", loss)  # of all replicas, since the exchange before
+            print(f"step {step}: loss {loss:.3f}, replicas {found.get('replicas')}", flush=True)
         if step % 320 == 0:
             engine.save_checkpoint(OUTPUT)
     engine.synchronize()

@@ -10,6 +10,8 @@ Differs from ``gpt/pretrain.py`` in:
 * the start: model and tokenizer come from a folder, ``--model``;
 * ``finetune.json``: two stages with 1F1B, AdamW at a lower rate. ``--set`` changes it;
 * fewer steps, and more evaluations.
+
+It trains all weights, on every token of the text. ``llama/sft.py`` has LoRA, and trains answers.
 """
 
 from __future__ import annotations
@@ -55,14 +57,14 @@ class FinetuneArguments(TokenizerArguments, TrainArguments):
 
 def main() -> None:
     """Load, train, evaluate, export and sample."""
-    # Options and configuration. Most mistakes end the run here, before torch is imported.
+    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
     check_model(args)
     run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
-    # Text. One process of each host tokenizes it; the others read the tokens from the cache.
+    # Data. One process of each host tokenizes it; the others read the tokens from the cache.
     join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     text = read_text(source, args, special_tokens="gpt")
     # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
@@ -78,17 +80,17 @@ def main() -> None:
 
     # Engine. finetune.json decides: two stages with 1F1B, 16 samples in a step, and AdamW, whose
     # rate rises to 3e-4 and falls to a tenth.
-    setup = balance(setup, model)  # with --balance, faster devices get more work
+    balance(setup, model)  # with --balance, changes setup.config: faster devices get more work
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
-    # Batches. Each replica reads its own samples.
+    # Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed, shuffle=text.shuffles)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
 
-    # Training. With --resume, it goes on from the newest checkpoint.
+    # Loop. With --resume, it goes on from the newest checkpoint.
     with run.training(setup, engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.

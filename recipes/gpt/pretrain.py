@@ -6,18 +6,25 @@ Run it with ``wavemare train gpt``, or as any DeepSpeed script::
     deepspeed --num_gpus 2 --module wavemare.recipes.gpt.pretrain \
         --deepspeed_config recipes/gpt/pretrain.json
 
-Read `main` from its top: options, text, model, engine, batches, the loop, and what follows it. A
-program of this kind on one page, without options and checkpoints, is ``minimal.py``. The other
-recipes are this file with differences; each lists the main ones first.
+`main` goes through arguments, data, model, engine, loop, evaluation and sample. Read ``minimal.py``
+first: it does the same on one page, without options and checkpoints. Each other recipe is this file
+with differences, which it lists first.
 
-``pretrain.json`` has the batch, the optimizer, the learning rate and the layout: two stages with
-PipeMare, whose gradients are one step old. Therefore ``optimizer_policy: auto`` takes Muon in place
-of AdamW for the hidden matrices. AdamW still steps embedding, head, biases and norms. With Muon,
-the first steps need not be synchronous. Muon's own work in a step costs as much as the passes of
-768 tokens (4 x width), and a step here has 2,048.
+Differs from the GPT-2 paper in:
 
-``--set`` changes the JSON. ``--set wavemare.pipeline.schedule=auto`` is a synchronous pipeline with
-plain AdamW. docs/recipes.md has the words for ZeRO, waves, sparse gradients and slow links.
+* the text: Python's standard library, unless ``--data`` names another one;
+* the size: ``model.json`` has 4 layers of width 192, without dropout, and a new tokenizer has 4,096
+  tokens. So two CPU cores train it in minutes;
+* the optimizer: ``pretrain.json`` has two stages with PipeMare, whose gradients are one step old.
+  ``optimizer_policy: auto`` then takes Muon in place of Adam for the hidden matrices. AdamW still
+  steps embedding, head, biases and norms.
+
+``--set`` changes the JSON: with ``--set wavemare.pipeline.schedule=auto`` the pipeline is
+synchronous, and AdamW steps all weights. docs/recipes.md has the words for ZeRO, waves, sparse
+gradients and slow links.
+
+It does not keep the best model: the last one is exported. It computes in fp32, unless the JSON says
+``"bf16"``. ZeRO 2 and 3 need a run without stages.
 """
 
 from __future__ import annotations
@@ -69,14 +76,14 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
 
 def main() -> None:
     """Pretrain, evaluate, export and sample."""
-    # Options and configuration. Most mistakes end the run here, before torch is imported.
+    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(PretrainArguments)
     setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
     check_model(args)
     run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
-    # Text. One process of each host tokenizes it; the others read the tokens from the cache.
+    # Data. One process of each host tokenizes it; the others read the tokens from the cache.
     join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     text = read_text(source, args, special_tokens="gpt")
     # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
@@ -92,17 +99,17 @@ def main() -> None:
 
     # Engine. pretrain.json decides: two stages with PipeMare, 16 samples in a step, Muon for the
     # matrices and AdamW for the rest; the rate rises to 4e-3 and falls to a tenth, by a cosine.
-    setup = balance(setup, model)  # with --balance, faster devices get more work
+    balance(setup, model)  # with --balance, changes setup.config: faster devices get more work
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
-    # Batches. Each replica reads its own samples.
+    # Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed, shuffle=text.shuffles)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
 
-    # Training. With --resume, it goes on from the newest checkpoint.
+    # Loop. With --resume, it goes on from the newest checkpoint.
     with run.training(setup, engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.

@@ -10,9 +10,17 @@ and with LoRA::
 Differs from ``llama/sft.py`` in:
 
 * the data: pairs of rows, each with one prompt and one answer. They are not packed;
-* the reference: the model before it is trained, which is the base without the adapter, or that of
-  ``--reference``. It says once, before the first step, how probable each answer is;
-* the loss: `dpo_loss`. Rewards are recorded beside it, under TRL's names.
+* the loss: `dpo_loss`, of the `log_probabilities` of both answers. Rewards are recorded beside it,
+  under TRL's names.
+
+Differs from the paper (Rafailov et al., 2023) in:
+
+* the reference: it says once, before the first step, how probable each answer is. It is the model
+  before it is trained, which is the base without the adapter, or that of ``--reference``. Dropout
+  is off, as it is in the reference;
+* ``dpo.json``: AdamW in place of RMSprop, and 16 pairs in a step in place of 64.
+
+It has no other loss of preferences (IPO, KTO), no label smoothing, and draws no answers itself.
 """
 
 from __future__ import annotations
@@ -40,9 +48,7 @@ from wavemare.training.run import TrainingRun
 from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
     disconnect,
-    fill_in_auto,
     join_and_seed,
-    prefer_bf16,
     read_setup,
     wait_for_data,
 )
@@ -51,6 +57,8 @@ from wavemare.training.text import find_data
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+IGNORED = -100  # the label of a token that has no loss, as in transformers
 
 
 @dataclass(frozen=True)
@@ -73,22 +81,20 @@ class DpoArguments(ChatArguments):
 
 def main() -> None:
     """Load, format, ask the reference, train, evaluate, export and answer."""
-    # Options and configuration. Most mistakes end the run here, before torch is imported.
+    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(DpoArguments)
     check_chat_options(args)
-    setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
     source = find_data(args)
     check_model(args)
     check_preferences(args)
+    rate = 1e-6 if args.lora_r is None else 1e-5  # for "lr": "auto" in the JSON
+    # The JSON with --set; on GPUs in bf16. The inputs travel between stages, if there are any.
+    setup = read_setup(args, lr=rate, inputs=inputs_of_pairs(args), bf16=True)
     run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
-    # Model and pairs. Each process reads its part of the weights; one of each host formats pairs.
+    # Model and data. Each process reads its part of the weights; one of each host formats pairs.
     join_and_seed(setup)  # the other processes; the seed gives all the same first weights
-    setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     tokenizer, model = load_pair_model(args)  # without dropout
-    rate = 1e-6 if args.lora_r is None else 1e-5
-    # The rate is for "lr": "auto" in the JSON; the inputs travel between stages, if there are any.
-    setup = fill_in_auto(setup, lr=rate, inputs=inputs_of_pairs(model))
     pairs = read_pairs(source, args, tokenizer)
     wait_for_data(setup)  # until all hosts have read, however long that takes
     print_start("preference tuning", setup, model, pairs.describe())
@@ -96,40 +102,41 @@ def main() -> None:
 
     # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Before the first step its
     # model is the reference, unless --reference names one, which gets an engine for a while.
-    loss_function = partial(dpo_loss, beta=args.beta)
-    known = pairs.load_reference(setup)  # a resumed run has asked before
-    if not known and args.reference is not None:
-        pairs.ask_other_model(setup, loss_function)
-        known = True
+    pair_loss = partial(dpo_loss, beta=args.beta)
+    asked = pairs.load_reference(setup)  # by the run that is resumed
+    if not asked and args.reference is not None:
+        pairs.ask_other_model(setup, log_probabilities, pair_loss)
+        asked = True
     engine, *_ = wavemare.initialize(model=model, config=setup.config)
     print_layout(setup, engine)
-    pair_loss = use_pair_loss(engine, loss_function)  # in place of the loss of labels
-    if not known:
-        pairs.ask_reference(setup, pair_loss)
+    # The loss of the engine from here on: logits, then log_probabilities, then dpo_loss.
+    preferences = use_pair_loss(engine, log_probabilities, pair_loss)
+    if not asked:
+        pairs.ask_reference(setup, preferences)
 
-    # Batches. Each replica reads its own pairs.
+    # Each replica reads its own pairs.
     train_loader = ResumableLoader.of(engine, pairs.train, seed=args.seed)
-    train_batches = pair_loss.batches(train_loader)  # two rows for each pair
+    train_batches = preferences.batches(train_loader)  # two rows for each pair
     eval_loader = pairs.evaluation_loader(engine, setup.eval_samples)
 
-    # Training. With --resume, it goes on from the newest checkpoint.
+    # Loop. With --resume, it goes on from the newest checkpoint.
     best = read_best(setup)  # step and eval_loss of the best evaluation before; or empty
     with run.training(setup, engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_batches)  # a tensor: the mean over pairs
-            run.after_step(loss, pair_loss.take_rewards)  # a line of metrics has the rewards, too
+            run.after_step(loss, preferences.take_rewards)  # a line of metrics has the rewards, too
             if step % args.eval_interval == 0 or step == args.max_steps:
                 engine.synchronize()  # now all ranks have one version of the weights
-                eval_loss = evaluate(engine, [*pair_loss.batches(eval_loader)])
-                run.log_eval(eval_loss=eval_loss, **pair_loss.take_rewards(training=False))
+                eval_loss = evaluate(engine, [*preferences.batches(eval_loader)])
+                run.log_eval(eval_loss=eval_loss, **preferences.take_rewards(training=False))
                 if not best or eval_loss < best["eval_loss"]:
                     export(args, engine, setup.model_folder, pairs.tokenizer, merge=args.merge)
                     best = keep_best(setup, step, eval_loss)
             # After the evaluation: a run that resumes here evaluates later steps only.
             run.save_if_due()  # every --save_interval steps, and after the last one
 
-    # An answer of the exported model, which is that of the best evaluation.
+    # Sample: an answer of the exported model, which is that of the best evaluation.
     if not run.stopped:
         if setup.rank == 0:
             answer = continue_text(setup.model_folder, pairs.question(), args.seed)
@@ -137,6 +144,23 @@ def main() -> None:
         results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
         run.finish({**results, "parameters": count_parameters(setup, model)})
     disconnect()
+
+
+def log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return how probable each row's answer is, as a logarithm, in fp32, (rows,).
+
+    Args:
+        logits: (rows, sequence, vocabulary).
+        labels: (rows, sequence): the tokens of the answer, and `IGNORED` elsewhere.
+    """
+    from torch.nn.functional import cross_entropy
+
+    following = labels[:, 1:]  # the logits of a token predict the next one
+    in_answer = following != IGNORED
+    predictions = logits[:, :-1][in_answer].float()
+    losses = cross_entropy(predictions, following[in_answer], reduction="none")
+    zeros = losses.new_zeros(following.shape)
+    return zeros.masked_scatter(in_answer, -losses).sum(-1)
 
 
 def dpo_loss(log_probs: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,9 @@ Differs from ``gpt/pretrain.py`` in:
   JSON has no such scheduler, so `warmup_stable_decay` makes it;
 * ``pretrain.json``: two asynchronous stages as there, but with AdamW, and synchronous first steps.
   ``--set`` changes it.
+
+Differs from Meta's Llama in the size, the rate (Llama's falls by a cosine), the tokenizer (a
+byte-level BPE of the text), and the head, which shares its weight with the embedding.
 """
 
 from __future__ import annotations
@@ -42,7 +45,6 @@ from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
     disconnect,
     join_and_seed,
-    prefer_bf16,
     read_setup,
     seed_dropout,
     wait_for_data,
@@ -68,16 +70,15 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
 
 def main() -> None:
     """Pretrain, evaluate, export and sample."""
-    # Options and configuration. Most mistakes end the run here, before torch is imported.
+    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(PretrainArguments)
-    setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
+    setup = read_setup(args, bf16=True)  # the JSON with --set; on GPUs in bf16
     source = find_data(args)
     check_model(args)
     run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
-    # Text. One process of each host tokenizes it; the others read the tokens from the cache.
+    # Data. One process of each host tokenizes it; the others read the tokens from the cache.
     join_and_seed(setup)  # the other processes; the seed gives all the same first weights
-    setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
     text = read_text(source, args, special_tokens="gpt")
     # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
     train_samples, validation = text.causal_samples(
@@ -92,18 +93,18 @@ def main() -> None:
 
     # Engine. pretrain.json decides: two stages with PipeMare, synchronous at first, and AdamW at
     # 2e-3. It may have a scheduler of its own.
-    setup = balance(setup, model)  # with --balance, faster devices get more work
+    balance(setup, model)  # with --balance, changes setup.config: faster devices get more work
     scheduler = None if "scheduler" in setup.config else warmup_stable_decay(args.max_steps)
     engine, *_ = wavemare.initialize(model=model, config=setup.config, lr_scheduler=scheduler)
     print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
-    # Batches. Each replica reads its own samples.
+    # Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed, shuffle=text.shuffles)
     eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
 
-    # Training. With --resume, it goes on from the newest checkpoint.
+    # Loop. With --resume, it goes on from the newest checkpoint.
     with run.training(setup, engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.

@@ -8,18 +8,21 @@ of one's own (``messages``, ``prompt`` and ``completion``, or ``text``), and wit
 
 Differs from ``gpt/pretrain.py`` in:
 
-* the data: rows of which only what the assistant says is trained. They are packed into samples, and
-  do not see each other;
+* the data: rows that are packed into samples, and do not see each other. Only what the assistant
+  says is trained: `label_answers`;
 * the loss: the mean over all trained tokens of a step, however the micro-batches share them;
 * the start: model and tokenizer come from a folder, with LoRA's layers if ``--lora_r`` is given;
 * the end: the model of the best evaluation is exported, and answers a question;
 * ``sft.json``: a whole model on each GPU, AdamW. ``--set`` changes it.
+
+It does not weigh rows or turns: each trained token counts once. ``--balance`` is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -33,15 +36,18 @@ from wavemare.training.run import TrainingRun
 from wavemare.training.samples import continue_text
 from wavemare.training.setup import (
     disconnect,
-    fill_in_auto,
     join_and_seed,
-    prefer_bf16,
     read_setup,
     seed_dropout,
     wait_for_data,
 )
 from wavemare.training.start import count_parameters, print_layout, print_start
 from wavemare.training.text import find_data
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORED = -100  # the label of a token that has no loss, as in transformers
 
 
 @dataclass(frozen=True)
@@ -61,22 +67,20 @@ class SftArguments(ChatArguments):
 
 def main() -> None:
     """Load, format, train, evaluate, export and answer."""
-    # Options and configuration. Most mistakes end the run here, before torch is imported.
+    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(SftArguments)
     check_chat_options(args)
-    setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
+    rate = 2e-5 if args.lora_r is None else 2e-4  # for "lr": "auto" in the JSON
+    inputs = ["input_ids"] if args.no_packing else ["input_ids", "position_ids"]
+    # The JSON with --set; on GPUs in bf16. The inputs travel between stages, if there are any.
+    setup = read_setup(args, lr=rate, inputs=inputs, bf16=True)
     source = find_data(args)
     check_model(args)
     run = TrainingRun(args)  # makes the run folder, which records warnings from now on
 
-    # Model and chats. Each process reads its own part of the weights, and one process of each host
+    # Model and data. Each process reads its own part of the weights, and one process of each host
     # formats the chats.
     join_and_seed(setup)  # the other processes; the seed gives all the same first weights
-    setup = prefer_bf16(setup)  # on GPUs, unless the JSON names a 16-bit type
-    rate = 2e-5 if args.lora_r is None else 2e-4
-    inputs = ["input_ids"] if args.no_packing else ["input_ids", "position_ids"]
-    # The rate is for "lr": "auto" in the JSON; the inputs travel between stages, if there are any.
-    setup = fill_in_auto(setup, lr=rate, inputs=inputs)
     tokenizer, model = load_chat_model(args)
     chats = read_chats(source, args, tokenizer)
     wait_for_data(setup)  # until all hosts have read, however long that takes
@@ -88,12 +92,12 @@ def main() -> None:
     print_layout(setup, engine)
     seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
 
-    # Batches. Each replica reads its own samples.
+    # Each replica reads its own samples. The loss of a step is the mean over its labels.
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
-    train_batches = use_token_mean(engine, train_loader)  # a step's loss: over its trained tokens
+    train_batches = use_token_mean(engine, label_answers(train_loader))
     eval_loader = chats.evaluation_loader(engine, setup.eval_samples)  # packed, too
 
-    # Training. With --resume, it goes on from the newest checkpoint.
+    # Loop. With --resume, it goes on from the newest checkpoint.
     best = read_best(setup)  # step and eval_loss of the best evaluation before; or empty
     with run.training(setup, engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
@@ -102,7 +106,7 @@ def main() -> None:
             run.after_step(loss)  # shows it; every --log_interval steps, writes a line of metrics
             if step % args.eval_interval == 0 or step == args.max_steps:
                 engine.synchronize()  # now all ranks have one version of the weights
-                eval_loss = evaluate(engine, train_batches.weigh(eval_loader))
+                eval_loss = evaluate(engine, train_batches.weigh(label_answers(eval_loader)))
                 run.log_eval(eval_loss=eval_loss)
                 if not best or eval_loss < best["eval_loss"]:
                     export(args, engine, setup.model_folder, chats.tokenizer, merge=args.merge)
@@ -110,7 +114,7 @@ def main() -> None:
             # After the evaluation: a run that resumes here evaluates later steps only.
             run.save_if_due()  # every --save_interval steps, and after the last one
 
-    # An answer of the exported model, which is that of the best evaluation.
+    # Sample: an answer of the exported model, which is that of the best evaluation.
     if not run.stopped:
         if setup.rank == 0:
             answer = continue_text(setup.model_folder, chats.question(), args.seed)
@@ -118,6 +122,18 @@ def main() -> None:
         results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
         run.finish({**results, "parameters": count_parameters(setup, model)})
     disconnect()
+
+
+def label_answers(batches: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield micro-batches with ``labels``, (samples, sequence_length); the model shifts them.
+
+    ``trained``, of the same shape, is true where the assistant speaks, up to the end of its turn.
+    All other tokens are only read.
+    """
+    for batch in batches:
+        inputs = {name: values for name, values in batch.items() if name != "trained"}
+        labels = batch["input_ids"].masked_fill(~batch["trained"], IGNORED)
+        yield {**inputs, "labels": labels}
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from wavemare.data.chat import ChatSamples
 from wavemare.data.row_format import IGNORED, Row
 from wavemare.models.packed import RowMask, whole_arguments
+from wavemare.recipes.llama.sft import label_answers
 
 SHORTEST, LONGEST, VOCABULARY, TOGETHER = 30, 512, 1000, 4
 
@@ -72,7 +73,7 @@ def build(hidden):
 
 def seconds(model, given):
     started = time.process_time()
-    for batch in given:
+    for batch in label_answers(given):
         more = whole_arguments(model, batch, torch.device("cpu"))
         model(**batch, **more, use_cache=False).loss.backward()
         model.zero_grad()

@@ -3,25 +3,13 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
 
+from wavemare.engine.launch.devices import accelerator_visible
 from wavemare.errors import LaunchError
-
-# CUDA, CUDA in WSL, ROCm, Intel, Habana, Ascend and Cambricon.
-_DEVICE_FILES = (
-    "/dev/nvidia[0-9]*",
-    "/dev/dxg",
-    "/dev/kfd",
-    "/dev/dri/renderD*",
-    "/dev/accel*",
-    "/dev/davinci[0-9]*",
-    "/dev/cambricon_dev*",
-)
 
 
 def find_deepspeed() -> str:
@@ -61,18 +49,6 @@ def extra_environment() -> dict[str, str]:
         # By default every rank would start as many threads as there are cores.
         variables["OMP_NUM_THREADS"] = "1"
     return {name: value for name, value in variables.items() if name not in os.environ}
-
-
-def accelerator_visible() -> bool:
-    """Whether this machine may have an accelerator; torch is not imported."""
-    try:
-        if metadata.version("torch").endswith("+cpu"):
-            return False
-    except metadata.PackageNotFoundError:
-        return False
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
-        return False
-    return sys.platform == "darwin" or any(glob.glob(pattern) for pattern in _DEVICE_FILES)
 
 
 def device_count() -> int:

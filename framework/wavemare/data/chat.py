@@ -407,8 +407,10 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 class ChatSamples(Dataset[dict[str, torch.Tensor]]):
     """Samples of one length: a row each, or several whose positions begin anew.
 
-    Models with masks by position (``position_ids`` without ``attention_mask``) attend within a row
-    alone. What fills up a sample is a row of its own, without labels.
+    A sample has ``input_ids``; ``trained``, which is true where a token is to be learned; and with
+    ``positions`` also ``position_ids``. Models with masks by position (``position_ids`` without
+    ``attention_mask``) attend within a row alone. What fills up a sample is a row of its own, of
+    which nothing is trained.
 
     Args:
         rows: Formatted rows.
@@ -456,7 +458,7 @@ class ChatSamples(Dataset[dict[str, torch.Tensor]]):
         rows.append(Row([self._fill] * rest, [IGNORED] * rest))
         sample = {
             "input_ids": torch.tensor([i for row in rows for i in row.ids]),
-            "labels": torch.tensor([label for row in rows for label in row.labels]),
+            "trained": torch.tensor([label != IGNORED for row in rows for label in row.labels]),
         }
         if self._positions:
             sample["position_ids"] = torch.cat([torch.arange(len(row.ids)) for row in rows])

@@ -3,24 +3,23 @@
 
 Rafailov et al., "Direct Preference Optimization", 2023: the reward of an answer is beta times the
 log of the ratio of its probabilities under the model and under the reference, and the loss is the
-negative log of the sigmoid of the margin between the rewards. The recipe ``llama/dpo`` has it.
+negative log of the sigmoid of the margin between the rewards. The recipe ``llama/dpo`` has both:
+the log-probabilities, and the loss of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from wavemare.data.preferences import PairSamples
-from wavemare.engine.labels import IGNORED
 from wavemare.engine.launch.group import gather
 from wavemare.models import TransformerPipeline
 from wavemare.models.families import whole_logits
@@ -32,6 +31,9 @@ _AT_ONCE = 256
 """Micro-batches of one evaluation at most: the reference reads all data."""
 
 
+LogProbs = Callable[[Tensor, Tensor], Tensor]
+"""From logits, (rows, sequence, vocabulary), and labels, (rows, sequence), that are -100 where no
+token of the answer stands, to the log-probability of each row's answer, (rows,)."""
 PairLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From the log-probabilities of both answers by the model and by the reference, each (pairs, 2), to
 the mean loss, a scalar, and the rewards, (pairs, 2)."""
@@ -42,21 +44,28 @@ class PreferenceLoss:
 
     Args:
         engine: Of `wavemare.initialize`; its loss is replaced.
-        loss: Of pairs.
+        log_probs: Of answers.
+        loss: Of pairs, by these log-probabilities.
+        inputs: What of a batch the model takes, by name.
 
     Attributes:
         engine: The same.
         main: The loss of labels that a pipeline had.
     """
 
-    def __init__(self, engine: Any, loss: PairLoss) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        log_probs: LogProbs,
+        loss: PairLoss,
+        inputs: Sequence[str] = ("input_ids",),
+    ) -> None:
         self.engine, self.main = engine, None
-        self._loss = loss
+        self._log_probs, self._loss, self._inputs = log_probs, loss, tuple(inputs)
         # FIGURES of each micro-batch, of training and of evaluation
         self._measured: dict[bool, list[Tensor]] = {True: [], False: []}
         self._found: list[Tensor] | None = None  # log-probabilities, in place of losses
         module = engine.module
-        self._inputs = inputs_of(module.config)
         if not isinstance(module, TransformerPipeline):
             engine.loss_fn = self.of_model
         elif module.loss_fn is not None:
@@ -86,7 +95,7 @@ class PreferenceLoss:
             answers: Labels (2 * pairs, sequence), and the reference's log-probabilities (pairs, 2).
         """
         labels, reference = answers
-        found = log_probs(whole_logits(self.main, logits), labels).view(-1, 2)
+        found = self._log_probs(whole_logits(self.main, logits), labels).view(-1, 2)
         if self._found is not None:
             self._found.append(found)
             return found.new_zeros(())
@@ -152,26 +161,3 @@ class PreferenceLoss:
             if found is not None:  # of a last stage
                 result[order[:, place].ravel()] = found
         return result[:count]
-
-
-def inputs_of(config: Any) -> tuple[str, ...]:
-    """Return what a model needs to know of pairs.
-
-    Rows are filled up at their end, which no token before it sees. Only routers would count it.
-    """
-    routes = getattr(config, "output_router_logits", False)
-    return ("input_ids", "attention_mask") if routes else ("input_ids",)
-
-
-def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each row's labels, (rows,), in fp32.
-
-    Args:
-        logits: (rows, sequence, vocabulary).
-        labels: (rows, sequence); -100 where none counts.
-    """
-    predicted = labels[:, 1:]
-    counts = predicted != IGNORED
-    losses = F.cross_entropy(logits[:, :-1][counts].float(), predicted[counts], reduction="none")
-    zeros = losses.new_zeros(predicted.shape)
-    return zeros.masked_scatter(counts, -losses).sum(-1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +64,8 @@ def with_layout(config: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     return {**config, SECTION: {**config[SECTION], "parallel": plan}}
 
 
-def balance(setup: Setup, model: Any) -> Setup:
-    """Return the setup with each device's share of the work; all ranks call this.
+def balance(setup: Setup, model: Any) -> None:
+    """Write each device's share of the work into the setup's configuration; all ranks call this.
 
     ``--balance auto`` measures the devices. Without ``--balance`` the setup stays as it is.
 
@@ -76,7 +75,7 @@ def balance(setup: Setup, model: Any) -> Setup:
     """
     config, layout = setup.config, setup.layout
     if setup.arguments.balance == NONE:
-        return setup
+        return
     _check_agreement(setup)
     if layout is None:
         layout = _measure(setup, model)
@@ -90,7 +89,7 @@ def balance(setup: Setup, model: Any) -> Setup:
         # Samples have different numbers of labels (masked tokens, all but a document's first).
         own = config[SECTION].get("balance", {})
         config = _with_balance(config, {"mean": "tokens", **own})
-    return replace(setup, config=config, layout=layout)
+    setup.config, setup.layout = config, layout
 
 
 def _with_balance(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

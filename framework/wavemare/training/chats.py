@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from wavemare.data.chat import ChatSamples, EncodedRows
-    from wavemare.data.loader import ResumableLoader
     from wavemare.data.sources import Source
     from wavemare.hf.steps import TokenMean
 
@@ -173,12 +172,12 @@ def check_chat_options(args: Any) -> None:
         require("peft", "--lora_r")
 
 
-def use_token_mean(engine: Any, loader: ResumableLoader) -> TokenMean:
-    """Make the loss of an engine's step the mean over its labels; return a loader's micro-batches.
+def use_token_mean(engine: Any, batches: Iterator[Any]) -> TokenMean:
+    """Make the loss of an engine's step the mean over its labels; return the micro-batches for it.
 
     A pipeline's loss function is replaced by one that takes the number of labels. ``weigh`` of what
     is returned gives an evaluation's micro-batches such weights.
     """
     from wavemare.hf.steps import TokenMean
 
-    return TokenMean(engine, loader)
+    return TokenMean(engine, batches)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wavemare.data.chat import EncodedRows
     from wavemare.data.preferences import PairSamples
     from wavemare.data.sources import Source
-    from wavemare.hf.preferences import PairLoss, PreferenceLoss
+    from wavemare.hf.preferences import LogProbs, PairLoss, PreferenceLoss
     from wavemare.training.setup import Setup
 
 _SIZES = (
@@ -116,13 +116,13 @@ class TrainingPairs:
         if setup.rank == 0:
             np.savez(setup.folder / _FILE, **known)
 
-    def ask_other_model(self, setup: Setup, loss: PairLoss) -> None:
+    def ask_other_model(self, setup: Setup, log_probs: LogProbs, loss: PairLoss) -> None:
         """Ask the model of ``--reference``, in an engine of its own; all ranks call this."""
         import wavemare
 
         _, model = load_pair_model(self.arguments, self.arguments.reference)
         engine, *_ = wavemare.initialize(model=model, config=copy.deepcopy(setup.config))
-        self.ask_reference(setup, use_pair_loss(engine, loss))
+        self.ask_reference(setup, use_pair_loss(engine, log_probs, loss))
         engine.destroy()
         del engine, model
         gc.collect()  # the engine and its loss refer to each other
@@ -169,18 +169,25 @@ def read_pairs(source: Source, arguments: Any, tokenizer: Any) -> TrainingPairs:
     return TrainingPairs(source, tokenizer, arguments, rows, validation_rows, train, validation)
 
 
-def use_pair_loss(engine: Any, loss: PairLoss) -> PreferenceLoss:
+def use_pair_loss(engine: Any, log_probs: LogProbs, loss: PairLoss) -> PreferenceLoss:
     """Make a loss of pairs that of an engine's steps and evaluations; see `PreferenceLoss`."""
     from wavemare.hf.preferences import PreferenceLoss
 
-    return PreferenceLoss(engine, loss)
+    return PreferenceLoss(engine, log_probs, loss, inputs_of(engine.module.config))
 
 
-def inputs_of_pairs(model: Any) -> tuple[str, ...]:
-    """Return what of a batch travels between the stages of a model, by name."""
-    from wavemare.hf.preferences import inputs_of
+def inputs_of(config: Any) -> tuple[str, ...]:
+    """Return what a model of this configuration needs to know of pairs, by name.
 
-    return inputs_of(model.config)
+    Rows are filled up at their end, which no token before it sees. Only routers would count it.
+    """
+    routes = getattr(config, "output_router_logits", False)
+    return ("input_ids", "attention_mask") if routes else ("input_ids",)
+
+
+def inputs_of_pairs(args: Any) -> tuple[str, ...]:
+    """Return what the model to start from needs to know of pairs; `check_model` comes first."""
+    return inputs_of(_config_of(args))
 
 
 def check_preferences(args: Any) -> None:
@@ -200,12 +207,20 @@ def check_preferences(args: Any) -> None:
     check_model_folder(args.reference, args.sequence_length, causal=True, key="--reference")
     with reraise_model_errors("--reference", args.reference):
         other = AutoConfig.from_pretrained(args.reference)
-    is_megatron = args.pretrained_checkpoint is not None
-    own = open_start(args).config if is_megatron else AutoConfig.from_pretrained(args.model)
-    if (found := unlike_size(other, own)) is not None:
+    if (found := unlike_size(other, _config_of(args))) is not None:
         reason = f"its {found[0]} is {found[1]}, and that of --model {found[2]}"
         remedy = "Name the folder that --model was trained from, or leave it out"
         raise ConfigError("--reference", args.reference, reason, remedy)
+
+
+def _config_of(args: Any) -> Any:
+    """Return the configuration of the model to start from."""
+    from transformers import AutoConfig
+
+    if args.pretrained_checkpoint is not None:
+        return open_start(args).config
+    with reraise_model_errors("--model", args.model):
+        return AutoConfig.from_pretrained(args.model)
 
 
 def unlike_size(reference: Any, model: Any) -> tuple[str, Any, Any] | None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wavemare.engine.config.resolve import WavemareConfig, check_batch_sizes, check_config
+from wavemare.engine.launch.devices import accelerator_visible
 from wavemare.engine.launch.group import (
     ensure_launched,
     environment_rank,
@@ -27,15 +28,16 @@ from wavemare.training.checkpoints import check_resume, resumes_after_restart
 from wavemare.training.config import resolve_config
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setup:
-    """A checked run.
+    """A checked run. Only `wavemare.training.balance.balance` changes it.
 
     Attributes:
         arguments: The recipe's options.
-        config: DeepSpeed's configuration, with the changes of the options.
+        config: DeepSpeed's configuration, with the changes of the options; `balance` adds the
+            shares of the devices.
         layout: The layout that ``--balance`` names, that of the run that continues, or the one
-            that `wavemare.training.balance.balance` has measured.
+            that `balance` has measured.
         section: The section ``"wavemare"`` of the configuration.
         batch: DeepSpeed's three batch sizes by their keys.
         resume: Whether the run continues from a checkpoint.
@@ -99,11 +101,21 @@ class Setup:
         return self.section.tensor_parallel.size
 
 
-def read_setup(arguments: TrainArguments) -> Setup:
+def read_setup(
+    arguments: TrainArguments,
+    *,
+    lr: float | None = None,
+    inputs: Sequence[str] | None = None,
+    bf16: bool = False,
+) -> Setup:
     """Resolve and check the configuration, before torch and DeepSpeed are imported.
 
     Args:
         arguments: The recipe's options.
+        lr: The learning rate that ``"lr": "auto"`` in the JSON stands for.
+        inputs: What of a batch travels between the stages of a pipeline, by name; what the JSON
+            says if omitted.
+        bf16: Whether to compute in bf16 on GPUs, if the JSON names no 16-bit type.
 
     Raises:
         LaunchError: No launcher started this process.
@@ -127,37 +139,38 @@ def read_setup(arguments: TrainArguments) -> Setup:
     quiet_libraries()
     if resume:
         check_resume(folder / "checkpoints", config)
+    if bf16:
+        config = _prefer_bf16(config, world_size)
+    config = _fill_in(config, lr, inputs)
     return Setup(arguments, config, layout, section, batch, resume, rank, world_size)
 
 
-def prefer_bf16(setup: Setup) -> Setup:
-    """Return the setup in bf16 if there are GPUs and the JSON names no 16-bit type."""
+def _prefer_bf16(config: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Return the configuration in bf16 if there are GPUs and it names no 16-bit type."""
+    if not accelerator_visible() or config.keys() & {"bf16", "fp16"}:
+        return config
     import torch
 
-    if torch.cuda.is_available() and not setup.config.keys() & {"bf16", "fp16"}:
-        changed = {**setup.config, "bf16": {"enabled": True}}
+    if torch.cuda.is_available():
+        changed = {**config, "bf16": {"enabled": True}}
         with suppress(ConfigError):  # some features refuse it
-            check_config(changed, world_size=setup.world_size)
-            return replace(setup, config=changed)
-    return setup
+            check_config(changed, world_size=world_size)
+            return changed
+    return config
 
 
-def fill_in_auto(setup: Setup, *, lr: float, inputs: Sequence[str]) -> Setup:
-    """Return the setup with a learning rate for ``"lr": "auto"``, and with a pipeline's inputs.
-
-    Args:
-        setup: Of the run.
-        lr: The learning rate.
-        inputs: What of a batch travels between stages, by name.
-    """
-    config = copy.deepcopy(setup.config)
+def _fill_in(
+    config: dict[str, Any], lr: float | None, inputs: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return the configuration with a recipe's learning rate and its inputs of stages."""
+    config = copy.deepcopy(config)
     rates = config.get("optimizer", {}).get("params", {})
-    if rates.get("lr") == "auto":
+    if lr is not None and rates.get("lr") == "auto":
         rates["lr"] = lr
     pipeline = config.get("wavemare", {}).get("pipeline")
-    if pipeline is not None:
+    if inputs is not None and pipeline is not None:
         pipeline["inputs"] = list(inputs)
-    return replace(setup, config=config)
+    return config
 
 
 def join_and_seed(setup: Setup) -> None:

@@ -20,10 +20,11 @@ import wavemare
 from wavemare.data.chat import Row
 from wavemare.data.loader import ResumableLoader
 from wavemare.data.preferences import PairSamples
-from wavemare.hf.preferences import PreferenceLoss, inputs_of
+from wavemare.hf.preferences import PreferenceLoss
 from wavemare.models import whole_state_dict
-from wavemare.recipes.llama.dpo import dpo_loss
+from wavemare.recipes.llama.dpo import dpo_loss, log_probabilities
 from wavemare.training.evaluation import evaluate, evaluation_loader
+from wavemare.training.preferences import inputs_of
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
@@ -123,9 +124,8 @@ def train(*, zero=0, stages=1, ranks=1, section=None, **keys):
     pairs = make_pairs()
     samples = make_samples(pairs)
     model = build(**keys)
-    section = dict(section or {})
+    section, inputs = dict(section or {}), list(inputs_of(model.config))
     if stages > 1:
-        inputs = list(inputs_of(model.config))
         section["pipeline"] = {"stages": stages, "inputs": inputs, **section.get("pipeline", {})}
     config = {
         "train_batch_size": PAIRS,
@@ -137,7 +137,7 @@ def train(*, zero=0, stages=1, ranks=1, section=None, **keys):
         "wavemare": section,
     }
     engine, *_ = wavemare.initialize(model=model, config=config)
-    loss = PreferenceLoss(engine, partial(dpo_loss, beta=BETA))
+    loss = PreferenceLoss(engine, log_probabilities, partial(dpo_loss, beta=BETA), inputs)
     samples.reference = loss.log_probs_of(samples)
     batches = loss.batches(ResumableLoader.of(engine, samples, seed=3))
     losses, figures = [], []

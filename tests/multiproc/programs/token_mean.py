@@ -17,6 +17,7 @@ from wavemare.data.loader import ResumableLoader
 from wavemare.engine import init_distributed
 from wavemare.hf.steps import TokenMean
 from wavemare.models import whole_state_dict
+from wavemare.recipes.llama.sft import label_answers
 from wavemare.training.evaluation import evaluate
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
@@ -57,12 +58,10 @@ def alone(samples):
     losses = []
 
     def mean(batch):
-        labels = batch.pop("labels")[:, 1:]
+        trained, ids = batch.pop("trained")[:, 1:], batch["input_ids"][:, 1:]
         logits = model(**batch, use_cache=False).logits[:, :-1]
-        total = torch.nn.functional.cross_entropy(
-            logits[labels != -100], labels[labels != -100], reduction="sum"
-        )
-        return total / (labels != -100).sum()
+        total = torch.nn.functional.cross_entropy(logits[trained], ids[trained], reduction="sum")
+        return total / trained.sum()
 
     for _ in range(STEPS):
         loss = mean(next(loader))
@@ -92,9 +91,10 @@ def trained(samples, section, zero):
         data_world_size=engine.data_world_size,
         seed=3,
     )
-    batches = TokenMean(engine, loader)
+    labelled = label_answers(loader)
+    batches = TokenMean(engine, labelled)
     losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
-    evaluated = [next(loader) for _ in range(BATCH // MICRO // ranks)]
+    evaluated = [next(labelled) for _ in range(BATCH // MICRO // ranks)]
     losses.append(evaluate(engine, batches.weigh(evaluated)))
     state = whole_state_dict(engine)
     engine.destroy()

@@ -39,6 +39,7 @@ from wavemare.data.row_format import Row
 from wavemare.data.sources import resolve
 from wavemare.data.tokenizer import train_tokenizer
 from wavemare.errors import DataError, ModelError
+from wavemare.recipes.llama.sft import label_answers
 from wavemare.training.chats import TrainingChats
 from wavemare.training.models import check_packing
 
@@ -159,7 +160,7 @@ def test_packed_rows_compute_what_they_compute_alone(tokenizer):
             total += output.loss * trained
         packed = torch.tensor(0.0)
         for sample in (samples[i] for i in range(len(samples))):
-            batch = {name: values[None] for name, values in sample.items()}
+            (batch,) = label_answers([{name: values[None] for name, values in sample.items()}])
             output = model(**batch, use_cache=False, num_items_in_batch=1)
             packed += output.loss
             starts = [*(sample["position_ids"] == 0).nonzero()[:, 0].tolist(), 400]
@@ -186,7 +187,7 @@ def test_the_validation_loss_of_packed_rows_is_that_of_rows_alone(tokenizer, lim
             engine = SimpleNamespace(
                 data_rank=rank, data_world_size=ranks, train_micro_batch_size_per_gpu=lambda: micro
             )
-            loader = chats.evaluation_loader(engine, limit)
+            loader = [*label_answers(chats.evaluation_loader(engine, limit))]
             counts.append((len(loader), {len(batch["labels"]) for batch in loader}))
             for batch in loader:
                 number = int((batch["labels"][:, 1:] != -100).sum())
@@ -216,8 +217,10 @@ def test_rows_without_packing_are_filled_up(tokenizer):
     (sample,) = ChatSamples([row], 9, 7, packs=False, positions=False)
     rest = 9 - len(row.ids)
     assert sample["input_ids"].tolist() == row.ids + [7] * rest
-    assert sample["labels"].tolist() == row.labels + [-100] * rest
-    assert sample.keys() == {"input_ids", "labels"}
+    assert sample.keys() == {"input_ids", "trained"}
+    (batch,) = label_answers([{name: values[None] for name, values in sample.items()}])
+    assert batch["labels"].tolist() == [row.labels + [-100] * rest]
+    assert batch.keys() == {"input_ids", "labels"}
     for packs in (False, True):
         with refuses(DataError, "max_length", 2):
             ChatSamples([row], 2, 7, packs=packs, positions=packs)

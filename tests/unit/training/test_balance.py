@@ -81,7 +81,8 @@ def test_speeds_are_those_of_the_jobs_own_type(monkeypatch, tmp_path, config, dt
         return PLAN
 
     monkeypatch.setattr("wavemare.parallel.balance.balance_replicas", measure)
-    found = balance(balancing(tmp_path, "auto", config), LanguageModel())
+    found = balancing(tmp_path, "auto", config)
+    balance(found, LanguageModel())
     assert found.layout == PLAN
     assert asked == [{"zero_stage": zero, "sequence_length": 8, "dtype": dtype}]
     assert found.config["wavemare"]["balance"] == {"mean": "tokens", "shares": [5, 3]}

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the weights of a recipe come from: a Hugging Face folder, or a checkpoint of Megatron."""
+"""Where a recipe's weights come from, and what it fills into its configuration."""
 
+import glob
+import json
+from importlib import metadata
 from importlib.resources import files
 from types import SimpleNamespace
 
@@ -14,7 +17,7 @@ from wavemare.megatron import save_megatron
 from wavemare.models.deferred import is_deferred, read_weights
 from wavemare.recipes.gpt.finetune import FinetuneArguments
 from wavemare.recipes.gpt.pretrain import PretrainArguments
-from wavemare.training.arguments import parse_arguments
+from wavemare.training.arguments import TrainArguments, parse_arguments
 from wavemare.training.config import resolve_config
 from wavemare.training.models import (
     check_model,
@@ -23,7 +26,7 @@ from wavemare.training.models import (
     make_or_load_model,
     tokenizer_folder_of,
 )
-from wavemare.training.setup import Setup
+from wavemare.training.setup import Setup, read_setup
 from wavemare.training.start import print_start
 
 CONFIG = str(files("wavemare.recipes") / "gpt" / "finetune.json")
@@ -115,3 +118,40 @@ def test_the_start_shows_the_optimizer_that_steps(model, words, names, capsys):
     print_start("a run", setup, model, {})
     shown = capsys.readouterr().out
     assert {name for name in ("Muon", "SOAP", "AdamW") if name in shown} == names
+
+
+@pytest.mark.parametrize(
+    ("devices", "own", "bf16"),
+    [
+        (["/dev/nvidia0"], {}, {"enabled": True}),
+        ([], {}, None),
+        (["/dev/nvidia0"], {"fp16": {"enabled": True}}, None),
+    ],
+)
+def test_a_setup_has_the_recipes_rate_and_inputs_and_bf16_on_gpus(
+    monkeypatch, tmp_path, devices, own, bf16
+):
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (launched | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WAVEMARE_VERBOSE", "1")  # libraries are told nothing
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cu130")
+    monkeypatch.setattr(glob, "glob", lambda pattern: devices if "nvidia" in pattern else [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "wavemare": {"pipeline": {"stages": 2}},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config | own))
+    args = TrainArguments(deepspeed_config=str(tmp_path / "ds.json"), output=str(tmp_path))
+    found = read_setup(args, lr=1e-3, inputs=("input_ids", "position_ids"), bf16=True).config
+    assert found.get("bf16") == bf16
+    assert found["optimizer"]["params"]["lr"] == 1e-3
+    assert found["wavemare"]["pipeline"]["inputs"] == ["input_ids", "position_ids"]
+    plain = read_setup(args).config
+    assert plain.keys() == (config | own).keys()
+    assert plain["optimizer"]["params"]["lr"] == "auto"
+    assert "inputs" not in plain["wavemare"]["pipeline"]
