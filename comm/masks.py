@@ -215,12 +215,24 @@ class BlockLayout:
             (N, m), int64: for each rank and owned block, the block's number in the concatenated
             messages of all ranks, from the owner's own on; -1 where the rank sent none.
         """
-        present = np.roll(self.masks.holds(self.blocks[self.group(owner)]), -owner, axis=0)
-        # Messages stand one after the other, each in the order of the group.
-        number = np.cumsum(present.ravel(), dtype=np.int64).reshape(present.shape)
-        number *= present
-        number -= 1
-        return np.roll(number, owner, axis=0)
+        found: Index = _find_sources(self.masks.bits, self.blocks[self.group(owner)], owner)
+        return found
+
+
+@compiled
+def _find_sources(bits: Any, blocks: Any, first: int) -> Any:
+    """Return the table of `BlockLayout.sources`; in numpy it would take ten passes over it."""
+    found = np.empty((len(bits), blocks.size), np.int64)
+    number = 0
+    # Messages stand one after the other, each in the order of the group.
+    for step in range(len(bits)):
+        rank = (first + step) % len(bits)
+        row, numbers = bits[rank], found[rank]
+        for column in range(blocks.size):
+            present = (row[blocks[column] >> 3] >> (blocks[column] & 7)) & 1
+            numbers[column] = number if present else -1
+            number += present
+    return found
 
 
 def _spans(starts: Index, stops: Index) -> Index:
@@ -295,7 +307,7 @@ class OwnedRange(NamedTuple):
     owner: int
 
 
-def ranges_of(partition: Sequence[Any], numel: int, num_ranks: int) -> Index:
+def ranges_of(partition: Sequence[Any] | Index, numel: int, num_ranks: int) -> Index:
     """Return a partition as ranges, (n, 3): start, stop and owner of each.
 
     Args:

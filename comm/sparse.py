@@ -432,7 +432,7 @@ class SparseComm:
         number, self._num_calls = self._num_calls, self._num_calls + 1
         numel = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
         if call.ranges is not None:
-            terms = *terms, zlib.crc32(call.ranges)
+            terms = *terms, zlib.crc32(call.ranges.tobytes())
         stages = self.transport.stages(tensor)
         digest = digest_of(self._terms, call.key, stages, self.average, *terms)
 
