@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from wavemare.lazy import at_first_use
 
 if TYPE_CHECKING:
-    from wavemare.comm.blocks.masks import Masks, OwnedRange
     from wavemare.comm.collective_queue import Handle
     from wavemare.comm.compressor import make_compressor
     from wavemare.comm.config import CompressorConfig, SparseCollectiveConfig
     from wavemare.comm.ddp import register_ddp_hook
+    from wavemare.comm.masks import Masks, OwnedRange
     from wavemare.comm.sparse import SparseComm
 
 __all__ = [
@@ -35,8 +35,8 @@ __all__ = [
 _HOME = {
     "CompressorConfig": "config",
     "Handle": "collective_queue",
-    "Masks": "blocks.masks",
-    "OwnedRange": "blocks.masks",
+    "Masks": "masks",
+    "OwnedRange": "masks",
     "SparseCollectiveConfig": "config",
     "SparseComm": "sparse",
     "make_compressor": "compressor",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gather of ranges that all ranks have held alike: only the blocks that have changed travel.
+"""A gather of ranges; where all ranks have held them alike, only blocks that have changed travel.
 
 ZeRO 1 and 2 gather the weights that an optimizer step has updated. An optimizer that leaves the
 rows of a table alone whose gradients are zero changes few of them. Each owner compares its range
@@ -9,14 +9,15 @@ with a copy from before the step, so the result has the bits of a gather of ever
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.masks import Masks, exchange_masks, mask_bytes
 from wavemare.comm.collective_queue import Finish
 from wavemare.comm.executors import CollectiveCall, gather_ranges
 from wavemare.comm.kernels import num_blocks
+from wavemare.comm.masks import Masks, begin_masks, mask_bytes
 
 _BLOCK_BYTES = 64
 """Small, so that blocks that reach beyond a row cost little. A mask has 1/512 of the bytes."""
@@ -24,16 +25,20 @@ _MOST = 0.75
 """Of the bytes: if more have changed, everything is sent, without copies."""
 
 
-def gather_changes(call: CollectiveCall, before: Tensor) -> Finish:
+def gather_changes(call: CollectiveCall, before: Tensor | None) -> Finish:
     """Exchange the masks of the changed blocks; the result sends these blocks.
 
     Args:
         call: Has the tensor, and one range of each rank, in their order.
-        before: This rank's range as all ranks hold it.
+        before: This rank's range as all ranks hold it; None to send everything, of any ranges.
     """
+    if before is None:
+        call.stats.executor = "dense"
+        return partial(gather_ranges, call)
     flat = call.flat
     block = _BLOCK_BYTES // flat.element_size()
-    ranges = [flat[owned.start : owned.stop] for owned in call.ranges or ()]
+    assert call.ranges is not None
+    ranges = [flat[start:stop] for start, stop, _ in call.ranges.tolist()]
     most = max(num_blocks(part.numel(), block) for part in ranges)
     bits = torch.zeros(mask_bytes(most), dtype=torch.uint8, device=flat.device)
     if before.numel():
@@ -42,12 +47,12 @@ def gather_changes(call: CollectiveCall, before: Tensor) -> Finish:
             own = bits[: mask_bytes(num_blocks(before.numel(), block))]
             call.kernels.mask(difference, block * words, own)
     with call.phase("metadata"):
-        masks = exchange_masks(call.transport, bits, most)
+        masks = begin_masks(call.transport, bits, most)()
     if int(masks.counts.sum()) * block > _MOST * flat.numel():
         call.stats.executor = "dense"
-        return lambda: gather_ranges(call)
+        return partial(gather_ranges, call)
     call.stats.executor = "changes"
-    return lambda: _send(call, ranges, masks, block)
+    return partial(_send, call, ranges, masks, block)
 
 
 def _difference(now: Tensor, before: Tensor) -> tuple[Tensor, int]:

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from wavemare.comm.config import COMPRESSOR_OPTIONS, CompressorConfig, CompressorKind
-from wavemare.comm.kernels import num_blocks
-from wavemare.comm.kernels.words import sum_dtype
+from wavemare.comm.kernels import num_blocks, sum_dtype
 from wavemare.errors import CheckpointError, ConfigError, check_number
 
 # Elements that are converted or moved at a time: enough to hide the cost of a call, few enough

@@ -4,36 +4,38 @@
 In: a bucket and the masks of all ranks. Out: the sum, in the bucket. Whole buckets and their ranges
 are summed by their owners in rank order, or by the library's reduction. Sparse buckets travel to
 owners of balanced shares of the blocks (balanced parallelism of Zen, OSDI'25, on the blocks of
-OmniReduce, SIGCOMM'21), or from each rank to all others. The table is at the end.
+OmniReduce, SIGCOMM'21), or from each rank to all others. `by_nodes` sums within each node first.
+The table is at the end.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.masks import (
+from wavemare.comm.collective_queue import Statistics, Timer
+from wavemare.comm.kernels import BlockKernels, kernels_for, num_blocks
+from wavemare.comm.masks import (
     BlockLayout,
     Index,
     Masks,
-    OwnedRange,
     assign_owners,
     assign_ranges,
     gathered,
     mask_bytes,
+    ranges_of,
 )
-from wavemare.comm.kernels import BlockKernels, kernels_for, num_blocks
-from wavemare.comm.statistics import Statistics, Timer
 from wavemare.comm.transport.base import Transport
+from wavemare.errors import CommError
 
 Begin = Callable[[], Callable[[], None]]
 """Starts messages; returns a function that waits for them and uses them."""
@@ -76,7 +78,7 @@ class CollectiveCall:
         scratch: Memory to use.
         stats: Its phases are filled in.
         key: Name of the bucket.
-        ranges: A partition of the bucket with its owners, if that is what is summed or sent.
+        ranges: From `ranges_of`, if the ranges of a partition are what is summed or sent.
     """
 
     flat: Tensor
@@ -86,7 +88,7 @@ class CollectiveCall:
     scratch: Scratch
     stats: Statistics = field(default_factory=Statistics)
     key: str = ""
-    ranges: Sequence[OwnedRange] | None = None
+    ranges: Index | None = None
 
     @property
     def kernels(self) -> BlockKernels:
@@ -133,7 +135,7 @@ class CollectiveCall:
         """Return scratch for ``num_blocks`` packed blocks."""
         return self.scratch(name, num_blocks * self.block, self.flat)
 
-    def index(self, numbers: npt.NDArray[np.int64]) -> Tensor:
+    def index(self, numbers: Index) -> Tensor:
         """Return block numbers as a tensor on the bucket's device; no thread waits for the copy."""
         host = torch.from_numpy(numbers)
         # Torch keeps pinned memory until the copy has read it.
@@ -310,7 +312,7 @@ def block_allgather(call: CollectiveCall, masks: Masks) -> None:
 
 
 def gather_and_sum(
-    call: CollectiveCall, masks: Masks, own: npt.NDArray[np.int64], layout: BlockLayout, out: Tensor
+    call: CollectiveCall, masks: Masks, own: Index, layout: BlockLayout, out: Tensor
 ) -> None:
     """Send this rank's blocks to all ranks, and sum the blocks of all ranks.
 
@@ -336,14 +338,8 @@ def gather_and_sum(
 # --- whole, or by ranges --------------------------------------------------------------------------
 
 
-def equal_ranges(numel: int, block: int, num_ranks: int) -> list[OwnedRange]:
-    """Return one range of whole blocks for each rank, all of about the same size."""
-    cuts = pairwise(_equal_cuts(numel, block, num_ranks).tolist())
-    return [OwnedRange(*pair, owner) for owner, pair in enumerate(cuts)]
-
-
-def _equal_cuts(numel: int, block: int, count: int) -> Index:
-    """Return (count + 1,): the borders of ranges of whole blocks."""
+def equal_cuts(numel: int, block: int, count: int) -> Index:
+    """Return (count + 1,): the borders of ranges of whole blocks, all of about the same size."""
     blocks = num_blocks(numel, block)
     return np.minimum(blocks * np.arange(count + 1) // count * block, numel)
 
@@ -353,15 +349,16 @@ Parts = Sequence[Sequence[Tensor]]
 
 
 def _equal_parts(flat: Tensor, block: int, count: int) -> Parts:
-    """Return one part for each rank, as `equal_ranges`."""
-    sizes = np.diff(_equal_cuts(flat.numel(), block, count)).tolist()
+    """Return one part for each rank."""
+    sizes = np.diff(equal_cuts(flat.numel(), block, count)).tolist()
     return [[part] for part in flat.split(sizes)]
 
 
 def _parts_of(call: CollectiveCall) -> Parts:
+    assert call.ranges is not None
     parts: list[list[Tensor]] = [[] for _ in range(call.size)]
-    for owned in call.ranges or ():
-        parts[owned.owner].append(call.flat[owned.start : owned.stop])
+    for start, stop, owner in call.ranges.tolist():
+        parts[owner].append(call.flat[start:stop])
     return parts
 
 
@@ -393,7 +390,8 @@ def gather_ranges(call: CollectiveCall) -> None:
 def reduce_scatter(call: CollectiveCall, masks: Masks) -> None:
     """Sum the non-zero blocks at the owners of their ranges; others are undefined afterwards."""
     with call.phase("plan"):
-        layout = assign_ranges(masks, call.block, call.ranges or ())
+        assert call.ranges is not None
+        layout = assign_ranges(masks, call.block, call.ranges)
     own = layout.group(call.rank)
     summed = call.packed("summed", own.stop - own.start)
     begin_push(call, layout, summed)()
@@ -479,6 +477,83 @@ def packed(call: CollectiveCall, masks: Masks) -> None:
         dense(replace(call, flat=blocks))
     with call.phase("unpack"):
         call.kernels.scatter(blocks, call.block, index, call.flat)
+
+
+# --- by nodes -------------------------------------------------------------------------------------
+
+
+class Nodes(NamedTuple):
+    """The ranks of this node, and the ranks with the same number on the other nodes.
+
+    Args:
+        within: Transport among the ranks of this node.
+        between: Transport among the ranks with this number.
+    """
+
+    within: Transport
+    between: Transport
+
+    @classmethod
+    def find(cls, transport: Transport) -> Nodes | None:
+        """Find the nodes; collective over all ranks.
+
+        Args:
+            transport: Among all ranks.
+
+        Returns:
+            None if there is one node, or one rank per node.
+
+        Raises:
+            CommError: The nodes have different numbers of ranks.
+        """
+        mine = torch.tensor([zlib.crc32(transport.host.encode())])
+        table = mine.new_empty(transport.size, 1)
+        transport.all_gather(mine, table)
+        hosts = table[:, 0].tolist()
+        sizes = Counter(hosts)
+        if len(set(sizes.values())) > 1:
+            raise CommError(
+                "hierarchical",
+                True,
+                f"the nodes have different numbers of ranks: {sorted(sizes.values())}",
+                "Start as many ranks on each node, or set it to false",
+            )
+        if len(sizes) in {1, transport.size}:
+            return None
+        own = hosts[transport.rank]
+        # MPI colours have 31 bits: use the node's first rank.
+        within, number = hosts.index(own), hosts[: transport.rank].count(own)
+        return cls(transport.split(within), transport.split(number))
+
+
+def by_nodes(
+    nodes: Nodes,
+    sum_between: Callable[[CollectiveCall], None],
+    call: CollectiveCall,
+    masks: Masks | None = None,
+) -> None:
+    """Sum within the nodes, then shards between them, and gather within the nodes.
+
+    Within a node every rank sums a shard. Ranks with the same number then sum their shards
+    sparsely, which uses all network interfaces of a node. Sums within a node are denser than a
+    rank's gradient: 1 - (1-d)^G for G ranks with independent masks of density d.
+
+    Args:
+        nodes: They.
+        sum_between: Sums a shard over the ranks of ``between``.
+        call: Over all ranks.
+        masks: Not used: the shards have their own.
+    """
+    # Both steps scale: a node's sum may overflow 16 bits.
+    size = nodes.within.size
+    parts = size if call.scale != 1 else 1
+    cuts = equal_cuts(call.flat.numel(), call.block, size)
+    ranges = ranges_of(cuts, call.flat.numel(), size)
+    within = replace(call, transport=nodes.within, scale=1 / parts, ranges=ranges)
+    reduce_ranges(within)
+    shard, scale = call.flat[cuts[within.rank] : cuts[within.rank + 1]], call.scale * parts
+    sum_between(replace(call, flat=shard, transport=nodes.between, scale=scale))
+    gather_ranges(within)
 
 
 class Executor(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wavemare.comm.blocks.rows import blocks_of_rows
+from wavemare.comm.rows import blocks_of_rows
 
 
 @dataclass(frozen=True)

@@ -10,39 +10,34 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from wavemare.comm.blocks.masks import (
+from wavemare.comm.collective_queue import Finish, Statistics, Timer
+from wavemare.comm.compressor import Compressor
+from wavemare.comm.cost import DENSE, Constants, ExecutorChoice, Selector
+from wavemare.comm.executors import (
+    EXECUTORS_BY_MODE,
+    CollectiveCall,
+    Executor,
+    Nodes,
+    by_nodes,
+)
+from wavemare.comm.kernels import DTYPES
+from wavemare.comm.masks import (
     BlockCounts,
+    Index,
     Masks,
-    OwnedRange,
     begin_masks,
     bits_of,
     first_bit,
     mask_bytes,
     packed_bits,
 )
-from wavemare.comm.changes import gather_changes
-from wavemare.comm.collective_queue import Finish
-from wavemare.comm.compressor import Compressor
-from wavemare.comm.executors import (
-    EXECUTORS_BY_MODE,
-    CollectiveCall,
-    Executor,
-    Scratch,
-    gather_ranges,
-)
-from wavemare.comm.hierarchy import Hierarchy
-from wavemare.comm.kernels import DTYPES
-from wavemare.comm.selection.cost import DENSE, Constants, ExecutorChoice, Selector
-from wavemare.comm.statistics import Statistics, Timer
 from wavemare.comm.transport import Transport
 from wavemare.errors import CommError
 
@@ -57,7 +52,7 @@ def digest_of(*terms: object) -> int:
 
 
 class Reported(NamedTuple):
-    """What a rank reports about a call; it may differ from rank to rank.
+    """What a rank reports about a call; it may differ from rank to rank. Of all ranks: arrays.
 
     Args:
         took_ns: Nanoseconds of this bucket's previous call; 0 if unknown.
@@ -67,19 +62,10 @@ class Reported(NamedTuple):
         searched: 1 if the caller has given no list, so that the rank reads the whole bucket.
     """
 
-    took_ns: int = 0
-    dense_blocks: int = -1
-    stray: int = -1
-    searched: int = 1
-
-
-class Reports(NamedTuple):
-    """What all ranks report, as `Reported`: one number of each rank, (N,), int64."""
-
-    took_ns: NDArray[np.int64]
-    dense_blocks: NDArray[np.int64]
-    stray: NDArray[np.int64]
-    searched: NDArray[np.int64]
+    took_ns: Any = 0
+    dense_blocks: Any = -1
+    stray: Any = -1
+    searched: Any = 1
 
 
 class Agreement:
@@ -125,11 +111,11 @@ class Agreement:
         self._table = mine.new_empty(self._transport.size, _FIELDS)
         self._gathering = self._transport.begin_gather(mine, self._table)
 
-    def wait(self) -> Reports:
+    def wait(self) -> Reported:
         """Wait for the messages of all ranks.
 
         Returns:
-            What each rank reports.
+            What all ranks report, (N,), int64, each.
 
         Raises:
             CommError: A rank makes another call; the message names the rank.
@@ -148,7 +134,7 @@ class Agreement:
                 f"rank {rank} calls {other} instead",
                 "Let all ranks call the same collectives, on equal buckets, in the same order",
             )
-        return Reports(*table[:, same:].T)
+        return Reported(*table[:, same:].T)
 
     def agree(self) -> None:
         """Send the message and wait for the others'."""
@@ -176,18 +162,6 @@ _TRIALS = 8
 it in any call in which most of the sample is not zero: a term of all rows has just begun."""
 
 
-class Listed(NamedTuple):
-    """What a caller's list says of a bucket.
-
-    Args:
-        bits: The bit-packed mask of this rank; None if there is no list, or lists are not used.
-        stray: A block that is not zero and not in the list; -1 if none was found.
-    """
-
-    bits: Tensor | None = None
-    stray: int = -1
-
-
 class BlockLists:
     """Makes masks of lists, and checks some of the lists."""
 
@@ -195,15 +169,19 @@ class BlockLists:
         self._num_lists: Counter[str] = Counter()
         self._searched: set[str] = set()
 
-    def take(self, call: CollectiveCall, blocks: Tensor | None) -> Listed:
+    def take(self, call: CollectiveCall, blocks: Tensor | None) -> tuple[Tensor | None, int]:
         """Take the list of a bucket.
 
         Args:
             call: Has the bucket.
             blocks: (k,), int64, in any order; None if the caller has no list.
+
+        Returns:
+            The bit-packed mask of this rank, None if there is no list or lists are not used; and a
+            block that is not zero and not in the list, -1 if none was found.
         """
         if blocks is None or call.key in self._searched:
-            return Listed()
+            return None, -1
         number, self._num_lists[call.key] = self._num_lists[call.key], self._num_lists[call.key] + 1
         with call.phase("list"):
             listed = bits_of(blocks, call.num_blocks)
@@ -211,7 +189,7 @@ class BlockLists:
         begins = strays and 2 * strays >= unlisted  # a term of all rows; earlier sums were right
         checks = not number & (number - 1) or not number % _CHECK_INTERVAL or strays
         if not checks:
-            return Listed(listed)
+            return listed, -1
         bits = call.mask()
         stray = first_bit(bits & ~listed)
         trial = number < _TRIALS or begins
@@ -221,10 +199,10 @@ class BlockLists:
             )
             self._searched.add(call.key)
             stray = -1
-        return Listed(bits, stray)
+        return bits, stray
 
 
-def sample_of(num_blocks: int, shift: int) -> NDArray[np.int64]:
+def sample_of(num_blocks: int, shift: int) -> Index:
     """Return the numbers of at most `SAMPLE` blocks, spread evenly over a bucket.
 
     Args:
@@ -235,7 +213,7 @@ def sample_of(num_blocks: int, shift: int) -> NDArray[np.int64]:
     return (np.arange(count, dtype=np.int64) * num_blocks // count + shift) % num_blocks
 
 
-def mask_of_sample(call: CollectiveCall, places: NDArray[np.int64]) -> Tensor:
+def mask_of_sample(call: CollectiveCall, places: Index) -> Tensor:
     """Return the bit-packed mask of some blocks of a bucket."""
     packed = call.flat.new_empty(len(places) * call.block)
     call.kernels.gather(call.flat, call.block, call.index(places), packed)
@@ -260,25 +238,6 @@ def _strays(call: CollectiveCall, listed: Tensor, number: int) -> tuple[int, int
 
 SETTLED_CALLS = 4
 """Calls in a row that are summed by the library's reduction, after which ranks look less often."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A gradient to be summed, or parts of it.
-
-    Args:
-        flat: (E,), its elements.
-        key: Its name.
-        scale: Factor of the sum.
-        blocks: (k,), int64, the blocks that may be non-zero on this rank; None if unknown.
-        ranges: Each is summed at its owner, or sent by it; None to sum all at all ranks.
-    """
-
-    flat: Tensor
-    key: str
-    scale: float
-    blocks: Tensor | None = None
-    ranges: Sequence[OwnedRange] | None = None
 
 
 class Seen(NamedTuple):
@@ -315,88 +274,70 @@ class Reduction:
     """Sums buckets by the executor of the mode, or the one that the selector chooses.
 
     Args:
-        transport: Among all ranks.
-        block: Elements per block.
         mode: ``auto`` or the name of an executor.
         constants: Of the cost model.
         allowed: Executors for the selector.
-        scratch: Memory to use.
         compressor: Selects the blocks that each rank sends.
-        hierarchy: If ranks of a node sum among themselves first; the mode is then that of the sums
+        nodes: If ranks of a node sum among themselves first; the mode is then that of the sums
             between nodes.
     """
 
     def __init__(
         self,
-        transport: Transport,
-        *,
-        block: int,
         mode: str,
         constants: Constants,
         allowed: Sequence[str],
-        scratch: Scratch,
         compressor: Compressor | None = None,
-        hierarchy: Hierarchy | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         self.selector = Selector(constants, allowed)
-        self._transport = transport
-        self._block = block
         self._mode = self._mode_of_sums = mode
         self._executors = dict(EXECUTORS_BY_MODE)
         self._compressor = compressor
-        self._scratch = scratch
         self._lists = BlockLists()
         self._dense_runs: Counter[str] = Counter()
         self._took: dict[str, tuple[str, Timer, float]] = {}
         # Masks on their way; after an error their memory must last.
         self._arriving: Callable[[], Masks] | None = None
-        if hierarchy is not None:
-            between = Reduction(
-                hierarchy.between,
-                block=block,
-                mode=mode,
-                constants=constants,
-                allowed=allowed,
-                scratch=scratch,
-            )
+        if nodes is not None:
+            between = Reduction(mode, constants, allowed)
             self._mode_of_sums = "hierarchical"
-            all_reduce = partial(hierarchy.all_reduce, between.sum_shard)
-            self._executors["hierarchical"] = Executor(all_reduce, needs_masks=False)
+            all_reduce = partial(by_nodes, nodes, between.sum_shard)
+            self._executors[self._mode_of_sums] = Executor(all_reduce, needs_masks=False)
 
-    def reduce(self, bucket: Bucket, agreement: Agreement, stats: Statistics) -> Finish:
+    def reduce(self, blocks: Tensor | None, call: CollectiveCall, agreement: Agreement) -> Finish:
         """Replace each rank's bucket by the scaled sum of all buckets, or its own ranges alone.
 
-        The call looks at the bucket, together with the other ranks; what it returns sums.
+        This looks at the bucket, together with the other ranks; what it returns sums.
 
         Args:
-            bucket: It.
+            blocks: (k,), int64, the blocks that may be non-zero on this rank; None if unknown.
+            call: Has the bucket.
             agreement: Of this call, not begun.
-            stats: Filled in.
 
         Raises:
             CommError: A rank makes another call, or has not listed a non-zero block.
         """
-        run = self._dense_runs.pop(bucket.key, 0)  # until this call has ended well
-        if not bucket.flat.numel():
+        run = self._dense_runs.pop(call.key, 0)  # until this call has ended well
+        if not call.flat.numel():
             agreement.agree()
             return _nothing
-        call, timer = self._call(bucket, stats), Timer(bucket.flat.device)
-        mode = self._mode_of_sums if bucket.ranges is None else self._mode
+        timer = Timer(call.flat.device)
+        mode = self._mode_of_sums if call.ranges is None else self._mode
         if self._compressor is None:
-            seen = self._look(call, mode, bucket.blocks, agreement)
+            seen = self._look(call, mode, blocks, agreement)
         else:
             # Before the residuals change.
-            agreement.begin(Reported(self._took_ns(bucket.key)))
-            self._check(agreement.wait(), bucket.key)
-            chosen = self._compressor.step(bucket.key, bucket.flat)
-            timer = Timer(bucket.flat.device)
+            self._agree(agreement, Reported(self._took_ns(call.key)), call.key)
+            chosen = self._compressor.step(call.key, call.flat)
+            timer = Timer(call.flat.device)
             # All others are +0.0 now: nobody has to search.
-            seen = self._look_on(call, mode, None if chosen is None else packed_bits(chosen))
+            seen = self._exchange(call, mode, None if chosen is None else packed_bits(chosen))
 
         def finish() -> None:
             self._sum(call, mode, seen, timer)
-            if stats.executor == "dense" and self._compressor is None:
-                self._dense_runs[bucket.key] = run + 1
+            if call.stats.executor == "dense" and self._compressor is None:
+                self._dense_runs[call.key] = run + 1
 
         return finish
 
@@ -407,42 +348,10 @@ class Reduction:
         """
         return self._dense_runs[key] >= SETTLED_CALLS
 
-    def repeat(self, bucket: Bucket, _: Agreement, stats: Statistics) -> Finish:
-        """Sum a settled bucket; as `reduce`, but no rank looks, nor tells others of its call."""
-        stats.executor = "dense"
-        return partial(EXECUTORS_BY_MODE["dense"].all_reduce, self._call(bucket, stats), None)
-
-    def all_gather(
-        self,
-        bucket: Bucket,
-        agreement: Agreement,
-        stats: Statistics,
-        before: Tensor | None = None,
-    ) -> Finish:
-        """Copy each range from its owner to all ranks, or what differs from before; as `reduce`."""
-        agreement.agree()
-        call = self._call(bucket, stats)
-        if before is not None:
-            return gather_changes(call, before)
-        stats.executor = "dense"
-        return partial(gather_ranges, call)
-
     def sum_shard(self, call: CollectiveCall) -> None:
         """Sum a bucket over the ranks of the call, which have agreed on it in another group."""
         timer = Timer(call.flat.device)
-        self._sum(call, self._mode, self._look_on(call, self._mode), timer)
-
-    def _call(self, bucket: Bucket, stats: Statistics) -> CollectiveCall:
-        return CollectiveCall(
-            bucket.flat,
-            self._block,
-            bucket.scale,
-            self._transport,
-            self._scratch,
-            stats,
-            bucket.key,
-            bucket.ranges,
-        )
+        self._sum(call, self._mode, self._exchange(call, self._mode), timer)
 
     def _sum(self, call: CollectiveCall, mode: str, seen: Seen, timer: Timer) -> None:
         """Sum by the mode's executor or the selector's choice; by ranges, only at their owners."""
@@ -483,8 +392,7 @@ class Reduction:
     ) -> Seen:
         """Agree on the call, and find the non-zero blocks of all ranks."""
         if not self._needs_masks(mode):
-            agreement.begin()
-            self._check(agreement.wait(), call.key)
+            self._agree(agreement, Reported(), call.key)
             return Seen()
         bits, stray = self._lists.take(call, blocks)
         dense_blocks = self._dense_blocks(call, bits) if mode == "auto" else -1
@@ -504,32 +412,38 @@ class Reduction:
         counts, searched = reports.dense_blocks, bool(reports.searched.any())
         if counts.min() >= 0:
             return Seen(BlockCounts(call.num_blocks, counts, int(counts.max())), searched)
-        return Seen(self._masks(call, bits), searched)
+        return self._exchange(call, mode, bits)._replace(searched=searched)
 
-    def _needs_masks(self, mode: str) -> bool:
-        return mode == "auto" or self._executors[mode].needs_masks
+    def _exchange(self, call: CollectiveCall, mode: str, bits: Tensor | None = None) -> Seen:
+        """Exchange the masks of all ranks, which have agreed on the call, if the mode needs them.
 
-    def _look_on(self, call: CollectiveCall, mode: str, bits: Tensor | None = None) -> Seen:
-        """Find the non-zero blocks of all ranks, which have agreed on the call."""
+        Args:
+            call: The call.
+            mode: Of the sum.
+            bits: This rank's mask; None to take it.
+        """
         if not self._needs_masks(mode):
             return Seen()
-        # A compressor has read the bucket anyway; in some steps of one rank alone it gives no mask.
-        return Seen(self._masks(call, bits), searched=self._compressor is None)
-
-    def _masks(self, call: CollectiveCall, bits: Tensor | None = None) -> Masks:
-        """Exchange masks, or wait for them; this rank's is taken if it is not given."""
         if bits is None:
             bits = call.mask()
         with call.phase("metadata"):
             arriving = self._arriving or begin_masks(call.transport, bits, call.num_blocks)
             masks, self._arriving = arriving(), None
-            return masks
+        # A compressor has read the bucket anyway; in some steps of one rank alone it gives no mask.
+        return Seen(masks, searched=self._compressor is None)
+
+    def _needs_masks(self, mode: str) -> bool:
+        return mode == "auto" or self._executors[mode].needs_masks
+
+    def _agree(self, agreement: Agreement, reported: Reported, key: str) -> None:
+        agreement.begin(reported)
+        self._check(agreement.wait(), key)
 
     def _took_ns(self, key: str) -> int:
         took = self._took.get(key)
         return int(1e9 * took[1].seconds) if took is not None and took[1].ended else 0
 
-    def _check(self, reports: Reports, key: str) -> Reports:
+    def _check(self, reports: Reported, key: str) -> Reported:
         """Learn from the previous call's times, and refuse lists of blocks that are wrong."""
         wrong = np.flatnonzero(reports.stray >= 0)
         if wrong.size:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,26 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.masks import Masks, OwnedRange, ranges_of
-from wavemare.comm.blocks.rows import RowReducer, check_indices, check_rows
-from wavemare.comm.collective_queue import CollectiveQueue, End, Finish, Handle
+from wavemare.comm.calibration import calibrate
+from wavemare.comm.changes import gather_changes
+from wavemare.comm.collective_queue import (
+    CollectiveQueue,
+    End,
+    Finish,
+    Handle,
+    Statistics,
+    Timer,
+    Totals,
+)
 from wavemare.comm.compressor import Compressor, make_compressor
 from wavemare.comm.config import HALVES, MODES, CompressorConfig, Mode
-from wavemare.comm.executors import EXECUTORS_BY_MODE, Scratch
-from wavemare.comm.hierarchy import Hierarchy
+from wavemare.comm.cost import EXECUTORS, IN_ORDER, Constants, ExecutorChoice, choose_executor
+from wavemare.comm.executors import EXECUTORS_BY_MODE, CollectiveCall, Nodes, Scratch
 from wavemare.comm.kernels import DTYPES, num_blocks
-from wavemare.comm.reduction import Agreement, Bucket, Reduction, digest_of
-from wavemare.comm.selection.calibration import calibrate
-from wavemare.comm.selection.cost import (
-    EXECUTORS,
-    IN_ORDER,
-    Constants,
-    ExecutorChoice,
-    choose_executor,
-)
-from wavemare.comm.statistics import Statistics, Timer, Totals
-from wavemare.comm.transport import open_transport
-from wavemare.comm.transport.choice import Choice, Staging
+from wavemare.comm.masks import Masks, OwnedRange, ranges_of
+from wavemare.comm.reduction import Agreement, Reduction, digest_of
+from wavemare.comm.rows import RowReducer
+from wavemare.comm.transport import Choice, Staging, open_transport
 from wavemare.errors import CommError, ConfigError, check_number, did_you_mean
 from wavemare.extras import require
 
@@ -120,37 +121,26 @@ class SparseComm:
             group, choice=transport, staging=staging, timeout_s=timeout_s, device=device
         )
         self.rank, self.size = self.transport.rank, self.transport.size
-        self._hierarchy: Hierarchy | None = None
+        nodes: Nodes | None = None
         stages = measures and self.transport.stages(torch.empty(0, device=device))
         settings = digest_of(mode, deterministic, hierarchical, measures, stages)
         try:
             # Before the ranks measure, each in its own way.
             Agreement(self.transport, "SparseComm", block=block, terms=settings).agree()
-            self._hierarchy = Hierarchy.find(self.transport) if hierarchical else None
-            between = self._hierarchy.between if self._hierarchy else self.transport
+            nodes = Nodes.find(self.transport) if hierarchical else None
+            between = nodes.between if nodes else self.transport
             if measures and between.size > 1:
                 constants = calibrate(between, block, device, everyone=self.transport)
         except BaseException:
-            if self._hierarchy is not None:
-                self._hierarchy.close()
-            self.transport.close()
+            for each in (*(nodes or ()), self.transport):
+                each.close()
             raise
         self.constants = constants or Constants()
         self._scratch = Scratch()
-        self._reduction = Reduction(
-            self.transport,
-            block=block,
-            mode=mode,
-            constants=self.constants,
-            allowed=IN_ORDER if deterministic else EXECUTORS,
-            scratch=self._scratch,
-            compressor=compressor,
-            hierarchy=self._hierarchy,
-        )
-        self._rows = RowReducer(self.transport, self._scratch, self.constants, mode)
-        self._transports = [self.transport]
-        if self._hierarchy:
-            self._transports += [self._hierarchy.within, self._hierarchy.between]
+        allowed = IN_ORDER if deterministic else EXECUTORS
+        self._reduction = Reduction(mode, self.constants, allowed, compressor, nodes)
+        self._rows = RowReducer(mode, self.constants)
+        self._transports = [*(nodes or ()), self.transport]
         self._terms = digest_of(settings, self.constants)
         self._queue = CollectiveQueue(
             f"wavemare-collectives-{self.rank}", in_turn=self.transport.on_stream
@@ -205,17 +195,15 @@ class SparseComm:
             ConfigError: The tensor's layout or type is not supported; nothing was sent.
             CommError: A peer was lost, or calls another collective.
         """
-        bucket = self._bucket(flat, key, blocks)
-        if self._repeats(bucket.key):
-            handle = self._repeat(flat, bucket)
-            if not async_op:
-                handle.wait()
-            return handle
-        work = partial(self._reduction.reduce, bucket)
-        handle = self._submit("allreduce_", flat, work, async_op, key=bucket.key, inputs=(blocks,))
-        if not self.deterministic:
-            self._turns[bucket.key] = _Turn(handle.end)
-        return handle
+        call, blocks = self._call(flat, key, blocks)
+        if self._repeats(call.key):
+            handle = self._repeat(flat, call)
+        else:
+            look = partial(self._reduction.reduce, blocks)
+            handle = self._submit("allreduce_", flat, call, look, inputs=(blocks,))
+            if not self.deterministic:
+                self._turns[call.key] = _Turn(handle.end)
+        return _waited(handle, async_op)
 
     def reduce_scatter_(
         self,
@@ -243,11 +231,11 @@ class SparseComm:
         if self.mode not in ("auto", *HALVES):
             reason = "it has no reduce_scatter_"
             raise ConfigError("mode", self.mode, reason, f"Choose auto, {' or '.join(HALVES)}")
-        bucket = self._bucket(flat, key, blocks, prefix="scatter ")
-        ranges = ranges_of(partition, flat.numel(), self.size)
-        work = partial(self._reduction.reduce, replace(bucket, ranges=ranges))
-        return self._submit(
-            "reduce_scatter_", flat, work, async_op, ranges, key=bucket.key, inputs=(blocks,)
+        call, blocks = self._call(flat, key, blocks, prefix="scatter ")
+        call.ranges = ranges_of(partition, flat.numel(), self.size)
+        look = partial(self._reduction.reduce, blocks)
+        return _waited(
+            self._submit("reduce_scatter_", flat, call, look, inputs=(blocks,)), async_op
         )
 
     def allgather_(
@@ -271,21 +259,24 @@ class SparseComm:
         Raises:
             ConfigError: As for `allreduce_`, or ``before`` does not fit.
         """
-        check_bucket(flat)
+        _check_bucket(flat)
         self._check_device(flat)
-        ranges = ranges_of(partition, flat.numel(), self.size)
-        bucket = Bucket(flat.detach(), "", 1.0, ranges=ranges)
-        if before is None:
-            work = partial(self._reduction.all_gather, bucket)
-        else:
-            if len(ranges) != self.size or any(isinstance(p, OwnedRange) for p in partition):
+        call = CollectiveCall(flat.detach(), self.block, 1.0, self.transport, self._scratch)
+        call.ranges = ranges_of(partition, flat.numel(), self.size)
+        if before is not None:
+            before = before.detach()
+            if np.shape(partition) != (self.size + 1,):
                 reason = "before is of one range for each rank"
                 raise ConfigError("partition", partition, reason, "Give N + 1 borders")
-            _check_before(flat, ranges[self.rank], before)
-            work = partial(self._reduction.all_gather, bucket, before=before.detach())
-        return self._submit(
-            "allgather_", flat, work, async_op, ranges, before is not None, inputs=(before,)
-        )
+            start, stop, _ = call.ranges[self.rank].tolist()
+            _check_before(flat, stop - start, before)
+
+        def look(call: CollectiveCall, agreement: Agreement) -> Finish:
+            agreement.agree()
+            return gather_changes(call, before)
+
+        handle = self._submit("allgather_", flat, call, look, before is not None, inputs=(before,))
+        return _waited(handle, async_op)
 
     def allreduce_rows_(
         self, ids: Tensor, rows: Tensor, num_rows: int | None = None, *, async_op: bool = False
@@ -308,13 +299,16 @@ class SparseComm:
         Raises:
             ConfigError: Shapes or types do not fit, or an id is not a row; nothing was sent.
         """
-        check_rows(ids, rows, num_rows)
+        _check_rows(ids, rows, num_rows)
         scale = self._scale(rows.view(-1))
         num_items = -1 if num_rows is None else num_rows
-        work = partial(self._rows.reduce, ids, rows.detach(), num_rows, scale)
-        return self._submit(
-            "allreduce_rows_", rows, work, async_op, num_items=num_items, inputs=(ids,)
+        flat = rows.detach().view(-1)
+        call = CollectiveCall(flat, rows.shape[1], scale, self.transport, self._scratch)
+        look = partial(self._rows.reduce, ids, num_rows)
+        handle = self._submit(
+            "allreduce_rows_", rows, call, look, num_items=num_items, inputs=(ids,)
         )
+        return _waited(handle, async_op)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must contain: the compressor's residuals."""
@@ -334,9 +328,8 @@ class SparseComm:
         for call in self.at_close:
             call()
         self._queue.close()
-        if self._hierarchy:
-            self._hierarchy.close()
-        self.transport.close()
+        for transport in self._transports:
+            transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -346,7 +339,7 @@ class SparseComm:
 
     def _scale(self, flat: Tensor) -> float:
         """Check a bucket, and return the factor of its sum."""
-        check_bucket(flat, averages=bool(self.average))
+        _check_bucket(flat, averages=bool(self.average))
         self._check_device(flat)
         return 1.0 / (self.size if self.average is True else self.average or 1)
 
@@ -357,10 +350,10 @@ class SparseComm:
             remedy = "Move it to the GPU, or make another SparseComm with device='cpu'"
             raise ConfigError("device", str(tensor.device), reason, remedy)
 
-    def _bucket(
+    def _call(
         self, flat: Tensor, key: str | None, blocks: Tensor | None, prefix: str = ""
-    ) -> Bucket:
-        """Check a bucket, and name it; by default by its size and type."""
+    ) -> tuple[CollectiveCall, Tensor | None]:
+        """Check a bucket and its list, and name it; by default by its size and type."""
         scale = self._scale(flat)
         if self.compressor is not None:
             if not key:
@@ -372,12 +365,13 @@ class SparseComm:
                 reason, remedy = f"the bucket is on {flat.device}", "Give a list on the same device"
                 raise ConfigError("blocks", str(blocks.device), reason, remedy)
             end = num_blocks(flat.numel(), self.block)
-            check_indices("blocks", blocks, end, f"the bucket has {end} blocks")
+            _check_indices("blocks", blocks, end, f"the bucket has {end} blocks")
             if self.compressor is not None:
                 blocks = None  # residuals are non-zero elsewhere
         # It may be a leaf that requires gradients.
-        name = prefix + (key or f"{flat.numel()} {flat.dtype}")
-        return Bucket(flat.detach(), name, scale, blocks)
+        call = CollectiveCall(flat.detach(), self.block, scale, self.transport, self._scratch)
+        call.key = prefix + (key or f"{flat.numel()} {flat.dtype}")
+        return call, blocks
 
     def _repeats(self, key: str) -> bool:
         """Whether this call is summed by the library without a look, as the calls before."""
@@ -392,7 +386,7 @@ class SparseComm:
         turn.left -= 1
         return turn.left >= 0
 
-    def _repeat(self, flat: Tensor, bucket: Bucket) -> Handle:
+    def _repeat(self, flat: Tensor, call: CollectiveCall) -> Handle:
         """Sum a bucket by the library; on its own thread, if it has one."""
         stats, timer = Statistics("dense", flat.nbytes), Timer(flat.device)
         stats.bytes_up = stats.bytes_down = 2 * (self.size - 1) * flat.nbytes // self.size
@@ -400,17 +394,16 @@ class SparseComm:
 
         def end(error: CommError | None) -> None:
             if error is None:
-                if bucket.scale != 1:
-                    bucket.flat.mul_(bucket.scale)
+                if call.scale != 1:
+                    call.flat.mul_(call.scale)
                 stats.note(None, timer)
                 self.totals.add(stats)
             handle.finish(flat, error)
 
         self._queue.check_open()
         self._wait_for_use(flat, by_library=True)
-        if not self.transport.begin_all_reduce(bucket.flat, end):
-            work = partial(self._reduction.repeat, bucket)
-            return self._submit("allreduce_", flat, work, True, key=bucket.key)
+        if not self.transport.begin_all_reduce(call.flat, end):
+            return self._submit("allreduce_", flat, call, _repeated)
         self._queue.adopt(handle)
         self._uses[flat.untyped_storage().data_ptr()] = handle.end
         return handle
@@ -426,10 +419,9 @@ class SparseComm:
         self,
         operation: str,
         tensor: Tensor,
-        look: Callable[[Agreement, Statistics], Finish],
-        async_op: bool,
+        call: CollectiveCall,
+        look: Callable[[CollectiveCall, Agreement], Finish],
         *terms: object,
-        key: str = "",
         num_items: int = 0,
         inputs: Iterable[Tensor | None] = (),
     ) -> Handle:
@@ -439,7 +431,10 @@ class SparseComm:
         """
         number, self._num_calls = self._num_calls, self._num_calls + 1
         numel = tensor.numel() if tensor.dim() == 1 else tensor.shape[1]
-        digest = digest_of(self._terms, key, self.transport.stages(tensor), self.average, *terms)
+        if call.ranges is not None:
+            terms = *terms, zlib.crc32(call.ranges.tobytes())
+        stages = self.transport.stages(tensor)
+        digest = digest_of(self._terms, call.key, stages, self.average, *terms)
 
         def begin(stats: Statistics) -> Finish:
             timer, before = Timer(tensor.device), self._traffic()
@@ -454,7 +449,7 @@ class SparseComm:
                 num_items=num_items,
                 terms=digest,
             )
-            finish = look(agreement, stats)
+            finish = look(replace(call, stats=stats), agreement)
 
             def end() -> Any:
                 result = finish()
@@ -471,8 +466,6 @@ class SparseComm:
         handle = self._queue.submit(begin, tensor.device, (tensor, *inputs))
         if self._turns:
             self._uses[tensor.untyped_storage().data_ptr()] = handle.end
-        if not async_op:
-            handle.wait()
         return handle
 
     def _traffic(self) -> tuple[int, int]:
@@ -481,7 +474,19 @@ class SparseComm:
         return ups, sum(transport.bytes_down for transport in self._transports)
 
 
-def check_bucket(flat: Tensor, *, averages: bool = False) -> None:
+def _waited(handle: Handle, async_op: bool) -> Handle:
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def _repeated(call: CollectiveCall, _: Agreement) -> Finish:
+    """Sum a settled bucket: no rank looks at it, nor tells others of its call."""
+    call.stats.executor = "dense"
+    return partial(EXECUTORS_BY_MODE["dense"].all_reduce, call, None)
+
+
+def _check_bucket(flat: Tensor, *, averages: bool = False) -> None:
     """Check a bucket that is to be summed or sent.
 
     Args:
@@ -510,8 +515,8 @@ def check_bucket(flat: Tensor, *, averages: bool = False) -> None:
         raise ConfigError("bucket", tuple(flat.shape), reason, remedy)
 
 
-def _check_before(flat: Tensor, own: OwnedRange, before: Tensor) -> None:
-    wanted = torch.Size([own.stop - own.start]), flat.dtype, flat.device
+def _check_before(flat: Tensor, numel: int, before: Tensor) -> None:
+    wanted = torch.Size([numel]), flat.dtype, flat.device
     if wanted != (before.shape, before.dtype, before.device) or not before.is_contiguous():
         found = (tuple(before.shape), before.dtype, str(before.device))
         reason = "it is no copy of this rank's range"
@@ -528,3 +533,51 @@ def _check_mode(mode: str, deterministic: bool) -> None:
             "it does not sum in the order of the ranks, which deterministic asks for",
             "Set deterministic to false, or choose auto, ordered, pushpull or allgather",
         )
+
+
+def _check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
+    """Check the arguments of `SparseComm.allreduce_rows_`; on an accelerator not the ids' values.
+
+    To look at them would stall the caller.
+
+    Raises:
+        ConfigError: Shapes or types do not fit, or an id is not a row.
+    """
+    if num_rows is not None and num_rows < 0:
+        raise ConfigError("num_rows", num_rows, "it is negative", "Give 0 or more, or None")
+    if ids.device != rows.device:
+        reason, remedy = f"the rows are on {rows.device}", "Give ids and rows on one device"
+        raise ConfigError("ids", str(ids.device), reason, remedy)
+    _check_indices("ids", ids, num_rows, f"the table has {num_rows} rows")
+    if rows.layout is not torch.strided or not rows.is_contiguous() or rows.dim() != 2:  # noqa: PLR2004
+        remedy = "Give contiguous rows, (k, dim)"
+        reason = "they are no matrix whose rows stand one after the other"
+        raise ConfigError("rows", tuple(rows.shape), reason, remedy)
+    if rows.shape[0] != ids.numel() or rows.shape[1] == 0:
+        reason = f"there are {ids.numel()} ids, and a row has at least one column"
+        raise ConfigError("rows", tuple(rows.shape), reason, "Give (k, dim) for k ids")
+    if not rows.dtype.is_floating_point:
+        reason = f"they are {rows.dtype}"
+        raise ConfigError("rows", tuple(rows.shape), reason, "Give floats of 16 to 64 bits")
+
+
+def _check_indices(key: str, indices: Tensor, end: int | None, reason: str) -> None:
+    """Refuse what is no list of numbers from 0, below an end; an accelerator's are not read.
+
+    Args:
+        key: Name of the list.
+        indices: The list.
+        end: None for any numbers.
+        reason: Why there is an end.
+
+    Raises:
+        ConfigError: Its shape or type does not fit, or a number is out of range.
+    """
+    if indices.dtype != torch.int64 or indices.dim() != 1:
+        shape = tuple(indices.shape)
+        raise ConfigError(key, shape, f"it is {indices.dtype} of shape {shape}", "Give (k,), int64")
+    if end is not None and indices.numel() and indices.device.type == "cpu":
+        least, most = (int(bound) for bound in indices.aminmax())
+        if least < 0 or most >= end:
+            value = least if least < 0 else most
+            raise ConfigError(key, value, reason, "Give numbers from 0, below that number")

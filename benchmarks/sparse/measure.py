@@ -23,10 +23,10 @@ from benchmarks.sparse.peers import PEERS, OmniReduce
 from benchmarks.sparse.peers.base import AnySource, Bench, nonzero_rows
 from benchmarks.sparse.request import DENSE, DUELIST, TOPK_SHARE, Case, SparseRequest
 from wavemare.comm import SparseComm
-from wavemare.comm.blocks.masks import Masks
+from wavemare.comm.collective_queue import Statistics
 from wavemare.comm.config import CompressorConfig
-from wavemare.comm.selection.cost import Constants, traffic
-from wavemare.comm.statistics import Statistics
+from wavemare.comm.cost import Constants, traffic
+from wavemare.comm.masks import Masks
 from wavemare.comm.transport import Transport, open_transport
 from wavemare.errors import CommError
 from wavemare.observe import Screen

@@ -8,7 +8,7 @@ backend works. Messages between two ranks arrive in order; both sides know their
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from wavemare.errors import CommError
 
+GRACE_S = 2.0
+"""Seconds in which the other ranks say whom they suspect, after one has failed."""
 _LARGEST = 1 << 30
 """Bytes of the largest single message: MPI before version 4 counts with 32 bits."""
 
@@ -195,26 +197,41 @@ class Transport(ABC):
         """Return the other ranks from the next one on: each rank starts with a different peer."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def lost(self, suspects: Sequence[int], how: str, absent: Sequence[int] = ()) -> CommError:
-        """Return the error that names the lost peers, with the launcher's numbers.
+    def lost(self, suspects: Sequence[int], how: str, grace_s: float = GRACE_S) -> CommError:
+        """Ask all ranks for whom they wait; return the error that names those that are lost.
+
+        A rank that waits for a lost one is silent, too, or ends. So each rank that fails tells the
+        others whom it suspects. Those who say nothing are lost, if somebody suspects them; others
+        that say nothing may only be late.
 
         Args:
-            suspects: Ranks of this group that were waited for in vain; empty if unknown.
+            suspects: Ranks of this group for whom this one has waited in vain; empty if unknown.
             how: The symptom, such as ``it has closed its connection``.
-            absent: Ranks that do not answer. A suspect that answers has only lost a peer itself,
-                and a rank that is absent, but not suspect, may only be late.
+            grace_s: Seconds in which the other ranks answer.
         """
-        peers = [peer for peer in absent if peer in suspects] or absent or suspects
+        answers = self._ask(suspects, grace_s)
+        absent = [rank for rank in range(self.size) if rank not in answers]
+        if absent:
+            suspected = {rank for answer in answers.values() for rank in answer}
+            peers = [rank for rank in absent if rank in suspected] or absent
+        else:  # all ranks name the same ones
+            peers = next((list(answers[rank]) for rank in sorted(answers) if answers[rank]), [])
         names = self.world_ranks
-        named = ", ".join(str(names[peer]) for peer in peers) or "unknown"
         return CommError(
             "rank" if len(peers) < 2 else "ranks",  # noqa: PLR2004
-            named,
+            ", ".join(str(names[peer]) for peer in peers) or "unknown",
             f"lost during a collective of {self.size} ranks over {self.name}, "
             f"noticed by rank {names[self.rank]}: {how}",
             "Look at the output of that rank; if it was only slow, raise the time limit, timeout_s "
             "(in a configuration wavemare.watchdog.timeout_s)",
         )
+
+    def _ask(self, suspects: Sequence[int], grace_s: float) -> Mapping[int, Sequence[int]]:
+        """Return whom the ranks suspect that have answered in time, this one among them.
+
+        Where ranks cannot be asked, all are said to suspect the same.
+        """
+        return dict.fromkeys(range(self.size), suspects)
 
 
 def as_bytes(tensor: Tensor) -> Any:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -19,8 +19,7 @@ TAG = 7
 _PROBE_TAG = 8
 _PROBES_AFTER_S = 1.0
 """Seconds of a wait after which each poll also looks whether a peer has given up."""
-_GRACE_S = 2.0
-"""Seconds in which the other ranks answer."""
+_PAUSE_S = 0.01
 _SPINS = 20
 """Polls without a pause: a short message arrives before a sleeping thread wakes up. More of them
 take Python's lock from the backward pass: 200 made a step 4 ms longer, timed by hand."""
@@ -148,7 +147,8 @@ class MpiTransport(Transport):
                     continue
                 waited = time.monotonic() - started
                 if waited > self.timeout_s or (waited > _PROBES_AFTER_S and self._is_asked()):
-                    raise self._silent(requests, peers)
+                    how = f"nothing came within {self.timeout_s:g} s"
+                    raise self.lost(_pending(requests, peers), how)
                 time.sleep(min(max(waited * _SHARE, _LEAST_S), _MOST_S))
         except MPI.Exception as error:
             kinds = {MPI.Get_error_class(status.Get_error()) for status in ended}
@@ -163,38 +163,23 @@ class MpiTransport(Transport):
         """Whether a peer has given up, and asks which ranks answer."""
         return bool(self._comm.Iprobe(tag=_PROBE_TAG))
 
-    def _silent(self, requests: Sequence[MPI.Request], peers: Sequence[int | None]) -> CommError:
-        # A peer that waits for the lost rank is silent too: ask which ranks answer.
-        how = f"nothing came within {self.timeout_s:g} s"
-        suspects = _pending(requests, peers)
-        absent, suspected = self._ask_around(suspects)
-        return self.lost(suspected if absent else suspects, how, absent)
-
-    def _ask_around(self, suspects: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Ask all peers for whom they wait; those that wait answer at once.
-
-        Args:
-            suspects: For whom this rank waits.
-
-        Returns:
-            The peers that do not answer, and all for whom some rank waits.
-        """
+    def _ask(self, suspects: Sequence[int], grace_s: float) -> Mapping[int, Sequence[int]]:
+        """Ask by messages; ranks that wait answer at once."""
         mine = torch.zeros(self.size, dtype=torch.uint8)
         mine[list(suspects)] = 1
-        answers = {peer: torch.zeros_like(mine) for peer in self.peers()}
-        asked = {
-            peer: self._comm.Irecv(buffer_of(answers[peer]), peer, _PROBE_TAG) for peer in answers
-        }
-        self._unfinished.extend(asked.values())
-        for peer in answers:
-            self._unfinished.append(self._comm.Isend(buffer_of(mine), peer, _PROBE_TAG))
-        deadline = time.monotonic() + _GRACE_S
-        present: set[int] = set()
-        while len(present) < len(asked) and time.monotonic() < deadline:
-            present |= {peer for peer, r in asked.items() if peer not in present and r.Test()}
-            time.sleep(0.01)
-        suspected = torch.stack([mine, *(answers[peer] for peer in present)]).amax(0)
-        return sorted(asked.keys() - present), suspected.nonzero()[:, 0].tolist()
+        words = {peer: torch.zeros_like(mine) for peer in self.peers()}
+        try:
+            asked = {p: self._comm.Irecv(buffer_of(words[p]), p, _PROBE_TAG) for p in words}
+            self._unfinished += asked.values()
+            self._unfinished += [self._comm.Isend(buffer_of(mine), p, _PROBE_TAG) for p in words]
+            deadline = time.monotonic() + grace_s
+            while asked and time.monotonic() < deadline:
+                asked = {peer: request for peer, request in asked.items() if not request.Test()}
+                time.sleep(_PAUSE_S)
+        except MPI.Exception:  # after an error it may answer nothing more
+            return super()._ask(suspects, grace_s)
+        words = {self.rank: mine, **{p: word for p, word in words.items() if p not in asked}}
+        return {rank: word.nonzero()[:, 0].tolist() for rank, word in words.items()}
 
 
 class _MpiExchange:

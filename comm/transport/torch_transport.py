@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
 from uuid import uuid4
 
@@ -19,20 +19,15 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import Store
 from torch.futures import Future
 
-from wavemare.comm.transport.base import Gathering, Transport, message_parts
-from wavemare.comm.waits import waiting
+from wavemare.comm.transport.base import GRACE_S, Gathering, Transport, message_parts
+from wavemare.comm.waits import Call, waiting
 from wavemare.errors import CommError
-
-Answer = tuple[list[int], list[int]]
-"""Whom ranks suspect, and which say nothing."""
 
 _TAG = 0
 _KEY = "wavemare-attempt"
 _PAUSE_S = 0.01
-_GRACE_S = 2.0
-"""Seconds in which the other ranks report a failure of their own, if a connection has ended."""
 _LONGEST_GRACE_S = 30.0
-"""The most after a time limit: ranks that began to wait later also give up later."""
+"""The most seconds in which ranks answer after a time limit."""
 
 
 class TorchTransport(Transport):
@@ -199,15 +194,41 @@ class TorchTransport(Transport):
             waited_s: How long this rank has waited for it.
         """
         self._has_failed = True
-        how = str(error).strip().splitlines()[-1]
-        grace_s = min(max(waited_s / 2, _GRACE_S), _LONGEST_GRACE_S)
-        answer = _ask_around(self._label, self.rank, self.size, peer, grace_s)
-        if answer is None:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # Ranks that began to wait later also give up later.
+        grace_s = min(max(waited_s / 2, GRACE_S), _LONGEST_GRACE_S)
+        return self.lost([] if peer is None else [peer], lines[-1], grace_s)
+
+    def _ask(self, suspects: Sequence[int], grace_s: float) -> Mapping[int, Sequence[int]]:
+        """Ask in the store: connections to ranks that have ended are closed."""
+        # In a thread: if the store's host hangs, its own time limit is much longer.
+        asking = Call(partial(self._ask_store, suspects, grace_s))
+        answers = asking.wait(grace_s + GRACE_S)
+        if answers is None and 0 in self.world_ranks:
             # The store's host is lost; the peer may have given up because of it.
-            host = self.world_ranks.index(0) if 0 in self.world_ranks else peer
-            answer = ([] if host is None else [host]), []
-        suspects, absent = answer
-        return self.lost(suspects, how, absent)
+            suspects = [self.world_ranks.index(0)]
+        return super()._ask(suspects, grace_s) if answers is None else answers
+
+    def _ask_store(
+        self, suspects: Sequence[int], grace_s: float
+    ) -> Mapping[int, Sequence[int]] | None:
+        store = PrefixStore(f"{self._label}/lost", dist.distributed_c10d._get_default_store())
+        answers: dict[int, Sequence[int]] = {}
+        try:
+            store.check(["0"])
+        except RuntimeError:
+            return None
+        try:
+            store.set(str(self.rank), " ".join(map(str, suspects)))
+            deadline = time.monotonic() + grace_s
+            while len(answers) < self.size and time.monotonic() < deadline:
+                for rank in set(range(self.size)) - answers.keys():
+                    if store.check([str(rank)]):
+                        answers[rank] = [int(word) for word in store.get(str(rank)).split()]
+                time.sleep(_PAUSE_S)
+        except RuntimeError:  # it was there when this rank noticed: its host ended later
+            return super()._ask(suspects, grace_s)
+        return answers
 
 
 class MovingTransport(TorchTransport):
@@ -239,11 +260,8 @@ class MovingTransport(TorchTransport):
         reason = "processes that come and go have no lasting groups"
         raise CommError("transport", self.name, reason, "Use all of them, without a hierarchy")
 
-    def failed(self, error: Exception, peer: int | None, waited_s: float = 0.0) -> CommError:
-        """Return the error for torch's failure; others may have given up because of another one."""
-        lines = str(error).strip().splitlines()
-        suspects = [] if peer is None else [peer]
-        return self.lost(suspects, lines[-1] if lines else type(error).__name__)
+    # Others may have given up because of another one, and share no store.
+    _ask = Transport._ask
 
 
 class _TorchExchange:
@@ -377,59 +395,6 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> s
         return "nccl"
     beside = kind == "cpu" and "nccl" in backends.values()
     return "gloo" if beside or "gloo" in backends.values() else None
-
-
-def _ask_around(
-    label: str, rank: int, size: int, suspect: int | None, grace_s: float
-) -> Answer | None:
-    """Ask in the store which ranks are lost: those that report no failure of their own.
-
-    A rank that stops after losing a peer looks lost to the others, so each rank writes its suspect
-    into the store and reads the others'.
-
-    ``suspect`` is the rank whose loss this rank noticed, if known; the others have ``grace_s``
-    seconds to report.
-
-    Returns:
-        The suspects, and the ranks that reported nothing; the first suspect alone if all did. None
-        if the store does not answer at all.
-    """
-    answers: list[Answer | None] = []
-
-    def ask() -> None:
-        answers.append(_ask_store(label, rank, size, suspect, grace_s))
-
-    # In a thread: if the store's host hangs, its own time limit is much longer.
-    thread = threading.Thread(target=ask, name="wavemare-ask-around", daemon=True)
-    thread.start()
-    thread.join(grace_s + _GRACE_S)
-    return answers[0] if answers else None
-
-
-def _ask_store(
-    label: str, rank: int, size: int, suspect: int | None, grace_s: float
-) -> Answer | None:
-    store = dist.distributed_c10d._get_default_store()
-    key = f"{label}/lost"
-    suspects_by_rank: dict[int, int] = {}
-    try:
-        store.check([key])
-    except RuntimeError:
-        return None
-    try:
-        store.set(f"{key}/{rank}", str(-1 if suspect is None else suspect))
-        deadline = time.monotonic() + grace_s
-        while len(suspects_by_rank) < size and time.monotonic() < deadline:
-            for other in range(size):
-                if other not in suspects_by_rank and store.check([f"{key}/{other}"]):
-                    suspects_by_rank[other] = int(store.get(f"{key}/{other}"))
-            time.sleep(0.05)
-    except RuntimeError:
-        # It was there when this rank noticed: the store's host ended later.
-        return ([] if suspect is None else [suspect]), []
-    silent = [other for other in range(size) if other not in suspects_by_rank]
-    suspects = [other for other in suspects_by_rank.values() if other >= 0]
-    return (suspects if silent else suspects[:1]), silent
 
 
 @waiting("the other ranks, to agree on a name")

@@ -13,14 +13,14 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from wavemare.comm.collective_queue import CollectiveQueue, Handle
-from wavemare.comm.executors import CollectiveCall, Scratch, equal_ranges, reduce_and_gather
-from wavemare.comm.statistics import Statistics
+from wavemare.comm.collective_queue import CollectiveQueue, Handle, Statistics
+from wavemare.comm.executors import CollectiveCall, Scratch, equal_cuts, reduce_and_gather
 from wavemare.comm.transport import open_transport
 from wavemare.engine.local_steps.codec import GROUP, Code
 from wavemare.errors import CommError
@@ -189,7 +189,7 @@ class ReplicaLink:
 
 def ranges_of(numel: int, count: int) -> list[slice]:
     """Return the range of each owner: whole groups of a code."""
-    return [slice(each.start, each.stop) for each in equal_ranges(numel, GROUP, count)]
+    return [slice(*pair) for pair in pairwise(equal_cuts(numel, GROUP, count).tolist())]
 
 
 def encode_ranges(code: Code, values: Tensor, residual: Tensor, count: int) -> list[Tensor]:

@@ -16,9 +16,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from wavemare.comm.blocks.masks import OwnedRange
 from wavemare.comm.config import SparseCollectiveConfig
 from wavemare.comm.gradient_rows import Slot
+from wavemare.comm.masks import OwnedRange
 from wavemare.engine.experts import is_divided
 from wavemare.engine.observe.choices import tell_choice
 from wavemare.engine.optim.adapter import ZeroAdapter

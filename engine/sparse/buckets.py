@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from wavemare.comm.blocks.masks import OwnedRange
 from wavemare.comm.collective_queue import Handle
 from wavemare.comm.gradient_rows import GradientRows, Slot
+from wavemare.comm.masks import OwnedRange
 from wavemare.comm.sparse import SparseComm
 
 LARGEST_BUCKET = 64 << 20

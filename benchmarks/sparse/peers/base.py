@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.sparse.request import Case, SparseRequest
-from wavemare.comm.statistics import Statistics
+from wavemare.comm.collective_queue import Statistics
 from wavemare.comm.transport import Transport
 
 

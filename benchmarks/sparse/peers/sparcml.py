@@ -27,7 +27,7 @@ from benchmarks.sparse.peers.base import (
     sum_at_ranges,
 )
 from benchmarks.sparse.request import SparseRequest
-from wavemare.comm.kernels.words import compiled
+from wavemare.comm.kernels import compiled
 from wavemare.comm.transport import Transport
 
 _QSGD_BLOCK = 512

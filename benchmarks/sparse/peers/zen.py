@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.sparse.peers.base import add, push
-from wavemare.comm.kernels.words import compiled
+from wavemare.comm.kernels import compiled
 from wavemare.comm.transport import Transport
 
 Index = npt.NDArray[np.int64]

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from wavemare.comm.kernels.words import compiled
+from wavemare.comm.kernels import compiled
 from wavemare.data.samples import Sample
 from wavemare.data.tokens import TokenStore
 from wavemare.errors import ConfigError, DataError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from wavemare.comm.selection.cost import Constants
+from wavemare.comm.cost import Constants
 from wavemare.comm.sparse import SparseComm
 
 torch.set_num_threads(1)

@@ -6,8 +6,8 @@ import functools
 import torch
 from common import sparse_comm
 
-from wavemare.comm.blocks.masks import OwnedRange
-from wavemare.comm.selection.cost import Constants
+from wavemare.comm.cost import Constants
+from wavemare.comm.masks import OwnedRange
 from wavemare.comm.transport import open_transport
 from wavemare.comm.transport.staging import StagedTransport
 from wavemare.errors import CommError

@@ -13,9 +13,8 @@ import traceback
 import torch
 from torch.overrides import TorchFunctionMode
 
-from wavemare.comm import kernels
-from wavemare.comm.kernels import triton_kernels
-from wavemare.comm.kernels.numba_kernels import NumbaKernels
+from wavemare.comm import kernels, triton_kernels
+from wavemare.comm.kernels import BlockKernels
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 WAITING = {
@@ -208,7 +207,7 @@ class Event:
         RECORD.wait("synchronize")
 
 
-class Kernels(NumbaKernels):
+class Kernels(BlockKernels):
     """The kernels of the host on memory that says it is the GPU's, and the number of launches."""
 
     def mask(self, *arguments):

@@ -5,8 +5,8 @@ import torch
 from common import sparse_comm
 from oracle import mask_of, ordered_sum, same_bits
 
-from wavemare.comm.blocks.rows import blocks_of_rows
-from wavemare.comm.selection.cost import Constants
+from wavemare.comm.cost import Constants
+from wavemare.comm.rows import blocks_of_rows
 from wavemare.errors import CommError
 
 BLOCK = 64

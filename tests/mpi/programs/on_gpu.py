@@ -13,7 +13,7 @@ from fake_gpu import GPU, RECORD, Event, download, upload
 from inputs import buckets
 from oracle import close, ordered_sum, same_bits, summed_rows
 
-from wavemare.comm.selection.cost import Constants
+from wavemare.comm.cost import Constants
 from wavemare.comm.sparse import SparseComm
 from wavemare.comm.transport.staging import StagedTransport
 from wavemare.engine.sparse.buckets import Bucket, BucketReducer, Slot

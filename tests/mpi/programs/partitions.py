@@ -9,7 +9,7 @@ from common import sparse_comm
 from inputs import buckets
 from oracle import ordered_sum, same_bits
 
-from wavemare.comm.blocks.masks import OwnedRange
+from wavemare.comm.masks import OwnedRange
 from wavemare.comm.reduction import HEADER_BYTES
 from wavemare.errors import ConfigError
 
@@ -101,11 +101,13 @@ def changes(world, checks, sizes):
             for (name, borders), dtype, (case, share) in itertools.product(
                 partitions(comm.size).items(),
                 (torch.float32, torch.bfloat16, torch.float64, torch.int32),
-                (("none", 0.0), ("some", 0.02), ("all", 1.0)),
+                (("none", 0.0), ("some", 0.02), ("odd", 0.02), ("all", 1.0)),
             ):
                 if not all(isinstance(border, int) for border in borders) or not borders:
                     continue
                 common = buckets("half", 1, NUMEL, BLOCK, dtype)[0]
+                if case == "odd":
+                    common[::3] = odd(torch.arange(NUMEL), dtype)[::3]
                 flat, everyone = common.clone(), common.clone()
                 for owner, (start, stop) in enumerate(itertools.pairwise(borders)):
                     generator = torch.Generator().manual_seed(owner)
@@ -114,16 +116,27 @@ def changes(world, checks, sizes):
                     # What differs may be the sign of a zero, or the payload of a NaN.
                     words = everyone.view(WORDS[dtype.itemsize])
                     words[places] ^= SIGN[dtype.itemsize] if owner % 2 else 1
+                    if case == "odd":  # whatever was there before
+                        everyone[places] = odd(places // 2, dtype)
                 own = slice(borders[comm.rank], borders[comm.rank + 1])
                 flat[own] = everyone[own]
                 handle = comm.allgather_(flat, borders, before=common[own].clone())
                 what = comm.size, name, dtype, case
-                checks(same_bits(flat, everyone), *what)
+                words, expected = (each.view(WORDS[dtype.itemsize]) for each in (flat, everyone))
+                checks(torch.equal(words, expected), *what)
                 stats = handle.stats
                 checks(stats.executor == ("dense" if case == "all" else "changes"), *what)
                 everything = (borders[-1] - borders[0]) * dtype.itemsize * (comm.size - 1)
                 if case == "none":
                     checks(stats.bytes_up < everything / 4 + 200 * comm.size, *what)
+
+
+def odd(places, dtype):
+    """Return NaN, infinities and zeros of both signs by turns; of integers the largest ones."""
+    if not dtype.is_floating_point:
+        return torch.iinfo(dtype).max - places.to(dtype) % 5
+    values = torch.tensor([torch.nan, torch.inf, -0.0, -torch.inf, 0.0], dtype=dtype)
+    return values[places % len(values)]
 
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

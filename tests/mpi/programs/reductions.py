@@ -6,9 +6,9 @@ from common import digest, sparse_comm
 from inputs import ALL, SPECIAL, buckets
 from oracle import close, mask_of, ordered_sum, same_bits, traffic
 
-from wavemare.comm.blocks.masks import mask_bytes
 from wavemare.comm.executors import EXECUTORS_BY_MODE
 from wavemare.comm.kernels import num_blocks
+from wavemare.comm.masks import mask_bytes
 
 MODES = ("ordered", "pushpull", "allgather", "auto", "packed", "dense")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

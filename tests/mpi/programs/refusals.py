@@ -9,7 +9,7 @@ from common import sparse_comm
 from inputs import buckets
 from oracle import ordered_sum, same_bits
 
-from wavemare.comm.blocks.masks import OwnedRange
+from wavemare.comm.masks import OwnedRange
 from wavemare.errors import CommError, ConfigError
 
 

@@ -6,7 +6,7 @@ import torch
 from common import digest, sparse_comm
 from oracle import same_bits, summed_rows
 
-from wavemare.comm.selection.cost import Constants
+from wavemare.comm.cost import Constants
 
 SLOW_WIRE = Constants(exchange_s=1e-6, plan_s=0.0)
 FAST_WIRE = Constants(exchange_s=0.0, message_s=1.0)

@@ -5,7 +5,7 @@ import torch
 from common import sparse_comm
 from oracle import close, same_bits
 
-from wavemare.comm.selection.cost import Constants
+from wavemare.comm.cost import Constants
 from wavemare.errors import CommError
 
 BLOCK = 64

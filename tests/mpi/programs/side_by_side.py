@@ -10,7 +10,7 @@ from common import sparse_comm
 from inputs import buckets
 from oracle import ordered_sum, same_bits
 
-from wavemare.comm.selection.cost import Constants
+from wavemare.comm.cost import Constants
 from wavemare.comm.sparse import SparseComm
 from wavemare.comm.transport import open_transport
 from wavemare.errors import CommError

@@ -16,7 +16,7 @@ from common import leave
 from torch.nn.parallel import DistributedDataParallel
 
 from wavemare.comm import CompressorConfig, register_ddp_hook
-from wavemare.comm.selection.cost import Constants
+from wavemare.comm.cost import Constants
 from wavemare.engine import init_distributed
 
 VOCABULARY, HIDDEN, LENGTH, SIZE, STEPS = 5_000, 8, 6, 4, 6

@@ -107,6 +107,31 @@ class Wide(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.out(hidden).float(), labels[:, 0] % 3)
 
 
+class Odd(Wide):
+    """Has a table beside it that only the optimizer writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.beside = torch.nn.Embedding(64, HIDDEN)
+        torch.nn.init.constant_(self.beside.weight, 7.0)
+
+
+class OddSteps(torch.optim.SGD):
+    """SGD that writes other NaN, infinities and zeros of both signs over all 7.0 in each step."""
+
+    VALUES = torch.tensor([torch.nan, torch.inf, -0.0, 0.0, -torch.inf, 3.0, 3.0])
+
+    def step(self, closure=None):
+        result = super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            state.setdefault("beside", (parameter.detach() == 7.0).nonzero()[:, 0])
+            state["steps"] = state.get("steps", 0) + 1
+            turn = torch.arange(len(state["beside"])) + state["steps"]
+            parameter.data[state["beside"]] = self.VALUES[turn % len(self.VALUES)]
+        return result
+
+
 class Shared(torch.nn.Module):
     """One layer used twice within segments that are computed again in the backward pass."""
 
@@ -135,7 +160,8 @@ def build(model):
         return Rows(sparse=model == "rows")
     if model.startswith("once"):
         return Once(ranks=int(model[-1]))
-    return {"branching": Branching, "late": Late, "shared": Shared, "wide": Wide}[model]()
+    kinds = {"branching": Branching, "late": Late, "odd": Odd, "shared": Shared, "wide": Wide}
+    return kinds[model]()
 
 
 def _pipeline():
@@ -176,6 +202,9 @@ def initialize(case):
         config["gradient_clipping"] = 0.0
         config["gradient_accumulation_steps"] = 1
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if case["model"] == "odd":
+        del config["optimizer"]
+        optimizer = OddSteps(model.parameters(), lr=0.5)
     return wavemare.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
@@ -223,22 +252,24 @@ def train(case):
         "sent": sent[ACCUMULATION - 1 :: ACCUMULATION],
     }
     if "save_after" in case:
-        found["resumed"] = resume(case)
+        engine.backward(engine(**next(data)))  # of a step that the load drops
+        found["back"] = go_on(engine, case)
+        other = initialize(case)
+        found["resumed"] = go_on(other, case)
+        other.destroy()
     engine.destroy()
     return found
 
 
-def resume(case):
-    engine = initialize(case)
-    data = batches(engine.data_rank, case["model"] == "pipeline")
-    for _ in range(case["save_after"] * ACCUMULATION):
+def go_on(engine, case):
+    """Load what was saved within the run, and train the steps after it."""
+    data = batches(engine.data_rank, pipeline=False)
+    for _ in range(case["save_after"] * engine.gradient_accumulation_steps()):
         next(data)
     engine.load_checkpoint(str(Path(sys.argv[1], case["name"])))
     for _ in range(case["steps"] - case["save_after"]):
         engine.train_batch(data)
-    digest = weights_digest(engine)
-    engine.destroy()
-    return digest
+    return weights_digest(engine)
 
 
 def lose_a_rank():

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slow_twins import same
 
-from wavemare.comm.blocks.rows import coalesce as at_once
-from wavemare.comm.blocks.rows import coalesce_sorted
+from wavemare.comm.rows import coalesce as at_once
+from wavemare.comm.rows import coalesce_sorted
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

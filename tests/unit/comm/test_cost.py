@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.blocks.masks import Masks, assign_owners
-from wavemare.comm.selection.cost import Constants, predict, traffic
+from wavemare.comm.cost import Constants, predict, traffic
+from wavemare.comm.masks import Masks, assign_owners
 
 FREE = Constants(*(0.0,) * 9)
 

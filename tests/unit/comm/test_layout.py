@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.blocks.masks import Masks, OwnedRange, assign_owners, assign_ranges, gathered
-from wavemare.comm.executors import equal_ranges
+from wavemare.comm.executors import equal_cuts
+from wavemare.comm.masks import Masks, OwnedRange, assign_owners, assign_ranges, gathered, ranges_of
 
 
 @st.composite
@@ -75,7 +75,8 @@ def test_partitions_give_an_owner_all_blocks_that_it_touches(table, block, data)
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=8)))
     owners = st.integers(0, ranks - 1)
     ranges = [OwnedRange(*pair, data.draw(owners)) for pair in pairwise(cuts)]
-    layout = assign_ranges(Masks.of(table), block, data.draw(st.permutations(ranges)))
+    given = ranges_of(data.draw(st.permutations(ranges)), numel, ranks)
+    layout = assign_ranges(Masks.of(table), block, given)
     for owner in range(ranks):
         elements = {i for p in ranges if p.owner == owner for i in range(p.start, p.stop)}
         touched = sorted({i // block for i in elements})
@@ -111,7 +112,8 @@ def test_layouts_of_a_thousand_ranks_are_those_of_loops_over_ranks(density):
     for owned in ranges:
         touched[owned.owner].update(i // block for i in range(owned.start, owned.stop))
     wanted = [sorted(each & union) for each in touched]
-    by_ranges = assign_ranges(masks, block, [ranges[i] for i in rng.permutation(2999)])
+    given = ranges_of([ranges[i] for i in rng.permutation(2999)], blocks * block, ranks)
+    by_ranges = assign_ranges(masks, block, given)
     assert [by_ranges.blocks[by_ranges.group(o)].tolist() for o in range(ranks)] == wanted
 
     for layout in (assign_owners(masks), by_ranges):
@@ -147,10 +149,10 @@ def test_owners_of_a_skewed_table_are_balanced(density):
 
 @given(numel=st.integers(0, 3000), block=st.integers(1, 300), ranks=st.integers(1, 9))
 def test_equal_pieces_are_whole_blocks_of_about_one_size(numel, block, ranks):
-    ranges = equal_ranges(numel, block, ranks)
-    assert [owned.owner for owned in ranges] == list(range(ranks))
-    assert [owned.start for owned in ranges] == [0, *(owned.stop for owned in ranges[:-1])]
-    assert ranges[-1].stop == numel
-    assert all(owned.stop % block == 0 or owned.stop == numel for owned in ranges)
-    blocks = [-(-(owned.stop - owned.start) // block) for owned in ranges]
-    assert max(blocks) - min(blocks) <= 1
+    cuts = equal_cuts(numel, block, ranks)
+    assert len(cuts) == ranks + 1
+    assert (cuts[0], cuts[-1]) == (0, numel)
+    assert all(cut % block == 0 or cut == numel for cut in cuts)
+    blocks = -(-np.diff(cuts) // block)
+    assert blocks.max() - blocks.min() <= 1
+    assert blocks.min() >= 0

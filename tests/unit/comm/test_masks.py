@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.blocks.masks import Masks, mask_bytes
+from wavemare.comm.masks import Masks, mask_bytes
 
 TABLES = st.integers(0, 40).flatmap(
     lambda blocks: st.lists(st.lists(st.booleans(), min_size=blocks, max_size=blocks), min_size=1)

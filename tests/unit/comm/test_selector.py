@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wavemare.comm.blocks.masks import BlockCounts, Masks
 from wavemare.comm.config import HALVES
-from wavemare.comm.selection.cost import (
+from wavemare.comm.cost import (
     DENSE,
     EXECUTORS,
     HYSTERESIS,
@@ -18,6 +17,7 @@ from wavemare.comm.selection.cost import (
     predict,
     traffic,
 )
+from wavemare.comm.masks import BlockCounts, Masks
 
 SPARSE_MODES = ("ordered", "pushpull", "allgather")
 SLOW_WIRE = Constants(message_s=1e-6, exchange_s=8e-9, plan_s=0.0)

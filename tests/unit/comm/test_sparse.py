@@ -11,10 +11,10 @@ import torch
 from networks import Alone
 
 from wavemare.comm import SparseComm
+from wavemare.comm.calibration import calibrate
+from wavemare.comm.collective_queue import Statistics, Totals
 from wavemare.comm.config import CompressorConfig
-from wavemare.comm.selection.calibration import calibrate
-from wavemare.comm.selection.cost import Constants
-from wavemare.comm.statistics import Statistics, Totals
+from wavemare.comm.cost import Constants
 from wavemare.errors import ConfigError
 
 

@@ -2,8 +2,8 @@
 import pytest
 import torch
 
-from wavemare.comm.blocks.masks import OwnedRange
 from wavemare.comm.collective_queue import Handle
+from wavemare.comm.masks import OwnedRange
 from wavemare.engine.sparse.buckets import BucketReducer, Member, make_buckets
 
 SIZES = {"a": (3, 2), "b": (5,), "c": (2, 2), "d": (9,)}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from support.refusals import refuses
+from wavemare.comm.collective_queue import Statistics, Totals
 from wavemare.comm.config import HALVES, LOOSE_MODES, SparseCollectiveConfig
 from wavemare.comm.executors import EXECUTORS_BY_MODE
-from wavemare.comm.statistics import Statistics, Totals
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.buckets import Bucket
 from wavemare.engine.sparse.gradients import SparseGradients

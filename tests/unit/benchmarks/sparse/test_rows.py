@@ -12,7 +12,7 @@ from benchmarks.sparse.measure import (
     ratio_interval,
 )
 from benchmarks.sparse.request import PATTERNS, Case, SparseRequest
-from wavemare.comm.statistics import Statistics
+from wavemare.comm.collective_queue import Statistics
 
 CASE = Case("identical", 0.5)
 

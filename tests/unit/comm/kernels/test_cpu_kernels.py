@@ -7,7 +7,7 @@ import reduce_cases
 import torch
 from slow_twins import Subject, bucket, same, slow_mask
 
-from wavemare.comm.kernels.numba_kernels import NumbaKernels
+from wavemare.comm.kernels import BlockKernels
 
 CHECKS = {
     name.removeprefix("check_"): check
@@ -18,7 +18,7 @@ CHECKS = {
 
 @pytest.fixture
 def kernels():
-    return NumbaKernels()
+    return BlockKernels()
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from wavemare.comm.kernels import DTYPES, num_blocks
-from wavemare.comm.kernels.triton_kernels import TritonKernels
+from wavemare.comm.triton_kernels import TritonKernels
 
 KERNELS = ("mask", "gather", "scatter", "reduce")
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)

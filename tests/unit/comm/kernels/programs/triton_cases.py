@@ -14,7 +14,7 @@ import reduce_cases
 import torch
 from slow_twins import Subject
 
-from wavemare.comm.kernels.triton_kernels import TritonKernels
+from wavemare.comm.triton_kernels import TritonKernels
 
 
 def main():

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from wavemare.comm.blocks.masks import BlockCounts, Masks, mask_bytes
 from wavemare.comm.config import HALVES, LOOSE_MODES
+from wavemare.comm.masks import BlockCounts, Masks, mask_bytes
 
 EXECUTORS = ("dense", "ordered", "packed", "pushpull", "allgather")
 """Executors for the selector; ``dense`` and ``ordered`` send all blocks."""
@@ -218,7 +218,7 @@ def choose_executor(
         masks: Of all ranks.
         block_bytes: Bytes of a block.
         constants: Of this machine, the same on all ranks.
-        allowed: Names of `wavemare.comm.selection.cost.EXECUTORS`.
+        allowed: Names of `wavemare.comm.cost.EXECUTORS`.
         last: The previous choice; kept unless another is faster by `HYSTERESIS`.
         corrections: Measured over predicted time, by executor.
         halves: Whether to choose a reduce-scatter.

@@ -10,9 +10,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.masks import Masks, assign_owners
+from wavemare.comm.cost import Constants
 from wavemare.comm.executors import CollectiveCall, Scratch
-from wavemare.comm.selection.cost import Constants
+from wavemare.comm.masks import Masks, assign_owners
 from wavemare.comm.transport.base import Transport
 
 _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 25)

@@ -1,27 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the sparse collective on a CPU, compiled by numba.
+"""The four kernels of the sparse collective on a CPU; `triton_kernels.py` has those of GPUs.
+
+A *bucket* is a flat contiguous tensor of E elements, seen as ``ceil(E / block)`` blocks of
+``block`` elements; the last one may be short (*ragged*). *Packed* blocks are contiguous and of full
+length; a ragged one is padded with zeros. Read `BlockKernels` first.
 
 All run on one core and without the interpreter's lock, so that a background thread can work for the
 main one. Each is compiled when it is first needed for a size of elements, and kept in numba's cache
 where a folder for it can be written.
 
-In the loops all numbers are as wide as the elements: numba would calculate in 64 bits, and LLVM
-would not use vectors or only short ones.
+Kernels see elements as integers of their size (*words*): numpy has no bfloat16, and copies of words
+keep NaN as they are. Words are unsigned here, signed in torch and Triton. In the loops all numbers
+are as wide as the elements: numba would calculate in 64 bits, and LLVM would not use vectors or
+only short ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, wraps
+from threading import RLock
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.kernels.words import as_words, compiled, compiled_part, magnitude_bits
+try:
+    import numba
+except ModuleNotFoundError:  # an extra: `SparseComm` says so
+    numba = None
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.float64)
+"""What a bucket may hold."""
+_COMPILING = RLock()
+"""numba looks up the types of arguments in a table that another thread's first call may change."""
+_UNSIGNED = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _PROBE = 16
 """Elements of a block that are looked at first: in a dense bucket there is no need for more."""
-
 _CHUNK = 2048
 """Elements that are summed over all ranks at a time: the sums stay in the first-level cache."""
 
@@ -29,27 +45,118 @@ _f32 = np.float32
 _u32 = np.uint32
 
 
-class NumbaKernels:
-    """`BlockKernels` for CPUs; see there."""
+def num_blocks(numel: int, block: int) -> int:
+    """Return the number of blocks of a bucket of ``numel`` elements."""
+    return -(-numel // block)
+
+
+def as_words(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor's memory, on a CPU, as unsigned integers of the size of its elements."""
+    return tensor.view(_UNSIGNED[tensor.itemsize]).numpy()
+
+
+def magnitude_bits(dtype: torch.dtype) -> int:
+    """Return those bits of an element that tell it from zero: of floats, all but the sign."""
+    bits = 8 * dtype.itemsize
+    return (1 << (bits - 1 if dtype.is_floating_point else bits)) - 1
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which elements are summed: float32 for 16-bit floats, else their own."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def compiled_part(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that only compiled ones call; see `compiled`."""
+    if numba is None:
+        return function
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:
+        # No writable folder for numba's cache.
+        return numba.njit(nogil=True)(function)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function by numba at its first call, without the interpreter's lock.
+
+    Without numba it stays as it is, far too slow to be called.
+    """
+    kernel = compiled_part(function)
+    ready: set[tuple[Any, ...]] = set()
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        kinds = tuple(getattr(argument, "dtype", type(argument)) for argument in arguments)
+        if kinds in ready:
+            return kernel(*arguments)
+        with _COMPILING:
+            result = kernel(*arguments)
+        ready.add(kinds)
+        return result
+
+    return call
+
+
+class BlockKernels:
+    """The kernels of a CPU. All tensors are on it and contiguous; callers allocate results."""
 
     def mask(self, flat: Tensor, block: int, bits: Tensor) -> None:
-        """Find the blocks that are not zero; see `BlockKernels.mask`."""
+        """Find the non-zero blocks, and rewrite -0.0 in the other blocks to +0.0.
+
+        A block is non-zero if any element has a bit set besides its sign bit (integers: any bit):
+        NaN and infinities are non-zero, -0.0 is zero. Replicas would differ in the sign of zero
+        if -0.0 stayed.
+
+        Args:
+            flat: (E,), a bucket.
+            block: Elements per block.
+            bits: (ceil(nb / 8),), uint8, written: bit ``j % 8`` (little-endian) of byte ``j // 8``
+                is block j; bits after the last block are 0.
+        """
         words = as_words(flat)
         bits.zero_()
         _mask(words, block, words.dtype.type(magnitude_bits(flat.dtype)), bits.numpy())
 
     def gather(self, flat: Tensor, block: int, index: Tensor, packed: Tensor) -> None:
-        """Copy blocks out of a bucket; see `BlockKernels.gather`."""
+        """Copy blocks out of a bucket.
+
+        Args:
+            flat: (E,), a bucket.
+            block: Elements per block.
+            index: (k,), int64, the numbers of the blocks, each below ``ceil(E / block)``.
+            packed: (k * block,), of flat's dtype, written.
+        """
         _gather(as_words(flat), block, index.numpy(), as_words(packed))
 
     def scatter(self, packed: Tensor, block: int, index: Tensor, flat: Tensor) -> None:
-        """Copy packed blocks into a bucket; see `BlockKernels.scatter`."""
+        """Copy packed blocks into a bucket, the reverse of `gather`.
+
+        Args:
+            packed: (k * block,).
+            block: Elements per block.
+            index: (k,), int64, the numbers of the blocks, no two alike.
+            flat: (E,), a bucket; its blocks of these numbers are written and no others.
+        """
         _scatter(as_words(packed), block, index.numpy(), as_words(flat))
 
     def reduce(
         self, packed: Tensor, sources: Tensor, block: int, scale: float, out: Tensor
     ) -> None:
-        """Sum blocks of several ranks in their order; see `BlockKernels.reduce`."""
+        """Sum blocks of several ranks in the order of the ranks.
+
+        ``out[j] = round(scale * ((+0.0 + packed[sources[0, j]]) + packed[sources[1, j]] + ...))``,
+        without the sources that are -1 (adding a block of zeros changes nothing). 16-bit floats
+        are summed and scaled in float32 and rounded once, to nearest even; other types are summed
+        as they are. A scale of 1 does not multiply.
+
+        Args:
+            packed: (r * block,), blocks of all ranks.
+            sources: (N, m), int64: for each rank the number of its block in ``packed``, or -1.
+            block: Elements per block.
+            scale: Factor of the sums; must be 1 for integers.
+            out: (m * block,), of packed's dtype, written; does not overlap ``packed``.
+        """
         where = sources.numpy()
         if out.dtype in (torch.bfloat16, torch.float16):
             bfloat = out.dtype == torch.bfloat16
@@ -57,6 +164,16 @@ class NumbaKernels:
         else:
             sums = out.numpy()
             _reduce(packed.numpy(), where, block, sums.dtype.type(scale), sums)
+
+
+@cache
+def kernels_for(device_type: str) -> BlockKernels:
+    """Return the kernels of a device type."""
+    if device_type == "cuda":
+        from wavemare.comm.triton_kernels import TritonKernels
+
+        return TritonKernels()
+    return BlockKernels()
 
 
 @compiled

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wavemare.comm.kernels import DTYPES, num_blocks
-from wavemare.comm.kernels.words import magnitude_bits
+from wavemare.comm.kernels import DTYPES, BlockKernels, magnitude_bits, num_blocks
 
 _PAIR_BESIDE_SIGN = 0x7FFF7FFF
 _NO_SIGN = -1
@@ -41,7 +40,7 @@ class Launch(NamedTuple):
             self.program[self.grid](*self.arguments, **self.options)
 
 
-class TritonKernels:
+class TritonKernels(BlockKernels):
     """`BlockKernels` for CUDA devices.
 
     Args:

@@ -8,6 +8,7 @@ the same id, in the order of their positions, so all runs give the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wavemare.comm.blocks.masks import (
+from wavemare.comm.cost import Constants, predict
+from wavemare.comm.executors import CollectiveCall, gather_and_sum, push_and_pull
+from wavemare.comm.kernels import compiled, sum_dtype
+from wavemare.comm.masks import (
     BlockLayout,
     Masks,
     assign_owners,
@@ -23,67 +27,13 @@ from wavemare.comm.blocks.masks import (
     bits_of,
     gathered,
 )
-from wavemare.comm.executors import CollectiveCall, Scratch, gather_and_sum, push_and_pull
-from wavemare.comm.kernels.words import compiled, sum_dtype
 from wavemare.comm.reduction import Agreement
-from wavemare.comm.selection.cost import Constants, predict
-from wavemare.comm.statistics import Statistics
-from wavemare.comm.transport import Transport
-from wavemare.errors import ConfigError
 
 _MODES = ("pushpull", "allgather")
 _CHUNK = 1 << 18
 """Elements that are converted at a time: they stay in a core's cache."""
 _LARGEST_TABLE = 1 << 24
 """Rows up to which the ranks exchange masks; above, they exchange their ids."""
-
-
-def check_rows(ids: Tensor, rows: Tensor, num_rows: int | None) -> None:
-    """Check the arguments of `SparseComm.allreduce_rows_`; on an accelerator not the ids' values.
-
-    To look at them would stall the caller.
-
-    Raises:
-        ConfigError: Shapes or types do not fit, or an id is not a row.
-    """
-    if num_rows is not None and num_rows < 0:
-        raise ConfigError("num_rows", num_rows, "it is negative", "Give 0 or more, or None")
-    if ids.device != rows.device:
-        reason, remedy = f"the rows are on {rows.device}", "Give ids and rows on one device"
-        raise ConfigError("ids", str(ids.device), reason, remedy)
-    check_indices("ids", ids, num_rows, f"the table has {num_rows} rows")
-    if rows.layout is not torch.strided or not rows.is_contiguous() or rows.dim() != 2:  # noqa: PLR2004
-        remedy = "Give contiguous rows, (k, dim)"
-        reason = "they are no matrix whose rows stand one after the other"
-        raise ConfigError("rows", tuple(rows.shape), reason, remedy)
-    if rows.shape[0] != ids.numel() or rows.shape[1] == 0:
-        reason = f"there are {ids.numel()} ids, and a row has at least one column"
-        raise ConfigError("rows", tuple(rows.shape), reason, "Give (k, dim) for k ids")
-    if not rows.dtype.is_floating_point:
-        reason = f"they are {rows.dtype}"
-        raise ConfigError("rows", tuple(rows.shape), reason, "Give floats of 16 to 64 bits")
-
-
-def check_indices(key: str, indices: Tensor, end: int | None, reason: str) -> None:
-    """Refuse what is no list of numbers from 0, below an end; an accelerator's are not read.
-
-    Args:
-        key: Name of the list.
-        indices: The list.
-        end: None for any numbers.
-        reason: Why there is an end.
-
-    Raises:
-        ConfigError: Its shape or type does not fit, or a number is out of range.
-    """
-    if indices.dtype != torch.int64 or indices.dim() != 1:
-        shape = tuple(indices.shape)
-        raise ConfigError(key, shape, f"it is {indices.dtype} of shape {shape}", "Give (k,), int64")
-    if end is not None and indices.numel() and indices.device.type == "cpu":
-        least, most = (int(bound) for bound in indices.aminmax())
-        if least < 0 or most >= end:
-            value = least if least < 0 else most
-            raise ConfigError(key, value, reason, "Give numbers from 0, below that number")
 
 
 def blocks_of_rows(ids: Tensor, dim: int, block: int, start: int = 0) -> Tensor:
@@ -108,61 +58,47 @@ class RowReducer:
     """Sums rows over all ranks.
 
     Args:
-        transport: Among all ranks.
-        scratch: Memory to use.
+        mode: ``pushpull`` or ``allgather``; with any other the faster one by the cost model.
         constants: Of the cost model.
-        mode: ``pushpull`` or ``allgather``; with any other the faster one by that model.
     """
 
-    def __init__(
-        self, transport: Transport, scratch: Scratch, constants: Constants, mode: str = "auto"
-    ) -> None:
-        self._transport = transport
-        self._scratch = scratch
+    def __init__(self, mode: str, constants: Constants) -> None:
         self._constants = constants
         self._modes = (mode,) if mode in _MODES else _MODES
         # Masks on their way; after an error their memory must last.
         self._arriving: Callable[[], Masks] | None = None
 
     def reduce(
-        self,
-        ids: Tensor,
-        rows: Tensor,
-        num_rows: int | None,
-        scale: float,
-        agreement: Agreement,
-        stats: Statistics,
+        self, ids: Tensor, num_rows: int | None, call: CollectiveCall, agreement: Agreement
     ) -> Callable[[], tuple[Tensor, Tensor]]:
         """Sum rows of equal ids, first within a rank and then in the order of the ranks.
 
-        The call agrees with the other ranks; what it returns sums.
+        This agrees with the other ranks; what it returns sums.
 
         Args:
             ids: (k,), int64.
-            rows: (k, dim).
             num_rows: Rows of the table; None if ids can be any number.
-            scale: Factor of the sums.
+            call: Has the rows as its blocks.
             agreement: Of this call, not begun.
-            stats: Filled in.
 
         Returns:
             What returns ascending ids and their rows, the same on all ranks.
         """
         agreement.begin()
         self._arriving = None
-        ahead = self._transport.gathers_side_by_side
+        ahead = call.transport.gathers_side_by_side
         if ahead and num_rows is not None and num_rows <= _LARGEST_TABLE:
             # If the calls agree, all ranks will exchange masks: save the time of a message.
-            self._arriving = begin_masks(self._transport, bits_of(ids, num_rows), num_rows)
+            self._arriving = begin_masks(call.transport, bits_of(ids, num_rows), num_rows)
         agreement.wait()
-        return partial(self._sum, ids, rows, num_rows, scale, stats)
+        return partial(self._sum, ids, num_rows, call)
 
     def _sum(
-        self, ids: Tensor, rows: Tensor, num_rows: int | None, scale: float, stats: Statistics
+        self, ids: Tensor, num_rows: int | None, call: CollectiveCall
     ) -> tuple[Tensor, Tensor]:
-        dim = rows.shape[1]
-        ids, rows = coalesce(ids, rows)
-        call = CollectiveCall(rows.view(-1), dim, scale, self._transport, self._scratch, stats)
+        dim, stats = call.block, call.stats
+        ids, rows = coalesce(ids, call.flat.view(-1, dim))
+        call = replace(call, flat=rows.view(-1))
         if num_rows is None or num_rows > _LARGEST_TABLE:
             union, masks = self._exchange_ids(call, ids)
             ids = torch.searchsorted(union, ids)  # rows of a table of the union alone

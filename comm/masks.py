@@ -10,18 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wavemare.comm.kernels.words import compiled
+from wavemare.comm.kernels import compiled
 from wavemare.comm.transport.base import Transport
 from wavemare.errors import ConfigError
 
 Bits = npt.NDArray[np.uint8]
+Index = npt.NDArray[np.int64]
 
 
 def mask_bytes(num_blocks: int) -> int:
@@ -63,7 +64,7 @@ class BlockCounts:
     """
 
     num_blocks: int
-    counts: npt.NDArray[np.int64]
+    counts: Index
     union_size: int
 
     @property
@@ -101,7 +102,7 @@ class Masks:
         return self._unpacked(self.bits)
 
     @cached_property
-    def counts(self) -> npt.NDArray[np.int64]:
+    def counts(self) -> Index:
         """(N,), int64: the number of each rank's non-zero blocks."""
         return np.bitwise_count(self.bits).sum(axis=1, dtype=np.int64)
 
@@ -111,17 +112,15 @@ class Masks:
         return int(np.bitwise_count(self._union_bits).sum())
 
     @cached_property
-    def union(self) -> npt.NDArray[np.int64]:
+    def union(self) -> Index:
         """(U,), int64: the blocks that are non-zero on some rank, ascending."""
         return np.flatnonzero(self._unpacked(self._union_bits))
 
-    def of_rank(self, rank: int) -> npt.NDArray[np.int64]:
+    def of_rank(self, rank: int) -> Index:
         """Return a rank's non-zero blocks, ascending."""
         return np.flatnonzero(self._unpacked(self.bits[rank]))
 
-    def holds(
-        self, blocks: npt.NDArray[np.int64], ranks: slice = slice(None)
-    ) -> npt.NDArray[np.bool_]:
+    def holds(self, blocks: Index, ranks: slice = slice(None)) -> npt.NDArray[np.bool_]:
         """Return (ranks, k), bool: whether each of k blocks is non-zero on each of some ranks."""
         found = self.bits[ranks].take(blocks >> 3, axis=1)
         found >>= (blocks & 7).astype(np.uint8)
@@ -136,19 +135,14 @@ class Masks:
         return np.unpackbits(bits, axis=-1, count=self.num_blocks, bitorder="little").view(bool)
 
 
-def exchange_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Masks:
-    """Exchange the masks of all ranks.
+def begin_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Callable[[], Masks]:
+    """Begin to exchange the masks of all ranks; the result waits for them.
 
     Args:
         transport: To the other ranks.
         bits: (ceil(nb / 8),), uint8: this rank's mask, on the bucket's device or on the host.
         num_blocks: nb.
     """
-    return begin_masks(transport, bits, num_blocks)()
-
-
-def begin_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Callable[[], Masks]:
-    """Begin `exchange_masks`; the result waits for the masks."""
     table = torch.empty(transport.size, mask_bytes(num_blocks), dtype=torch.uint8)
     gathering = transport.begin_gather(bits, table)
 
@@ -157,9 +151,6 @@ def begin_masks(transport: Transport, bits: Tensor, num_blocks: int) -> Callable
         return Masks(table.numpy(), num_blocks)
 
     return finish
-
-
-Index = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,12 +215,24 @@ class BlockLayout:
             (N, m), int64: for each rank and owned block, the block's number in the concatenated
             messages of all ranks, from the owner's own on; -1 where the rank sent none.
         """
-        present = np.roll(self.masks.holds(self.blocks[self.group(owner)]), -owner, axis=0)
-        # Messages stand one after the other, each in the order of the group.
-        number = np.cumsum(present.ravel(), dtype=np.int64).reshape(present.shape)
-        number *= present
-        number -= 1
-        return np.roll(number, owner, axis=0)
+        found: Index = _find_sources(self.masks.bits, self.blocks[self.group(owner)], owner)
+        return found
+
+
+@compiled
+def _find_sources(bits: Any, blocks: Any, first: int) -> Any:
+    """Return the table of `BlockLayout.sources`; in numpy it would take ten passes over it."""
+    found = np.empty((len(bits), blocks.size), np.int64)
+    number = 0
+    # Messages stand one after the other, each in the order of the group.
+    for step in range(len(bits)):
+        rank = (first + step) % len(bits)
+        row, numbers = bits[rank], found[rank]
+        for column in range(blocks.size):
+            present = (row[blocks[column] >> 3] >> (blocks[column] & 7)) & 1
+            numbers[column] = number if present else -1
+            number += present
+    return found
 
 
 def _spans(starts: Index, stops: Index) -> Index:
@@ -246,24 +249,34 @@ def assign_owners(masks: Masks) -> BlockLayout:
     differ by at most one block of each multiplicity, which balances push and pull (Zen, OSDI'25,
     balances both by hashing).
     """
-    blocks, edges = _deal(masks.bits, masks.num_blocks)
+    blocks, edges = _deal(masks.bits, _LANES)
     return BlockLayout(blocks, edges, masks)
 
 
+_LANES = np.array(
+    [sum((byte >> bit & 1) << 8 * bit for bit in range(8)) for byte in range(256)], np.uint64
+)
+"""Each bit of a byte in a byte of its own, so that eight blocks are counted by one addition."""
+_MOST_IN_LANES = 255
+
+
 @compiled
-def _deal(bits: Any, blocks: int) -> Any:
+def _deal(bits: Any, lanes: Any) -> Any:
     """Return the blocks of `assign_owners` and their edges, by counting instead of sorting."""
     ranks = len(bits)
     multiplicity = np.zeros(8 * bits.shape[1], np.uint16)
-    for rank in range(ranks):
-        for byte, eight in enumerate(bits[rank]):
-            if eight:
-                for bit in range(8):
-                    multiplicity[8 * byte + bit] += np.uint16((eight >> bit) & 1)
+    counts = np.empty(bits.shape[1], np.uint64)
+    for first in range(0, ranks, _MOST_IN_LANES):
+        counts[:] = 0
+        for rank in range(first, min(first + _MOST_IN_LANES, ranks)):
+            row = bits[rank]
+            for byte in range(counts.size):
+                counts[byte] += lanes[row[byte]]
+        multiplicity += counts.view(np.uint8)
     # Where the next block of each multiplicity stands in the sorted order.
     place = np.zeros(ranks + 2, np.int64)
-    for block in range(blocks):
-        place[multiplicity[block] + 1] += 1
+    for count in multiplicity:
+        place[count + 1] += 1
     place[1] = 0  # blocks that no rank has
     place = np.cumsum(place)
     union = place[-1]
@@ -271,17 +284,16 @@ def _deal(bits: Any, blocks: int) -> Any:
     for owner in range(ranks):
         edges[owner + 1] = edges[owner] + (union - owner + ranks - 1) // ranks
     dealt, end = np.empty(union, np.int64), edges.copy()
-    for block in range(blocks):
-        if multiplicity[block]:
-            owner = place[multiplicity[block]] % ranks
-            place[multiplicity[block]] += 1
+    for block, count in enumerate(multiplicity):
+        if count:
+            owner = place[count] % ranks
+            place[count] += 1
             dealt[end[owner]] = block
             end[owner] += 1
     return dealt, edges
 
 
-@dataclass(frozen=True)
-class OwnedRange:
+class OwnedRange(NamedTuple):
     """A range of a bucket's elements that one rank owns.
 
     Args:
@@ -295,34 +307,34 @@ class OwnedRange:
     owner: int
 
 
-def ranges_of(partition: Sequence[Any], numel: int, num_ranks: int) -> list[OwnedRange]:
-    """Return a partition as ranges.
+def ranges_of(partition: Sequence[Any] | Index, numel: int, num_ranks: int) -> Index:
+    """Return a partition as ranges, (n, 3): start, stop and owner of each.
 
     Args:
-        partition: Ranges, or the N + 1 borders of one range for each rank.
+        partition: `OwnedRange`s, or the N + 1 borders of one range for each rank.
         numel: Elements of the bucket.
         num_ranks: N.
 
     Raises:
         ConfigError: Ranges overlap, or lie outside of the bucket.
     """
-    if all(isinstance(item, OwnedRange) for item in partition):
-        ranges = list(partition)
-    else:
-        borders = [int(border) for border in partition]
-        ranges = [OwnedRange(*pair, owner) for owner, pair in enumerate(pairwise(borders))]
-        if len(ranges) != num_ranks:
-            reason = f"it has {len(ranges)} ranges for {num_ranks} ranks"
-            raise ConfigError("partition", borders, reason, f"Give {num_ranks + 1} borders")
-    ordered = sorted(ranges, key=lambda owned: (owned.start, owned.stop))
-    inside = all(0 <= p.start <= p.stop <= numel and 0 <= p.owner < num_ranks for p in ordered)
-    if not inside or any(a.stop > b.start for a, b in pairwise(ordered)):
+    given = np.array(partition, dtype=np.int64)
+    if given.ndim == 1 and given.size:
+        if given.size != num_ranks + 1:
+            reason = f"it has {given.size - 1} ranges for {num_ranks} ranks"
+            raise ConfigError("partition", partition, reason, f"Give {num_ranks + 1} borders")
+        given = np.stack([given[:-1], given[1:], np.arange(num_ranks)], axis=1)
+    ranges = given.reshape(-1, 3)
+    starts, stops, owners = ranges[np.lexsort(ranges.T[1::-1])].T
+    inside = (starts >= 0) & (starts <= stops) & (stops <= numel)
+    inside &= (owners >= 0) & (owners < num_ranks)
+    if not inside.all() or (stops[:-1] > starts[1:]).any():
         reason = f"its ranges overlap or lie outside of {numel} elements and {num_ranks} ranks"
-        raise ConfigError("partition", ranges, reason, "Give ranges that do not overlap")
+        raise ConfigError("partition", partition, reason, "Give ranges that do not overlap")
     return ranges
 
 
-def assign_ranges(masks: Masks, block: int, ranges: Sequence[OwnedRange]) -> BlockLayout:
+def assign_ranges(masks: Masks, block: int, ranges: Index) -> BlockLayout:
     """Assign blocks to owners by a partition of the elements.
 
     A block on a border belongs to both owners: both receive and sum all of it.
@@ -330,12 +342,11 @@ def assign_ranges(masks: Masks, block: int, ranges: Sequence[OwnedRange]) -> Blo
     Args:
         masks: Of all ranks.
         block: Elements per block.
-        ranges: Ranges that do not overlap; blocks in none of them do not travel.
+        ranges: From `ranges_of`; blocks in none of them do not travel.
     """
-    held = sorted(
-        (p.owner, p.start // block, -(-p.stop // block)) for p in ranges if p.stop > p.start
-    )
-    owners, starts, stops = np.array(held, dtype=np.int64).reshape(-1, 3).T
+    starts, stops, owners = ranges[ranges[:, 1] > ranges[:, 0]].T
+    order = np.lexsort((starts, owners))
+    starts, stops, owners = starts[order] // block, -(-stops[order] // block), owners[order]
     first, last = np.searchsorted(masks.union, starts), np.searchsorted(masks.union, stops)
     blocks, owner = masks.union[_spans(first, last)], np.repeat(owners, last - first)
     # Two ranges of an owner may share a block.
