@@ -44,6 +44,11 @@ _WAYS = {
         "Change the model before initialize, or load what save_pretrained writes",
     ),
     **dict.fromkeys(
+        ("add_adapter", "load_adapter", "add_weighted_adapter"),
+        "Give initialize a model that has the adapter: alone, but with ZeRO beside others; or load "
+        "what save_pretrained writes",
+    ),
+    **dict.fromkeys(
         (
             "register_backward_hook",
             "register_forward_hook",
@@ -56,6 +61,7 @@ _WAYS = {
 }
 """By the name of a method, the way that works where a rank holds a part."""
 _OF_EMBEDDINGS = tuple(name for name in _WAYS if name.endswith("_embeddings"))
+_OF_ADAPTERS = tuple(name for name in _WAYS if name.endswith("_adapter"))
 _HOOKS = {name for name in _WAYS if name.endswith("_hook")}
 _own_part: ContextVar[bool] = ContextVar("own_part", default=False)
 
@@ -192,10 +198,14 @@ def restore(marks: Mapping[nn.Module, Mark]) -> None:
         _marks[model], part = mark, mark.part
         left = set() if part.is_cut else {"forward", "generate", *_HOOKS}
         left |= _WAYS.keys() - _HOOKS if mark.hooks_alone else set()
-        left |= {"forward", *_HOOKS} if isinstance(model, PipelineModule) else set()
+        left |= {name for name in _OF_ADAPTERS if not hasattr(model, name)}
+        own = {"forward", *_HOOKS, *_OF_ADAPTERS}  # which say more
+        left |= own if isinstance(model, PipelineModule) else set()
         left |= {"__deepcopy__"} if part.is_copy else set()
         if not part.is_cut and all(map(is_divided, split_weights(model))):
             left.update(_OF_EMBEDDINGS)  # each rank holds the whole embedding
+            if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+                left.update(_OF_ADAPTERS)  # and each layer that may get an adapter
         if hasattr(model, "generate") and any(map(is_divided, model.parameters())):
             left.discard("generate")  # the ranks must call it equally often
         for name in _WAYS.keys() - left:

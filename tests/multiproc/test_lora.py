@@ -5,7 +5,7 @@ import pytest
 
 ACTIONS = (
     *("zero3", "tensor", "1f1b", "pipemare", "resume", "refused", "calls zbv"),
-    *("dora", "frozen", "frozen bf16"),
+    *("dora", "frozen", "frozen bf16", "added"),
 )
 NIGHTLY = (
     *("calls 1f1b", "zero1", "zb-h1", "zbv", "resume without base", "memory", "trainer"),
@@ -132,6 +132,18 @@ def test_dora_in_split_layers_and_a_model_without_trained_weights_are_refused(la
     for results in launch_once("lora.py", *ACTIONS):
         assert results["refused"]["dora"].startswith("ModelError: use_dora = True: ")
         assert results["refused"]["nothing"].startswith("ConfigError: model = ")
+
+
+@pytest.mark.world_size(2)
+def test_adapters_that_an_engine_would_not_divide_are_refused_and_those_before_it_train(
+    launch_once,
+):
+    for results in launch_once("lora.py", *ACTIONS):
+        for layout, found in results["added"].items():
+            assert len(set(found.pop("loss"))) == 2, layout
+            for call, said in found.items():
+                whole = layout == "zero1"  # as in one process
+                assert said.startswith("accepted" if whole else "ModelError: "), (layout, call)
 
 
 @pytest.mark.nightly

@@ -555,8 +555,8 @@ def hooks():
             engine = engine_of(model, **LAYOUTS[layout]["section"])
             for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
                 for name in ("lm_head", "transformer.h", "transformer.ln_f"):
-                    module, hook = model.get_submodule(name), f"register_{kind}_hook"
-                    said = refusal(lambda own=getattr(module, hook): own(run).remove())
+                    register = getattr(model.get_submodule(name), f"register_{kind}_hook")
+                    said = refusal(lambda register=register: register(run).remove())
                     found[f"{layout} {name} {kind}"] = said.partition(":")[0]
             if layout == "tensor":
                 model.lm_head.register_forward_hook(run)
