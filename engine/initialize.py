@@ -164,6 +164,11 @@ def resolve(
     config, ours = _with_sizes(config, ours, model, mpu, mesh_param, plan, optimizer)
     replicas = ours.local_steps.mode != "off"
     config, optimizer = take_optimizer(config, model, optimizer, replicas=replicas)
+    stage = zero_section(config).get("stage")
+    if stage in (1, 2) and optimizer is None and config.get("optimizer") is None:
+        reason = "it divides what an optimizer keeps, and there is none"
+        remedy = 'Give an optimizer with the model, or "stage": 0 to evaluate alone'
+        raise ConfigError("zero_optimization.stage", stage, reason, remedy)
     config = without_compiled_optimizer(_without_elastic_files(config), optimizer)
     return config, ours, optimizer
 

@@ -123,7 +123,9 @@ def initialize(
     watch_failures()
     if isinstance(model, deepspeed.DeepSpeedEngine):
         reason = "it is an engine already, which steps the optimizer that it was built with"
-        remedy = "Go on with it; or destroy() it, and give the model that it was built of"
+        remedy = (
+            "Go on with it; or give another model, such as one that save_pretrained has written"
+        )
         raise ModelError("model", type(model).__name__, reason, remedy)
     values = read_config(args, config, config_params)
     check_complete(values)

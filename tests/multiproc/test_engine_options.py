@@ -61,3 +61,13 @@ def test_weights_of_float64_need_zero(launch_once):
         assert results["doubles 0"]["float"] == "accepted"
         for stage in (1, 2):
             assert results[f"doubles {stage}"] == {"double": "accepted", "float": "accepted"}
+
+
+@pytest.mark.world_size(2)
+def test_a_model_without_an_optimizer_is_evaluated_without_zero(launch_once):
+    parts = json.dumps([["evaluated", stage] for stage in (0, 1, 2)])
+    for results in launch_once("engine_options.py", parts):
+        assert results["evaluated 0"] == "accepted"
+        for stage in (1, 2):
+            said = f"ConfigError: zero_optimization.stage = {stage}: "
+            assert results[f"evaluated {stage}"].startswith(said)

@@ -146,7 +146,7 @@ def doubles(stage):
     found = {}
     for name, kind in {"double": torch.float64, "float": torch.float32}.items():
         config = configuration(stage, gradient_accumulation_steps=1, wavemare={})
-        model = Scaled(torch.ones(1).tolist()).to(kind)
+        model = Scaled([1.0]).to(kind)
 
         def train(model=model, config=config, kind=kind):
             engine = wavemare.initialize(model=model, config=config)[0]
@@ -155,6 +155,19 @@ def doubles(stage):
 
         found[name] = refusal(train)
     return found
+
+
+def evaluated(stage):
+    """A model without an optimizer."""
+    config = configuration(stage, gradient_accumulation_steps=1, wavemare={})
+    del config["optimizer"], config["scheduler"]
+
+    def evaluate():
+        engine = wavemare.initialize(model=Scaled([1.0]), config=config)[0].eval()
+        with torch.no_grad():
+            engine(torch.ones(ROWS, 3))
+
+    return refusal(evaluate)
 
 
 if __name__ == "__main__":

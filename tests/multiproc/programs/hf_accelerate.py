@@ -5,6 +5,7 @@ import importlib
 import math
 import os
 import random
+import sys
 from functools import partial
 from itertools import islice
 
@@ -217,9 +218,12 @@ def prepared_again(section):
     told.append(refusal(lambda: accelerator.prepare(engine, made(given.parameters()))))
     told.append(refusal(lambda: wavemare.initialize(model=engine, config=config)))
     train()
-    engine.destroy()
+    folder = f"{sys.argv[1]}/again{len(section)}"
+    wavemare.save_pretrained(engine, folder)
+    torch.distributed.barrier()
     accelerator.free_memory()
-    engine, optimizer = accelerator.prepare(given, made(given.parameters()))
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    engine, optimizer = accelerator.prepare(other, made(other.parameters()))
     train()
     return {"told": told, "losses": losses}
 
@@ -275,7 +279,9 @@ if __name__ == "__main__":
             "late": refusal(lambda: loop(ours, state={})),
             "sparse": loop(ours, auto),
             "unlike steps": unlike_steps(),
-            "again": [prepared_again(section) for section in (None, {})],
+            "again": [
+                prepared_again(section) for section in ({}, {"tensor_parallel": {"size": 2}})
+            ],
             "pipeline": refusal(lambda: loop(ours, {"pipeline": {"stages": 2}})),
             "waves": refusal(lambda: loop(ours, {"wavelet": {"mode": "sync"}})),
             "plugins": [plugins(auto, {}), plugins(None, auto)],
