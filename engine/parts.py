@@ -49,6 +49,10 @@ _WAYS = {
         "what save_pretrained writes",
     ),
     **dict.fromkeys(
+        ("merge_and_unload", "unload"),
+        "Call wavemare.save_pretrained(engine, folder, merge=True) on all ranks, and load the folder",
+    ),
+    **dict.fromkeys(
         (
             "register_backward_hook",
             "register_forward_hook",
@@ -61,7 +65,7 @@ _WAYS = {
 }
 """By the name of a method, the way that works where a rank holds a part."""
 _OF_EMBEDDINGS = tuple(name for name in _WAYS if name.endswith("_embeddings"))
-_OF_ADAPTERS = tuple(name for name in _WAYS if name.endswith("_adapter"))
+_OF_ADAPTERS = tuple(name for name in _WAYS if name.endswith(("_adapter", "unload")))
 _HOOKS = {name for name in _WAYS if name.endswith("_hook")}
 _own_part: ContextVar[bool] = ContextVar("own_part", default=False)
 

@@ -259,6 +259,11 @@ def added():
             model = lora_model()
             engine = start(model=model, **options)
             found[layout] = said_to(model, other)
+            if layout == "zero1":
+                model.set_adapter("other")
+                found[layout]["train"] = refusal(partial(engine.train_batch, batches()))
+            else:
+                found[layout]["merge"] = refusal(model.merge_and_unload)
             engine.destroy()
             model = lora_model(**other)
             if layout == "zero3":
