@@ -163,7 +163,8 @@ def evaluated(stage):
     del config["optimizer"], config["scheduler"]
 
     def evaluate():
-        engine = wavemare.initialize(model=Scaled([1.0]), config=config)[0].eval()
+        engine = wavemare.initialize(model=Scaled([1.0]), config=config)[0]
+        engine.eval()
         with torch.no_grad():
             engine(torch.ones(ROWS, 3))
 

@@ -221,10 +221,12 @@ def prepared_again(section):
     folder = f"{sys.argv[1]}/again{len(section)}"
     wavemare.save_pretrained(engine, folder)
     torch.distributed.barrier()
+    engine.destroy()
     accelerator.free_memory()
     other = transformers.AutoModelForCausalLM.from_pretrained(folder)
     engine, optimizer = accelerator.prepare(other, made(other.parameters()))
     train()
+    engine.destroy()
     return {"told": told, "losses": losses}
 
 
