@@ -210,7 +210,7 @@ def _refuse_types(config: Mapping[str, Any], ours: WavemareConfig, model: Any) -
         if found is not None:
             reason = "DeepSpeed reduces no gradients of this type without ZeRO"
             remedy = "Use ZeRO 1, or call model.float() before initialize"
-            raise ModelError(*found, reason, remedy)
+            raise ModelError(found[0], found[1], reason, remedy)
 
 
 def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig, stages: int) -> None:

@@ -91,11 +91,8 @@ class LanguageModelLoss:
         if function is None:  # unlike transformers' function of that purpose, BERT's own is
             # not in fp32
             return F.cross_entropy(logits.view(-1, self.vocab_size), labels.view(-1))
-        return cast(
-            Tensor,
-            function(
-                logits=logits, labels=labels, vocab_size=self.vocab_size, num_items_in_batch=items
-            ),
+        return function(
+            logits=logits, labels=labels, vocab_size=self.vocab_size, num_items_in_batch=items
         )
 
 
