@@ -18,7 +18,7 @@ from wavemare.engine.labels import count_labels
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.pipe.micro_batch import naming_ids, to_device
 from wavemare.engine.waves.wavelet import attach_wavelet
-from wavemare.errors import ConfigError, DataError
+from wavemare.errors import ConfigError, DataError, ModelError
 
 _OF_PIPELINES = {"compute_loss": True, "reduce_output": "avg", "bcast_loss": True}
 
@@ -121,7 +121,13 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
         Raises:
             ConfigError: ZeRO 1 or 2 holds the gradients of a whole step, which this pass would
                 replace.
+            ModelError: The optimizer of ZeRO 1 or 2 has none of the weights that are trained now.
         """
+        groups = getattr(self.optimizer, "bit16_groups", ())
+        if groups and not any(weight.requires_grad for group in groups for weight in group):
+            reason = "the optimizer has none of the weights that are trained now"
+            remedy = "Train some that it has; or give initialize a model that has the others, too"
+            raise ModelError("requires_grad", "other weights", reason, remedy)
         if self._holds_a_whole_step():
             reason = "a step's gradients are reduced and wait for step(), and this would drop them"
             remedy = (

@@ -14,6 +14,7 @@ from typing import Any
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import config as stock
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.utils import groups
@@ -154,6 +155,7 @@ def resolve(
     ours = check_config(config, world_size=dist.get_world_size())
     _refuse_removed(config)
     _refuse_scalars(config, model)
+    _refuse_types(config, ours, model)
     refuse_misspelt_section(config)
     if dist.get_rank() == 0:
         for warning in misplaced_keys(config):
@@ -162,6 +164,11 @@ def resolve(
     config, ours = _with_sizes(config, ours, model, mpu, mesh_param, plan, optimizer)
     replicas = ours.local_steps.mode != "off"
     config, optimizer = take_optimizer(config, model, optimizer, replicas=replicas)
+    stage = zero_section(config).get("stage")
+    if stage in (1, 2) and optimizer is None and config.get("optimizer") is None:
+        reason = "it divides what an optimizer keeps, and there is none"
+        remedy = 'Give an optimizer with the model, or "stage": 0 to evaluate alone'
+        raise ConfigError("zero_optimization.stage", stage, reason, remedy)
     config = without_compiled_optimizer(_without_elastic_files(config), optimizer)
     return config, ours, optimizer
 
@@ -188,6 +195,22 @@ def _refuse_scalars(config: Mapping[str, Any], model: Any) -> None:
             "ZeRO 3 cannot cut it",
             "Give it one dimension, as torch.zeros(1) has, or use ZeRO 1 or 2",
         )
+
+
+def _refuse_types(config: Mapping[str, Any], ours: WavemareConfig, model: Any) -> None:
+    """Refuse weights of a type, such as float64, that DeepSpeed reduces under ZeRO alone."""
+    half = any(is_enabled(config, name) for name in ("bf16", "fp16"))
+    sparse = ours.sparse_collective.mode != "off"
+    if half or sparse or zero_section(config).get("stage", 0) or not isinstance(model, nn.Module):
+        return
+    known = get_accelerator().supported_dtypes()
+    trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    own = next(((n, str(p.dtype)) for n, p in trained if p.dtype not in known), None)
+    for found in gather(own):  # stages have unlike layers
+        if found is not None:
+            reason = "DeepSpeed reduces no gradients of this type without ZeRO"
+            remedy = "Use ZeRO 1, or call model.float() before initialize"
+            raise ModelError(found[0], found[1], reason, remedy)
 
 
 def _say_which_norm(config: Mapping[str, Any], ours: WavemareConfig, stages: int) -> None:

@@ -44,17 +44,28 @@ _WAYS = {
         "Change the model before initialize, or load what save_pretrained writes",
     ),
     **dict.fromkeys(
+        ("add_adapter", "load_adapter", "add_weighted_adapter"),
+        "Give initialize a model that has the adapter: alone, but with ZeRO beside others; or load "
+        "what save_pretrained writes",
+    ),
+    **dict.fromkeys(
+        ("merge_and_unload", "unload"),
+        "Call wavemare.save_pretrained(engine, folder, merge=True) on all ranks, and load the folder",
+    ),
+    **dict.fromkeys(
         (
+            "register_backward_hook",
             "register_forward_hook",
             "register_forward_pre_hook",
             "register_full_backward_hook",
             "register_full_backward_pre_hook",
         ),
-        "It would never run: register it on the modules inside, which stages call",
+        "It would never run: register it on the modules inside, or beside it, which stages call",
     ),
 }
 """By the name of a method, the way that works where a rank holds a part."""
 _OF_EMBEDDINGS = tuple(name for name in _WAYS if name.endswith("_embeddings"))
+_OF_ADAPTERS = tuple(name for name in _WAYS if name.endswith(("_adapter", "unload")))
 _HOOKS = {name for name in _WAYS if name.endswith("_hook")}
 _own_part: ContextVar[bool] = ContextVar("own_part", default=False)
 
@@ -135,11 +146,14 @@ class Mark:
         part: What the rank holds of it.
         engine: Returns the engine that holds it, or None if that is gone.
         layout: The module's `layout_of`.
+        hooks_alone: Whether it is a module inside, of which stages call what is inside it or beside
+            it, so that its hooks would not run.
     """
 
     part: Part
     engine: Callable[[], Any]
     layout: object
+    hooks_alone: bool = False
 
     def holds_whole(self) -> bool:
         """Whether the rank has the whole model's weights at this moment."""
@@ -167,15 +181,19 @@ def layout_of(module: Any) -> object:
     return None if parts is None else ([int(part) for part in parts], list(homes))
 
 
-def mark(models: Iterable[nn.Module], engine: EngineMixin, part: Part) -> None:
+def mark(
+    models: Iterable[nn.Module], engine: EngineMixin, part: Part, *, hooks_alone: bool = False
+) -> None:
     """Let models say what works where they would give one rank's part.
 
     Args:
         models: The caller's model, the models in it, and the engine's module.
         engine: Holds them.
         part: What `part_of` has said.
+        hooks_alone: See `Mark`.
     """
-    restore(dict.fromkeys(models, Mark(part, weakref.ref(engine), layout_of(engine.module))))
+    noted = Mark(part, weakref.ref(engine), layout_of(engine.module), hooks_alone)
+    restore(dict.fromkeys(models, noted))
 
 
 def restore(marks: Mapping[nn.Module, Mark]) -> None:
@@ -183,10 +201,15 @@ def restore(marks: Mapping[nn.Module, Mark]) -> None:
     for model, mark in marks.items():
         _marks[model], part = mark, mark.part
         left = set() if part.is_cut else {"forward", "generate", *_HOOKS}
-        left |= {"forward", *_HOOKS} if isinstance(model, PipelineModule) else set()
+        left |= _WAYS.keys() - _HOOKS if mark.hooks_alone else set()
+        left |= {name for name in _OF_ADAPTERS if not hasattr(model, name)}
+        own = {"forward", *_HOOKS, *_OF_ADAPTERS}  # which say more
+        left |= own if isinstance(model, PipelineModule) else set()
         left |= {"__deepcopy__"} if part.is_copy else set()
         if not part.is_cut and all(map(is_divided, split_weights(model))):
             left.update(_OF_EMBEDDINGS)  # each rank holds the whole embedding
+            if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+                left.update(_OF_ADAPTERS)  # and each layer that may get an adapter
         if hasattr(model, "generate") and any(map(is_divided, model.parameters())):
             left.discard("generate")  # the ranks must call it equally often
         for name in _WAYS.keys() - left:

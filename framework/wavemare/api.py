@@ -28,7 +28,7 @@ from wavemare.engine.initialize import homes_of_stages, read_config
 from wavemare.engine.launch.group import gather
 from wavemare.engine.observe.progress import PROGRESS
 from wavemare.engine.seams import destroy_groups, hold_grid, noting_groups
-from wavemare.errors import ConfigError, PlanError
+from wavemare.errors import ConfigError, ModelError, PlanError
 from wavemare.extras import naming_compiler
 from wavemare.failure import watch_failures
 from wavemare.models.deferred import is_deferred, read_weights
@@ -116,10 +116,17 @@ def initialize(
 
     Raises:
         ConfigError: A key or value that cannot work, before the model is touched.
+        ModelError: The model is an engine already, or cannot be laid out so.
         PlanError: Annotations that do not go together, with the model or with the processes.
         LaunchError: No launcher started this process, or DeepSpeed finds no compiler for a part.
     """
     watch_failures()
+    if isinstance(model, deepspeed.DeepSpeedEngine):
+        reason = "it is an engine already, which steps the optimizer that it was built with"
+        remedy = (
+            "Go on with it; or give another model, such as one that save_pretrained has written"
+        )
+        raise ModelError("model", type(model).__name__, reason, remedy)
     values = read_config(args, config, config_params)
     check_complete(values)
     ours = WavemareConfig.of(values)

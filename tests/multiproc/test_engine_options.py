@@ -51,3 +51,23 @@ def test_weights_of_no_dimension_train_as_in_one_process(launch_once):
             for one, other in zip(found, expected, strict=True):
                 assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-6), stage
         assert results["scalars 3"].startswith("ModelError: scale = ")
+
+
+@pytest.mark.world_size(2)
+def test_weights_of_float64_need_zero(launch_once):
+    parts = json.dumps([["doubles", stage] for stage in (0, 1, 2)])
+    for results in launch_once("engine_options.py", parts):
+        assert results["doubles 0"]["double"].startswith("ModelError: scale = 'torch.float64': ")
+        assert results["doubles 0"]["float"] == "accepted"
+        for stage in (1, 2):
+            assert results[f"doubles {stage}"] == {"double": "accepted", "float": "accepted"}
+
+
+@pytest.mark.world_size(2)
+def test_a_model_without_an_optimizer_is_evaluated_without_zero(launch_once):
+    parts = json.dumps([["evaluated", stage] for stage in (0, 1, 2)])
+    for results in launch_once("engine_options.py", parts):
+        assert results["evaluated 0"] == "accepted"
+        for stage in (1, 2):
+            said = f"ConfigError: zero_optimization.stage = {stage}: "
+            assert results[f"evaluated {stage}"].startswith(said)

@@ -88,6 +88,14 @@ def test_a_loop_that_steps_elsewhere_than_its_engine_is_refused(results):
         assert alone.startswith("ConfigError: loss = 'loss.backward()'")
 
 
+def test_a_model_that_has_an_engine_is_refused_and_the_one_inside_gets_another(results):
+    for result in results:
+        for again in result["again"]:
+            assert all(one.startswith("ModelError: model = ") for one in again["told"])
+            first, second, third = again["losses"]
+            assert third < second < first
+
+
 def test_what_trains_whole_steps_is_refused_with_its_key(results):
     for result in results:
         assert "wavemare.pipeline.stages" in result["pipeline"]

@@ -134,6 +134,18 @@ def test_dora_in_split_layers_and_a_model_without_trained_weights_are_refused(la
         assert results["refused"]["nothing"].startswith("ConfigError: model = ")
 
 
+@pytest.mark.world_size(2)
+def test_adapters_that_an_engine_would_not_divide_are_refused_and_those_before_it_train(
+    launch_once,
+):
+    for results in launch_once("lora.py", "added"):
+        for layout, found in results["added"].items():
+            assert len(set(found.pop("loss"))) == 2, layout
+            for call, said in found.items():
+                whole = layout == "zero1" and call != "train"  # as in one process
+                assert said.startswith("accepted" if whole else "ModelError: "), (layout, call)
+
+
 @pytest.mark.nightly
 @pytest.mark.world_size(2)
 def test_a_correction_keeps_copies_of_trained_weights_alone(launch_once):

@@ -42,7 +42,7 @@ NAMED = [
 SAMPLE = ["zero3/two", "tensor/pissa", "experts zero1/whole", "pipemare/whole", "zbv/named"]
 SAMPLE += ["tensor experts/lora"]
 SAMPLE += ["local steps/whole", "their experts/whole"]
-OTHERS = ("again", "inside", "unlike lengths")
+OTHERS = ("again", "inside", "unlike lengths", "hooks")
 REFUSED = ["their experts/lora", "their experts of qwen2/whole"]
 
 
@@ -117,6 +117,20 @@ def test_models_inside_other_modules_train_and_say_what_they_are(sample):
         assert (inside["pipeline"], inside["saved"], inside["whole"]) == ("", "", "")
         for use in ("folder", "state"):
             assert inside[use].startswith("ModelError"), (use, inside)
+
+
+@pytest.mark.world_size(2)
+def test_hooks_of_modules_that_stages_do_not_call_are_refused(sample):
+    """A tied head, of which stages use the embedding's weight, and a list; others run."""
+    for found in sample:
+        for case, said in found["hooks"].items():
+            layout, name, *_ = case.split()
+            cut = layout != "tensor"
+            if name == "ran":
+                assert said == 2, case  # each of two micro-batches once; or on each of two ranks
+            else:
+                refused = cut and name in ("lm_head", "transformer.h")
+                assert said == ("ModelError" if refused else "accepted"), case
 
 
 @pytest.mark.world_size(2)

@@ -28,6 +28,13 @@ def test_two_split_stages_train_like_the_whole_model(launch_once):
         check_training([result[name] for result in results])
 
 
+def test_a_loss_function_of_the_callers_own_gets_the_whole_vocabulary(launch_once):
+    """Whenever the model gets it."""
+    results = launch_once("tensor_pipeline.py", "own_losses", "gpt2-101", "llama-tied", ranks=4)
+    for case in results[0]:
+        check_training([result[case] for result in results])
+
+
 def test_split_asynchronous_stages_train_like_whole_ones(launch_once):
     results = launch_once("tensor_pipeline.py", "asynchronous", "gpt2-101", ranks=4)
     for case in ("fp32", "zero"):

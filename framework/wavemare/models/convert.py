@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,7 +106,8 @@ def to_pipeline(
     conversion = take_apart(model, inputs, untie=untie)
     if verify and not is_deferred(base_of(model)):
         prove(base_of(model), conversion.chain, conversion.inputs, conversion.loss)
-    _check_hooks(model, conversion.chain)
+    passed_over = _passed_over(model, conversion.chain)
+    _check_hooks(model, passed_over)
     if conversion.untied and dist.get_rank() == 0:
         warn_of_untying(tied_weights(model))
     places = homes or range(num_stages)
@@ -123,24 +124,29 @@ def to_pipeline(
         activation_checkpoint_interval=activation_checkpoint_interval,
         dynamic_shape=dynamic_shape,
     )
+    module.passed_over.update(passed_over.values())
     if late and len(model_ranks) > 1:
         check_equal_weights(module, split_embedding(model).group)
     return module
 
 
-def _check_hooks(model: torch.nn.Module, chain: Sequence[PipelineLayer]) -> None:
+def _passed_over(
+    model: torch.nn.Module, chain: Sequence[PipelineLayer]
+) -> dict[str, torch.nn.Module]:
+    """Return the modules that no layer calls, by their names: the model itself, a tied head."""
+    called = {module for layer in chain for module in layer.modules()}
+    return {name: module for name, module in model.named_modules() if module not in called}
+
+
+def _check_hooks(model: torch.nn.Module, passed_over: Mapping[str, torch.nn.Module]) -> None:
     """Refuse hooks on gradients of modules that no layer calls; warn of others and of own forwards.
 
-    Such are the model itself, and a tied head. What a hook changes in a forward pass, the proof
-    has shown.
+    What a hook changes in a forward pass, the proof has shown.
 
     Raises:
         ModelError: A module has such a hook.
     """
-    called = {module for layer in chain for module in layer.modules()}
-    for name, module in model.named_modules():
-        if module in called:
-            continue
+    for name, module in passed_over.items():
         # torch has no public way to list them.
         if module._backward_hooks or module._backward_pre_hooks:
             reason = "stages call the modules inside it, and it would not run"
@@ -280,7 +286,8 @@ def _without_weights(model: PreTrainedModel, config: Any) -> PreTrainedModel:
         id(weight): torch.nn.Parameter(weight.to("meta"), weight.requires_grad)
         for weight in model.parameters()
     }
-    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    computed = (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor))
+    memo |= {id(v): v.detach().to("meta") for v in (*model.buffers(), *computed)}
     # Not the process group that is bound to divided experts.
     memo |= {id(m.__dict__.get("forward")): None for m in model.modules()}
     memo[id(model.config)] = copy.deepcopy(config)

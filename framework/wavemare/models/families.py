@@ -73,17 +73,26 @@ class LanguageModelLoss:
         """Whether a number of items divides the sum."""
         return self.function is not None
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is now another one than transformers' of the class."""
+        now = self._now
+        return now is not self.function or (now is not None and now not in LOSS_MAPPING.values())
+
+    @property
+    def _now(self) -> Callable[..., Tensor] | None:
+        if self.function is None:
+            return None
+        return getattr(self.model(), "loss_function", self.function)
+
     def __call__(self, logits: Tensor, labels: Tensor, items: Any = None) -> Tensor:
         """Return the loss of logits (batch, sequence, vocabulary) and labels (batch, sequence)."""
-        if self.function is None:  # unlike transformers' function of that purpose, BERT's own is
+        function = self._now
+        if function is None:  # unlike transformers' function of that purpose, BERT's own is
             # not in fp32
             return F.cross_entropy(logits.view(-1, self.vocab_size), labels.view(-1))
-        function = getattr(self.model(), "loss_function", self.function)
-        return cast(
-            Tensor,
-            function(
-                logits=logits, labels=labels, vocab_size=self.vocab_size, num_items_in_batch=items
-            ),
+        return function(
+            logits=logits, labels=labels, vocab_size=self.vocab_size, num_items_in_batch=items
         )
 
 
@@ -236,32 +245,33 @@ class SplitTiedHead(TiedHead):
 class SplitLoss:
     """The cross-entropy of logits that are spread over ranks, over the labels other than -100.
 
+    A loss function of the caller's own gets the logits of the whole vocabulary.
+
     Args:
-        shifts_labels: Whether a position predicts the next one's label.
-        counts_items: Whether a number of items divides the sum; else the loss is the mean.
+        whole: The loss of whole logits.
         share: Which tokens this rank's logits are of.
         group: The ranks.
     """
 
-    shifts_labels: bool
-    counts_items: bool
+    whole: LanguageModelLoss
     share: VocabularyShare
     group: Any
 
-    def __call__(
-        self, logits: Tensor, labels: Tensor | None, items: Any = None, shifted: Any = None
-    ) -> Tensor:
-        """Return the loss.
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether a position predicts the next one's label."""
+        return self.whole.shifts_labels
 
-        Args:
-            logits: (batch, sequence, rows).
-            labels: (batch, sequence); may be None beside ``shifted``.
-            items: Number of items.
-            shifted: Labels in the places of the logits that predict them, in place of ``labels``.
-        """
-        if shifted is None:
-            assert labels is not None
-            shifted = next_tokens(labels) if self.shifts_labels else labels
+    @property
+    def counts_items(self) -> bool:
+        """Whether a number of items divides the sum; else the loss is the mean."""
+        return self.whole.counts_items
+
+    def __call__(self, logits: Tensor, labels: Tensor, items: Any = None) -> Tensor:
+        """Return the loss of logits (batch, sequence, rows) and labels (batch, sequence)."""
+        if self.whole.is_own:
+            return self.whole(self.gather(logits), labels, items)
+        shifted = next_tokens(labels) if self.shifts_labels else labels
         items = items if self.counts_items else None
         return vocab_parallel_cross_entropy(logits, shifted, self.share, self.group, items)
 
@@ -303,9 +313,5 @@ def split_loss(model: nn.Module, loss: Loss) -> Loss:
     """Return the loss of a split model's head, given that of a whole one."""
     if isinstance(loss, ClassificationLoss):
         return loss
-    embedding, own = split_embedding(model), cast(LanguageModelLoss, loss)
-    if own.function is not None and own.function not in LOSS_MAPPING.values():
-        reason = "stages of a split model compute transformers' loss of its class alone"
-        remedy = "Leave wavemare.tensor_parallel or wavemare.pipeline out"
-        raise ModelError("model.loss_function", type(model).__name__, reason, remedy)
-    return SplitLoss(own.shifts_labels, own.counts_items, embedding.share, embedding.group)
+    embedding = split_embedding(model)
+    return SplitLoss(cast(LanguageModelLoss, loss), embedding.share, embedding.group)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
@@ -79,6 +80,7 @@ class TransformerPipeline(ChunkedPipelineModule):
         sends_router_sums: Whether sums for an auxiliary loss travel, and follow the logits.
         expert_ranks: Over how many consecutive data ranks experts are divided; 1 if over none, or
             over the ranks of one split model alone.
+        passed_over: Modules of the caller's model that no stage calls.
         num_parameters: Number of parameters of all stages. One that is tied, or on several ranks
             of an axis ``model``, counts once.
     """
@@ -129,6 +131,7 @@ class TransformerPipeline(ChunkedPipelineModule):
         self.inputs = conversion.inputs
         self.untied = dict(conversion.untied)
         self.num_parameters = _count(conversion.chain)
+        self.passed_over: WeakSet[nn.Module] = WeakSet()
         self._names = dict(conversion.names)
         self._skeleton = (conversion.skeleton,)  # in a tuple, so that it is no submodule
         self._own_for_clipping()

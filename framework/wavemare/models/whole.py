@@ -312,7 +312,9 @@ def hand_over(model: Any, engine: Any) -> None:
     called = set(module.modules()) if part.is_cut else set()
     held = [m for m in model.modules() if isinstance(m, PreTrainedModel) or is_adapted(m)]
     held = [m for m in held if m not in called] + ([module] if ours else [])
+    inner = set(getattr(module, "passed_over", ())).difference(held)
     mark(held, engine, part)
+    mark(inner, engine, part, hooks_alone=True)
     if ours and not part.remedy:
         engine.gather_weights = for_a_file
 

@@ -141,6 +141,36 @@ def scalars(stage):
     ]
 
 
+def doubles(stage):
+    """Weights of float64, and what their refusal says."""
+    found = {}
+    for name, kind in {"double": torch.float64, "float": torch.float32}.items():
+        config = configuration(stage, gradient_accumulation_steps=1, wavemare={})
+        model = Scaled([1.0]).to(kind)
+
+        def train(model=model, config=config, kind=kind):
+            engine = wavemare.initialize(model=model, config=config)[0]
+            engine.backward(engine(torch.ones(ROWS, 3, dtype=kind)).square().mean())
+            engine.step()
+
+        found[name] = refusal(train)
+    return found
+
+
+def evaluated(stage):
+    """A model without an optimizer."""
+    config = configuration(stage, gradient_accumulation_steps=1, wavemare={})
+    del config["optimizer"], config["scheduler"]
+
+    def evaluate():
+        engine = wavemare.initialize(model=Scaled([1.0]), config=config)[0]
+        engine.eval()
+        with torch.no_grad():
+            engine(torch.ones(ROWS, 3))
+
+    return refusal(evaluate)
+
+
 if __name__ == "__main__":
     wavemare.init_distributed()
     leave({f"{part} {given}": globals()[part](given) for part, given in json.loads(sys.argv[2])})

@@ -5,6 +5,7 @@ import importlib
 import math
 import os
 import random
+import sys
 from functools import partial
 from itertools import islice
 
@@ -188,6 +189,47 @@ def unlike_steps():
     return [refusal(loop) for loop in loops]
 
 
+def prepared_again(section):
+    """Prepare a model that has an engine; then do what is said of it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    config = {
+        **configuration(section),
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": "auto",
+    }
+    del config["optimizer"]
+    accelerator = wavemare.accelerate.Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)
+    )
+    given, made = plain_model("gpt2"), partial(torch.optim.SGD, lr=0.1)
+    loader = torch.utils.data.DataLoader(Rows("gpt2", 8), batch_size=2)
+    engine, optimizer, loader = accelerator.prepare(given, made(given.parameters()), loader)
+    batch, losses = next(iter(loader)), []
+
+    def train():
+        loss = engine(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+
+    train()
+    told = [refusal(lambda: accelerator.prepare(engine))]
+    told.append(refusal(lambda: accelerator.prepare(engine, optimizer)))
+    told.append(refusal(lambda: accelerator.prepare(engine, made(given.parameters()))))
+    told.append(refusal(lambda: wavemare.initialize(model=engine, config=config)))
+    train()
+    folder = f"{sys.argv[1]}/again{len(section)}"
+    wavemare.save_pretrained(engine, folder)
+    torch.distributed.barrier()
+    engine.destroy()
+    accelerator.free_memory()
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    engine, optimizer = accelerator.prepare(other, made(other.parameters()))
+    train()
+    engine.destroy()
+    return {"told": told, "losses": losses}
+
+
 def plugins(*sections):
     """Whether the engine of each plugin has the sparse collective, also by another accelerator."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -239,6 +281,9 @@ if __name__ == "__main__":
             "late": refusal(lambda: loop(ours, state={})),
             "sparse": loop(ours, auto),
             "unlike steps": unlike_steps(),
+            "again": [
+                prepared_again(section) for section in ({}, {"tensor_parallel": {"size": 2}})
+            ],
             "pipeline": refusal(lambda: loop(ours, {"pipeline": {"stages": 2}})),
             "waves": refusal(lambda: loop(ours, {"wavelet": {"mode": "sync"}})),
             "plugins": [plugins(auto, {}), plugins(None, auto)],

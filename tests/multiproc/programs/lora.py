@@ -22,7 +22,7 @@ import wavemare.hf
 from wavemare.models import save_pretrained
 
 STEPS, RATE = 2, 0.5
-WITHOUT_STAGES = ("zero0", "zero1", "zero2", "zero3", "tensor")
+WITHOUT_STAGES = ("zero0", "zero1", "zero2", "zero3", "tensor", "added")
 
 
 def base_model():
@@ -236,6 +236,44 @@ def calls(schedule):
     return {"found": found, "expected": expected, "refused": refused}
 
 
+def said_to(model, other):
+    """Return what a model that an engine has says to peft's calls for further adapters."""
+    return {
+        "add": refusal(lambda: model.add_adapter("other", peft.LoraConfig(**other))),
+        "weigh": refusal(lambda: model.add_weighted_adapter(["default"], [1.0], "third")),
+        "load": refusal(lambda: model.load_adapter("added", "fourth")),
+    }
+
+
+def added():
+    """Add adapters to models that engines have; follow what the refusal says."""
+    layouts = {"zero1": {"stages": 1, "zero": 1}, "zero3": {"stages": 1, "zero": 3}}
+    layouts |= {"tensor": {"stages": 1, "tensor": 2}, "1f1b": {}, "zbv": {"schedule": "zbv"}}
+    other = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+    if torch.distributed.get_rank() == 0:
+        lora_model(**other).save_pretrained("added")
+    torch.distributed.barrier()
+    found = {}
+    for layout, options in layouts.items():
+        with nullcontext() if layout in WITHOUT_STAGES else own_groups():
+            model = lora_model()
+            engine = start(model=model, **options)
+            found[layout] = said_to(model, other)
+            if layout == "zero1":
+                model.set_adapter("other")
+                found[layout]["train"] = refusal(partial(engine.train_batch, batches()))
+            else:
+                found[layout]["merge"] = refusal(model.merge_and_unload)
+            engine.destroy()
+            model = lora_model(**other)
+            if layout == "zero3":
+                model.add_adapter("beside", peft.LoraConfig(**other))
+            engine, data = start(model=model, **options), batches()
+            found[layout]["loss"] = [float(engine.train_batch(data)) for _ in range(2)]
+            engine.destroy()
+    return found
+
+
 LAST_LAYER = {
     "target_modules": ["q_proj"],
     "layers_to_transform": [3],
@@ -294,6 +332,7 @@ if __name__ == "__main__":
         "memory": memory,
         "trainer": trainer,
         "refused": refused,
+        "added": added,
         "dora": partial(pipeline, "1f1b", use_dora=True),
         "dora zb-h1": partial(pipeline, "zb-h1", use_dora=True),
         "frozen": frozen,

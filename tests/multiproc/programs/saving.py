@@ -26,6 +26,7 @@ import torch
 import transformers
 from common import (
     VOCABULARY,
+    build_gpt2,
     build_moe,
     configuration,
     leave,
@@ -41,6 +42,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import wavemare
 import wavemare.hf
+from wavemare.engine.launch.group import gather
 from wavemare.errors import ConfigError, WavemareError
 from wavemare.megatron import load_hf, save_megatron
 from wavemare.models import whole_state_dict
@@ -540,7 +542,36 @@ def inside():
     return found | {"saved": difference(torch.load("inside/pytorch_model.bin"), expected)}
 
 
-OTHERS = {"again": again, "inside": inside, "unlike lengths": unlike_lengths}
+def hooks():
+    """Register hooks of all kinds after initialize; return what the ways say, and which ran."""
+    found = {}
+    for layout in ("1f1b", "zbv", "pipemare", "tensor"):
+        model, ran = build_gpt2(n_layer=4), []
+
+        def run(*_, ran=ran):
+            ran.append(1)
+
+        with own_groups():
+            engine = engine_of(model, **LAYOUTS[layout]["section"])
+            for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+                for name in ("lm_head", "transformer.h", "transformer.ln_f"):
+                    register = getattr(model.get_submodule(name), f"register_{kind}_hook")
+                    said = refusal(lambda register=register: register(run).remove())
+                    found[f"{layout} {name} {kind}"] = said.partition(":")[0]
+            if layout == "tensor":
+                model.lm_head.register_forward_hook(run)
+                engine(input_ids=next(token_batches(1)))
+            else:
+                with suppress(WavemareError):
+                    model.lm_head.register_forward_hook(run)
+                model.transformer.ln_f.register_forward_hook(run)  # beside it
+                engine.train_batch({"input_ids": ids, "labels": ids} for ids in token_batches(1))
+            found[f"{layout} ran"] = sum(gather(len(ran)))
+            engine.destroy()
+    return found
+
+
+OTHERS = {"again": again, "inside": inside, "unlike lengths": unlike_lengths, "hooks": hooks}
 
 if __name__ == "__main__":
     wavemare.init_distributed()

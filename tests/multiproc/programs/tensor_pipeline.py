@@ -28,9 +28,11 @@ def batches(name):
         yield batch(model, seed, MICRO)
 
 
-def train_whole(name):
+def train_whole(name, own_loss=None):
     """The whole model in this process, by plain PyTorch."""
     model = build(name).train()
+    if own_loss is not None:
+        model.loss_function = own_loss
     adam = torch.optim.AdamW(model.parameters(), **ADAM)
     losses, _ = train_plainly(
         model, adam, batches(name), steps=STEPS, micro_batches=ACCUMULATION, clip=CLIP
@@ -82,6 +84,29 @@ def synchronous(names):
         engine = start(name, {}, zero_optimization={"stage": int(name == names[-1])})
         losses = train(engine, name)
         result[name] = {"losses": losses, "expected": expected, **seen(engine, name, weights)}
+    return result
+
+
+def powered(logits, labels, vocab_size, num_items_in_batch=None, **options):
+    """A loss of one's own, which needs the logits of the whole vocabulary."""
+    likely = logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(0))[..., 0]
+    return (-likely[labels[:, 1:] != -100]).pow(1.5).mean()
+
+
+def own_losses(names):
+    """A ``loss_function`` that the model had before, and one that it gets when it has been cut."""
+    result = {}
+    for name, schedule in itertools.product(names, ("1f1b", "zbv")):
+        expected, weights = train_whole(name, powered)
+        for when in ("before", "after"):
+            model = build(name)
+            if when == "before":
+                model.loss_function = powered
+            engine = start(name, {"schedule": schedule}, model=model)
+            model.loss_function = powered
+            losses = train(engine, name)
+            found = {"losses": losses, "expected": expected, **seen(engine, name, weights)}
+            result[f"{name} {schedule} {when}"] = found
     return result
 
 

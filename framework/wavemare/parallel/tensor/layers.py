@@ -90,13 +90,13 @@ class GroupMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any, there: _Map, back: _Map) -> Tensor:
         """Map a tensor there; ``back`` maps the gradient."""
-        ctx.group, ctx.back = group, back
+        ctx.group, ctx.there, ctx.back = group, there, back
         return there(value, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """Map the gradient back."""
-        return ctx.back(gradient, ctx.group), None, None, None
+        """Map the gradient back, by a map that has a gradient itself, as penalties need."""
+        return GroupMap.apply(gradient, ctx.group, ctx.back, ctx.there), None, None, None
 
 
 def _unchanged(value: Tensor, group: Any) -> Tensor:
