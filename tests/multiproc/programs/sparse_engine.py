@@ -252,7 +252,8 @@ def train(case):
         "sent": sent[ACCUMULATION - 1 :: ACCUMULATION],
     }
     if "save_after" in case:
-        engine.backward(engine(**next(data)))  # of a step that the load drops
+        output = engine(**next(data))
+        engine.backward(output if torch.is_tensor(output) else output.loss)  # the load drops it
         found["back"] = go_on(engine, case)
         other = initialize(case)
         found["resumed"] = go_on(other, case)
