@@ -143,6 +143,7 @@ def test_sums_and_cross_entropy_over_the_group(launch_once):
                 "total": [2.0, 3.0],
                 "total_gradient": [3.0, 3.0],
             }
+        assert result["penalty"] < 1e-5
         for tokens in ("64", "50", "12"):
             for loss, gradient, bf16_loss, bf16_gradient in result[tokens]:
                 assert loss < 1e-6

@@ -194,7 +194,33 @@ def functions(names):
         share = VocabularyShare(tokens, rank, ranks)
         result[str(tokens)] = [cross_entropy(share, scale) for scale in (1.0, 200.0)]
     result["refused"] = refused()
+    result["penalty"] = penalty(group)
     return result
+
+
+def penalty(group):
+    """Difference from one process of the gradients of a loss with a gradient in it."""
+    torch.manual_seed(4)
+    whole = {name: torch.randn(shape) for name, shape in (("up", (4, 6)), ("down", (6, 4)))}
+    value, rank, ranks = torch.randn(3, 4), dist.get_rank(), dist.get_world_size()
+
+    def gradients(up, down, ranks_of_it):
+        given = value.clone().requires_grad_()
+        weights = [up.clone().requires_grad_(), down.clone().requires_grad_()]
+        wide = copy_to_group(given, group) if ranks_of_it else given
+        narrow = torch.tanh(wide @ weights[0]) @ weights[1]
+        loss = (reduce_from_group(narrow, group) if ranks_of_it else narrow).square().sum()
+        (slope,) = torch.autograd.grad(loss, given, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        return [given.grad, *(weight.grad for weight in weights)]
+
+    expected = gradients(whole["up"], whole["down"], ranks_of_it=False)
+    expected[1], expected[2] = expected[1].chunk(ranks, 1)[rank], expected[2].chunk(ranks)[rank]
+    up, down = whole["up"].chunk(ranks, 1)[rank], whole["down"].chunk(ranks)[rank]
+    got = gradients(up, down, ranks_of_it=True)
+    return max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, expected, strict=True)
+    )
 
 
 def refused():
