@@ -50,7 +50,7 @@ _WAYS = {
     ),
     **dict.fromkeys(
         ("merge_and_unload", "unload"),
-        "Call wavemare.save_pretrained(engine, folder, merge=True) on all ranks, and load the folder",
+        "Call wavemare.save_pretrained(engine, folder, merge=True) on all ranks; load that folder",
     ),
     **dict.fromkeys(
         (
