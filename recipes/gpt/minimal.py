@@ -28,8 +28,8 @@ CONFIG = {
     "steps_per_print": None,
     # "auto" is a fast synchronous schedule. "pipemare" never empties the pipeline, but its
     # gradients are up to one step old: docs/asynchronous.md says how to train with them.
-    # pretrain.json also has "inputs" and "partition". Here the defaults do: a batch has no mask, and
-    # the embedding of 256 bytes is too small to make the first stage unlike the second.
+    # pretrain.json also has "inputs" and "partition". Here their defaults do: a batch has no mask,
+    # and the embedding of 256 bytes is too small to make the first stage unlike the second.
     "wavemare": {"pipeline": {"stages": 2, "schedule": "auto"}},
 }
 
