@@ -72,7 +72,10 @@ def main() -> None:
         config=CONFIG,
         optimizer=lambda weights: torch.optim.AdamW(weights, lr=3e-3),  # a stage's own weights
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, 3e-3, STEPS, cycle_momentum=False  # AdamW's beta1 stays as it is
+            optimizer,
+            3e-3,
+            STEPS,
+            cycle_momentum=False,  # AdamW's beta1 stays as it is
         ),
     )
 
