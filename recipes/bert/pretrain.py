@@ -121,7 +121,7 @@ def main() -> None:
             print(f"\nThe model in {setup.model_folder} fills in:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
         results["parameters"] = count_parameters(setup, model)
-        # The losses to compare with, of n-grams, are counted last: the model is saved by then.
+        # The loss to compare with, of unigrams, is counted last: the model is saved by then.
         run.finish(results, lambda: text.unigram_baselines(args.sequence_length))
     disconnect()
 

@@ -43,7 +43,7 @@ def main(steps: int) -> None:
     if os.path.exists(OUTPUT):  # needed if all replicas were gone; else a living one's state counts
         engine.load_checkpoint(OUTPUT)
     loader.consumed_samples = engine.global_samples
-    loader.consumed_samples += engine.join_replicas()  # those that are there may be further on
+    loader.consumed_samples += engine.join_replicas()  # the samples that the others are ahead
     while engine.global_steps < steps:  # one that comes back goes on at the others' step
         loss = engine.train_batch(loader)
         step, found = engine.global_steps, engine.step_metrics()

@@ -28,6 +28,8 @@ CONFIG = {
     "steps_per_print": None,
     # "auto" is a fast synchronous schedule. "pipemare" never empties the pipeline, but its
     # gradients are up to one step old: docs/asynchronous.md says how to train with them.
+    # pretrain.json also has "inputs" and "partition". Here their defaults do: a batch has no mask,
+    # and the embedding of 256 bytes is too small to make the first stage unlike the second.
     "wavemare": {"pipeline": {"stages": 2, "schedule": "auto"}},
 }
 
@@ -69,7 +71,12 @@ def main() -> None:
         model=GPT2LMHeadModel(config),
         config=CONFIG,
         optimizer=lambda weights: torch.optim.AdamW(weights, lr=3e-3),  # a stage's own weights
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, STEPS),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            3e-3,
+            STEPS,
+            cycle_momentum=False,  # AdamW's beta1 stays as it is
+        ),
     )
 
     data, started = batches(train, seed=1), time.perf_counter()

@@ -92,7 +92,7 @@ def main() -> None:
     print_start("Llama pretraining", setup, model, text.describe(), rate="warm-up, constant, decay")
 
     # Engine. pretrain.json decides: two stages with PipeMare, synchronous at first, and AdamW at
-    # 2e-3. It may have a scheduler of its own.
+    # 2e-3. If the JSON has a scheduler, it is used; else warmup_stable_decay.
     balance(setup, model)  # with --balance, changes setup.config: faster devices get more work
     scheduler = None if "scheduler" in setup.config else warmup_stable_decay(args.max_steps)
     engine, *_ = wavemare.initialize(model=model, config=setup.config, lr_scheduler=scheduler)
