@@ -121,12 +121,7 @@ def initialize(
         LaunchError: No launcher started this process, or DeepSpeed finds no compiler for a part.
     """
     watch_failures()
-    if isinstance(model, deepspeed.DeepSpeedEngine):
-        reason = "it is an engine already, which steps the optimizer that it was built with"
-        remedy = (
-            "Go on with it; or give another model, such as one that save_pretrained has written"
-        )
-        raise ModelError("model", type(model).__name__, reason, remedy)
+    _refuse_engine(model)
     values = read_config(args, config, config_params)
     check_complete(values)
     ours = WavemareConfig.of(values)
@@ -154,6 +149,13 @@ def initialize(
         )
     result[0].watchdog = watchdog
     return result
+
+
+def _refuse_engine(model: Any) -> None:
+    if isinstance(model, deepspeed.DeepSpeedEngine):
+        reason = "it is an engine already, which steps the optimizer that it was built with"
+        remedy = "Go on with it; or give another model, as one that save_pretrained has written"
+        raise ModelError("model", type(model).__name__, reason, remedy)
 
 
 @contextmanager
