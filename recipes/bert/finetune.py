@@ -7,7 +7,7 @@ By default it learns to tell which standard-library package a snippet comes from
 
 With a pretrained model and a table of one's own (TSV, CSV or JSONL)::
 
-    wavemare train bert/finetune -- --model runs/bert-pretrain/model --data reviews.tsv
+    wavemare train bert/finetune -- --model bert-base-uncased --data reviews.tsv --lr 3e-5
 
 Differs from ``gpt/pretrain.py`` in:
 
@@ -17,7 +17,7 @@ Differs from ``gpt/pretrain.py`` in:
 * the end: the model classifies a text, where the GPT continues one;
 * ``finetune.json``: two stages with 1F1B, AdamW. ``--set`` changes it.
 
-Its rate, 1e-3, suits a new model. The BERT paper fine-tunes a pretrained one at 2e-5 to 5e-5: give
+Its rate, 1e-3, suits a new or a very small model. The BERT paper fine-tunes at 2e-5 to 5e-5: give
 ``--lr``. It does not keep the best model, and a text has one label, not several.
 """
 
