@@ -203,10 +203,13 @@ def _refuse_types(config: Mapping[str, Any], ours: WavemareConfig, model: Any) -
     sparse = ours.sparse_collective.mode != "off"
     if half or sparse or zero_section(config).get("stage", 0) or not isinstance(model, nn.Module):
         return
+    stages = _stages(model, ours)
+    if stages > 1 and dist.get_world_size() == stages * ours.tensor_parallel.size:
+        return  # nothing is reduced: there is one replica
     known = get_accelerator().supported_dtypes()
     trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
     own = next(((n, str(p.dtype)) for n, p in trained if p.dtype not in known), None)
-    for found in gather(own):  # stages have unlike layers
+    for found in gather(own) if dist.is_initialized() else [own]:  # stages have unlike layers
         if found is not None:
             reason = "DeepSpeed reduces no gradients of this type without ZeRO"
             remedy = "Use ZeRO 1, or call model.float() before initialize"
