@@ -198,13 +198,17 @@ def _refuse_scalars(config: Mapping[str, Any], model: Any) -> None:
 
 
 def _refuse_types(config: Mapping[str, Any], ours: WavemareConfig, model: Any) -> None:
-    """Refuse weights of a type, such as float64, that DeepSpeed reduces under ZeRO alone."""
+    """Refuse weights of a type, such as float64, that DeepSpeed reduces with ZeRO only.
+
+    Raises:
+        ModelError: A weight has such a type, and its gradient would be reduced; on all ranks.
+    """
     half = any(is_enabled(config, name) for name in ("bf16", "fp16"))
     sparse = ours.sparse_collective.mode != "off"
     if half or sparse or zero_section(config).get("stage", 0) or not isinstance(model, nn.Module):
         return
-    stages = _stages(model, ours)
-    if stages > 1 and dist.get_world_size() == stages * ours.tensor_parallel.size:
+    ranks = _stages(model, ours)  # of one pipeline, with those that split its layers
+    if ranks > 1 and dist.get_world_size() == ranks:
         return  # nothing is reduced: there is one replica
     known = get_accelerator().supported_dtypes()
     trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)

@@ -45,8 +45,8 @@ _WAYS = {
     ),
     **dict.fromkeys(
         ("add_adapter", "load_adapter", "add_weighted_adapter"),
-        "Give initialize a model that has the adapter: alone, but with ZeRO beside others; or load "
-        "what save_pretrained writes",
+        "Add it before initialize: as the only adapter with stages or split layers, with ZeRO also "
+        "beside others; or load what save_pretrained writes",
     ),
     **dict.fromkeys(
         ("merge_and_unload", "unload"),
@@ -60,7 +60,7 @@ _WAYS = {
             "register_full_backward_hook",
             "register_full_backward_pre_hook",
         ),
-        "It would never run: register it on the modules inside, or beside it, which stages call",
+        "It would never run: register it on a module that stages call, as a block or its layers",
     ),
 }
 """By the name of a method, the way that works where a rank holds a part."""

@@ -152,6 +152,11 @@ def initialize(
 
 
 def _refuse_engine(model: Any) -> None:
+    """Refuse a second engine around an engine, which would train by two optimizers.
+
+    Raises:
+        ModelError: The model is an engine.
+    """
     if isinstance(model, deepspeed.DeepSpeedEngine):
         reason = "it is an engine already, which steps the optimizer that it was built with"
         remedy = "Go on with it; or give another model, as one that save_pretrained has written"

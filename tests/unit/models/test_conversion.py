@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils import prune
 
 from support.refusals import refuses
 from wavemare.errors import ConfigError, LaunchError, ModelError
@@ -187,6 +188,16 @@ def test_hooks_that_stages_would_not_run_are_refused_or_told(make_model, caplog)
     model.lm_head.register_forward_hook(lambda *_: None)
     to_pipeline(model, num_stages=1)
     assert "a forward hook of lm_head does not run" in caplog.text
+
+
+def test_weights_that_pruning_computes_from_others_are_cut(make_model):
+    """In each forward pass, torch computes them from a weight and a mask."""
+    model = make_model("gpt2")
+    for block in model.transformer.h:
+        prune.random_unstructured(block.mlp.c_fc, "weight", amount=0.5)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long))  # a tensor with a gradient function
+    names = {name for name, _ in to_pipeline(model, num_stages=1).named_parameters()}
+    assert any(name.endswith("weight_orig") for name in names)
 
 
 def test_forward_passes_of_the_callers_own_that_stages_do_not_call_are_told(make_model, caplog):
