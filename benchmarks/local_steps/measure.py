@@ -29,23 +29,17 @@ import wavemare
 from benchmarks.curve import first_at
 from benchmarks.device_like import Part, SleepingOptimizer, put_to_sleep
 from benchmarks.local_steps.request import (
+    ACROSS,
     BASELINE,
     BOUND,
     EACH_STEP,
     FRAGMENTS,
     PIPELINE_BASELINE,
-    PIPELINES,
-    SYSTEMS,
     TORCHFT,
     WARMED,
     LocalStepsRequest,
 )
-from benchmarks.local_steps.stages import (
-    PipelineSystem,
-    put_layers_to_sleep,
-    replica_pipeline,
-    stock_pipeline,
-)
+from benchmarks.local_steps.stages import put_layers_to_sleep, replica_pipeline, stock_pipeline
 from benchmarks.ranks import build_gpt, interleaved, ratio_row
 from benchmarks.request import GptRequest
 from benchmarks.sparse.step import EngineSystem, StepSample, StepSystem, TorchSystem, run_round
@@ -109,15 +103,15 @@ def measure(request: LocalStepsRequest) -> dict[str, Any]:
 
 def _start(request: LocalStepsRequest) -> tuple[Screen, Iterator[Batch]]:
     torch.set_num_threads(1)
-    # The stages of a pipeline take the same samples, all micro-batches of a step at once.
-    replica, rows = dist.get_rank() // request.stages, request.step_micro_batches * request.batch
-    return Screen(rank=dist.get_rank()), batches(request, replica, seed=request.seed, rows=rows)
+    rank, rows = dist.get_rank(), request.batch
+    if request.stages > 1:  # a batch has the samples of a step of all pipelines
+        rank, rows = 0, rows * request.step_micro_batches * request.ranks // request.stages
+    return Screen(rank=dist.get_rank()), batches(request, rank, seed=request.seed, rows=rows)
 
 
 def _measured(request: LocalStepsRequest) -> list[str]:
     # In this order: stock engines come first, since DeepSpeed keeps the grid of one with replicas.
-    known = dict.fromkeys((*PIPELINES, *SYSTEMS))
-    return [n for n in known if n in request.chosen and request.obstacle(n) is None]
+    return [n for n in request.known if n in request.chosen and request.obstacle(n) is None]
 
 
 def _tune(request: LocalStepsRequest, data: Iterator[Batch]) -> tuple[int, dict[int, float]]:
@@ -322,12 +316,11 @@ def _build_pipeline(name: str, request: LocalStepsRequest, model: Any) -> System
         put_layers_to_sleep(model, request.waits)
         make = SleepingOptimizer
     config = _config(request, 0)  # in a replica, no other rank has the same weights
-    if name == PIPELINE_BASELINE:
-        run = PipelineSystem(stock_pipeline(model, request, config, make), request)
+    if name in (PIPELINE_BASELINE, ACROSS):
+        run = stock_pipeline(model, request, config, make, across=name == ACROSS)
         return System(model, run.optimizer, run)
     section, lead = _section(name, request, 0)
-    engine = replica_pipeline(model, request, config, make, section)
-    run = PipelineSystem(engine, request)
+    run, engine = replica_pipeline(model, request, config, make, section)
     return System(model, run.optimizer, run, lead, _drain(engine))
 
 

@@ -17,6 +17,8 @@ from wavemare.observe.tables import Column, Row
 BASELINE = "deepspeed-zero1"
 PIPELINE_BASELINE = "deepspeed-1f1b"
 """That of replicas that are pipelines: stock DeepSpeed sums their gradients in each step."""
+ACROSS = "deepspeed-1f1b-across"
+"""The same, where each pipeline crosses the links: DeepSpeed's own placement of stages."""
 TORCHFT = ("torchft-diloco", "torchft-diloco-streaming")
 BOUND = "no-exchange-bound"
 """Replicas that never exchange: the computation of a step. It always runs."""
@@ -24,9 +26,10 @@ FRAGMENTS = 4
 OURS = ("wavemare-local-steps", "wavemare-local-steps-streaming")
 _DENSE = (BASELINE, "ddp", "ddp-powersgd-4", "wavemare-sparse-auto")
 SYSTEMS = (*_DENSE, "post-local-sgd", *TORCHFT, *OURS)
-PIPELINES = (PIPELINE_BASELINE, *OURS)
-"""Systems with --stages; without it, all of `SYSTEMS` are measured."""
-EACH_STEP = (*_DENSE, PIPELINE_BASELINE)
+"""Without --stages."""
+PIPELINES = (PIPELINE_BASELINE, ACROSS, *OURS)
+"""With --stages."""
+EACH_STEP = (*_DENSE, PIPELINE_BASELINE, ACROSS)
 """Systems that exchange in each step."""
 WARMED = ("ddp-powersgd-4", "post-local-sgd", *OURS)
 """Systems that can begin with synchronous steps."""
@@ -97,9 +100,14 @@ class LocalStepsRequest(ComputeRequest):
     rounds: PositiveInt = 3
 
     @property
+    def known(self) -> tuple[str, ...]:
+        """The systems that there are."""
+        return PIPELINES if self.stages > 1 else SYSTEMS
+
+    @property
     def chosen(self) -> tuple[str, ...]:
         """The systems to measure."""
-        return (PIPELINES if self.stages > 1 else SYSTEMS) if self.systems is None else self.systems
+        return self.known if self.systems is None else self.systems
 
     @property
     def baseline(self) -> str:
@@ -139,12 +147,10 @@ class LocalStepsRequest(ComputeRequest):
     def _check_stages(self) -> None:
         staged = self.stages > 1
         for name in self.chosen:
-            if staged and name not in PIPELINES:
-                reason = "it is not measured with replicas that are pipelines"
-                remedy = f"Name some of {', '.join(PIPELINES)}, or leave out --stages"
-                raise ConfigError("--systems", name, reason, remedy)
-            if not staged and name not in SYSTEMS:
-                reason, remedy = "it is a pipeline", "Add --stages, or name another system"
+            if name not in self.known:
+                reason = "it has no pipelines" if staged else "it is a pipeline"
+                change = "leave out --stages" if staged else "add --stages"
+                remedy = f"Name some of {', '.join(self.known)}, or {change}"
                 raise ConfigError("--systems", name, reason, remedy)
         if staged and self.stages != self.ranks_per_host:
             reason = (

@@ -38,15 +38,18 @@ class PipelineSystem(EngineSystem):
     Args:
         engine: Complete.
         request: The options.
+        number: Of this rank's pipeline.
     """
 
-    def __init__(self, engine: Any, request: LocalStepsRequest) -> None:
+    def __init__(self, engine: Any, request: LocalStepsRequest, number: int) -> None:
         super().__init__(engine)
-        self._micro_batches = request.step_micro_batches
+        self._request, self._number = request, number
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
-        """Do an optimizer step with the rows of all micro-batches; return the replica's loss."""
-        parts = [batch[name].chunk(self._micro_batches) for name in (*INPUTS, "labels")]
+        """Do an optimizer step with this pipeline's part of the rows; return its loss."""
+        pipelines = _pipelines(self._request)
+        own = [batch[name].chunk(pipelines)[self._number] for name in (*INPUTS, "labels")]
+        parts = [rows.chunk(self._request.step_micro_batches) for rows in own]
         loss: Tensor = self._engine.train_batch(zip(*parts, strict=True))
         return loss.detach()
 
@@ -73,34 +76,37 @@ def _sleep(layer: nn.Module, waits: Waits, hidden: Tensor, *_: Any, **__: Any) -
     return passed
 
 
-def _mean(logits: Tensor, **_: Any) -> Tensor:
+def _mean(logits: Tensor, *_: Any, **__: Any) -> Tensor:
     return logits.mean()
 
 
 def stock_pipeline(
-    model: Any, request: LocalStepsRequest, config: dict[str, Any], make: Make
-) -> Any:
-    """Return stock DeepSpeed's engine of a pipeline on each host.
-
-    By default DeepSpeed puts the ranks of one stage side by side, so that pipelines cross links.
+    model: Any, request: LocalStepsRequest, config: dict[str, Any], make: Make, *, across: bool
+) -> PipelineSystem:
+    """Build stock DeepSpeed's engine.
 
     Args:
         model: A GPT, the same on all ranks.
         request: The options.
         config: Of DeepSpeed.
         make: Makes the optimizer of a stage.
+        across: Whether to leave the placement to DeepSpeed, which puts the ranks of one stage side
+            by side, so that pipelines cross the links; else each host has a pipeline.
     """
-    chain, stages = gpt2_chain(model, INPUTS), request.stages
+    chain, stages, pipelines = gpt2_chain(model, INPUTS), request.stages, _pipelines(request)
     cuts = cut_chain(model, chain, INPUTS, PARTITION, range(stages))
+    within = ProcessTopology(["data", "pipe"], [pipelines, stages])
     with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology
         module = PipelineModule(
             [nn.Sequential(*chain[begin:end]) for begin, end in pairwise(cuts)],
-            topology=ProcessTopology(["data", "pipe"], [request.ranks // stages, stages]),
+            num_stages=stages,
+            topology=None if across else within,
             loss_fn=LanguageModelLoss(model.loss_function, request.vocabulary),
             partition_method="uniform",  # one part for each stage
         )
     optimizer = make(module.parameters())
-    return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    return PipelineSystem(engine, request, engine.grid.get_data_parallel_id())
 
 
 def replica_pipeline(
@@ -109,8 +115,8 @@ def replica_pipeline(
     config: dict[str, Any],
     make: Make,
     section: dict[str, Any],
-) -> Any:
-    """Return our engine, whose pipeline on each host is a replica; see `stock_pipeline`.
+) -> tuple[PipelineSystem, Any]:
+    """Build our engine, whose pipeline on each host is a replica; return it with its engine.
 
     Args:
         model: A GPT, the same on all ranks.
@@ -122,4 +128,9 @@ def replica_pipeline(
     pipeline = {"stages": request.stages, "partition": PARTITION, "inputs": list(INPUTS)}
     config = {**config, "wavemare": {"pipeline": pipeline, "local_steps": section}}
     optimizer = make(model.parameters())
-    return wavemare.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine: Any = wavemare.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return PipelineSystem(engine, request, engine.replica), engine
+
+
+def _pipelines(request: LocalStepsRequest) -> int:
+    return request.ranks // request.stages

@@ -282,6 +282,7 @@ def test_replicas_that_are_pipelines_are_measured_beside_stock_pipelines(bench, 
     assert size < rows["deepspeed-1f1b"]["bytes"] < 1.2 * size
     for name in ("wavemare-local-steps", "wavemare-local-steps-streaming"):
         assert rows[name]["bytes"] == pytest.approx(size / 8, rel=0.2)
+    assert rows["deepspeed-1f1b-across"]["bytes"] < size / 8  # activations
     assert rows["no-exchange-bound"]["bytes"] < size / 80
 
 

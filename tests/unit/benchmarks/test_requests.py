@@ -63,7 +63,7 @@ REFUSED = {
         ({"systems": ("ddp",), "quality": 8}, "--quality", "deepspeed-zero1"),
         ({"stages": 2}, "--stages", "--ranks-per-host"),
         ({**STAGES, "systems": ("torchft-diloco",)}, "--systems", "leave out --stages"),
-        ({"systems": ("deepspeed-1f1b",)}, "--systems", "Add --stages"),
+        ({"systems": ("deepspeed-1f1b",)}, "--systems", "add --stages"),
         ({"micro_batches": 4}, "--micro-batches", "Add --stages"),
         ({**STAGES, "layers": 1}, "--layers", "2 blocks"),
         ({**STAGES, "quality": 8}, "--quality", "--stages"),
