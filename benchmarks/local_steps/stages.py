@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
@@ -50,6 +51,7 @@ class PipelineSystem(EngineSystem):
         pipelines = _pipelines(self._request)
         own = [batch[name].chunk(pipelines)[self._number] for name in (*INPUTS, "labels")]
         parts = [rows.chunk(self._request.step_micro_batches) for rows in own]
+        p2p.init_process_groups(self._engine.grid)  # DeepSpeed knows that of the last engine alone
         loss: Tensor = self._engine.train_batch(zip(*parts, strict=True))
         return loss.detach()
 
