@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -28,15 +29,17 @@ import wavemare
 from benchmarks.curve import first_at
 from benchmarks.device_like import Part, SleepingOptimizer, put_to_sleep
 from benchmarks.local_steps.request import (
+    ACROSS,
     BASELINE,
     BOUND,
     EACH_STEP,
     FRAGMENTS,
-    SYSTEMS,
+    PIPELINE_BASELINE,
     TORCHFT,
     WARMED,
     LocalStepsRequest,
 )
+from benchmarks.local_steps.stages import put_layers_to_sleep, replica_pipeline, stock_pipeline
 from benchmarks.ranks import build_gpt, interleaved, ratio_row
 from benchmarks.request import GptRequest
 from benchmarks.sparse.step import EngineSystem, StepSample, StepSystem, TorchSystem, run_round
@@ -100,12 +103,15 @@ def measure(request: LocalStepsRequest) -> dict[str, Any]:
 
 def _start(request: LocalStepsRequest) -> tuple[Screen, Iterator[Batch]]:
     torch.set_num_threads(1)
-    return Screen(rank=dist.get_rank()), batches(request, dist.get_rank(), seed=request.seed)
+    rank, rows = dist.get_rank(), request.batch
+    if request.stages > 1:  # a batch has the samples of a step of all pipelines
+        rank, rows = 0, rows * request.step_micro_batches * request.ranks // request.stages
+    return Screen(rank=dist.get_rank()), batches(request, rank, seed=request.seed, rows=rows)
 
 
 def _measured(request: LocalStepsRequest) -> list[str]:
     # In this order: stock engines come first, since DeepSpeed keeps the grid of one with replicas.
-    return [n for n in SYSTEMS if n in request.systems and request.obstacle(n) is None]
+    return [n for n in request.known if n in request.chosen and request.obstacle(n) is None]
 
 
 def _tune(request: LocalStepsRequest, data: Iterator[Batch]) -> tuple[int, dict[int, float]]:
@@ -120,16 +126,24 @@ def _tune(request: LocalStepsRequest, data: Iterator[Batch]) -> tuple[int, dict[
 
 
 def batches(
-    request: GptRequest, rank: int, *, seed: int, held_out: bool = False
+    request: GptRequest, rank: int, *, seed: int, held_out: bool = False, rows: int | None = None
 ) -> Iterator[Batch]:
-    """Yield parts of a text, DeepSpeed's own source by bytes; a tenth of it is held out."""
+    """Yield parts of a text, DeepSpeed's own source by bytes; a tenth of it is held out.
+
+    Args:
+        request: The sizes.
+        rank: Each has other parts.
+        seed: Of the choice.
+        held_out: Whether to take parts of that tenth.
+        rows: Of a batch; ``--batch`` if omitted.
+    """
     files = sorted(Path(deepspeed.__file__).with_name("runtime").rglob("*.py"))
     text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
     cut = len(text) * 9 // 10
     text = text[cut:] if held_out else text[:cut]
     generator = np.random.default_rng([seed, int(held_out), rank])
     while True:
-        starts = generator.integers(len(text) - request.sequence, size=(request.batch, 1))
+        starts = generator.integers(len(text) - request.sequence, size=(rows or request.batch, 1))
         tokens = torch.from_numpy(text[starts + np.arange(request.sequence)].astype(np.int64))
         yield {"input_ids": tokens, "labels": tokens}
 
@@ -142,8 +156,14 @@ def build_result(
     compute_s = median(seconds[BOUND])
     hosts, size = request.ranks // request.ranks_per_host, request.ranks_per_host
     link = SlowLink(
-        parameters=parameters, replicas=hosts, ranks=size, mbit=request.mbit, step_s=compute_s
+        parameters=parameters,
+        replicas=hosts,
+        ranks=size,
+        mbit=request.mbit,
+        step_s=compute_s,
+        micro_batches=request.step_micro_batches,
     )
+    dense = replace(link, zero=request.baseline == BASELINE).dense
     rows = []
     for name, rounds in samples.items():
         steps = _predicted(name, link, request.every)
@@ -152,18 +172,20 @@ def build_result(
                 "system": name,
                 "ranks": request.ranks,
                 "ranks_per_host": size,
+                "stages": request.stages,
+                "micro_batches": request.step_micro_batches,
                 "mbit": request.mbit,
                 "compute": request.compute,
-                **ratio_row(seconds[name], seconds.get(BASELINE)),
-                "model": steps and link.dense / steps,
+                **ratio_row(seconds[name], seconds.get(request.baseline)),
+                "model": steps and dense / steps,
                 "model_s": steps and steps * compute_s,
                 "bytes": median(s.link_bytes or 0 for s in rounds),
             }
         )
-    obstacles = {name: request.obstacle(name) for name in request.systems}
+    obstacles = {name: request.obstacle(name) for name in request.chosen}
     skipped = [{"system": name, "reason": why} for name, why in obstacles.items() if why]
     return {
-        "baseline": BASELINE,
+        "baseline": request.baseline,
         "request": request.model_dump(),
         "parameters": parameters,
         "compute_s": compute_s,
@@ -175,7 +197,7 @@ def build_result(
 
 def _predicted(name: str, link: SlowLink, every: int) -> float | None:
     """Return how many steps' computation the model predicts for a step; None if it does not."""
-    if name == "ddp":
+    if name in ("ddp", PIPELINE_BASELINE):
         return replace(link, zero=False).dense
     if name in EACH_STEP:
         return link.dense if name == BASELINE else None
@@ -245,6 +267,8 @@ def add_losses(
 def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: int = 0) -> System:
     """Build a system that first averages gradients for a warm-up; all ranks must call it."""
     model = build_gpt(request, seed=request.seed)
+    if request.stages > 1:
+        return _build_pipeline(name, request, model)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0)
     if request.compute == "sleep":
         net = model.transformer
@@ -269,14 +293,7 @@ def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: in
         return System(model, optimizer, TorchSystem(wrapped, optimizer))
     # ZeRO 1 of a replica of one rank would cost time and save nothing.
     stage = int(name == BASELINE or (name != "wavemare-sparse-auto" and request.ranks_per_host > 1))
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": request.batch,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,  # by default DeepSpeed clips, and the others do not
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": request.compute == "sleep",
-        "steps_per_print": None,
-    }
+    config = _config(request, stage)
     options: dict[str, Any] = {"model": model, "optimizer": optimizer, "config": config}
     if name == BASELINE:
         bucket = bucket or _BUCKETS[-1]
@@ -286,16 +303,50 @@ def _build(name: str, request: LocalStepsRequest, *, warmup: int = 0, bucket: in
     if name == "wavemare-sparse-auto":
         config["wavemare"] = {"sparse_collective": {"mode": "auto", "transport": "torch"}}
         return System(model, optimizer, EngineSystem(wavemare.initialize(**options)[0]))
+    section, lead = _section(name, request, warmup)
+    config["wavemare"] = {"local_steps": section}
+    engine = wavemare.initialize(**options)[0]
+    return System(model, optimizer, EngineSystem(engine), lead, _drain(engine))
+
+
+def _build_pipeline(name: str, request: LocalStepsRequest, model: Any) -> System:
+    """Build a system whose pipelines have a stage on each rank of a host."""
+    make: Any = partial(torch.optim.AdamW, lr=_RATE, weight_decay=0.0)
+    if request.compute == "sleep":
+        put_layers_to_sleep(model, request.waits)
+        make = SleepingOptimizer
+    config = _config(request, 0)  # in a replica, no other rank has the same weights
+    if name in (PIPELINE_BASELINE, ACROSS):
+        run = stock_pipeline(model, request, config, make, across=name == ACROSS)
+        return System(model, run.optimizer, run)
+    section, lead = _section(name, request, 0)
+    run, engine = replica_pipeline(model, request, config, make, section)
+    return System(model, run.optimizer, run, lead, _drain(engine))
+
+
+def _config(request: LocalStepsRequest, stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": request.batch,
+        "gradient_accumulation_steps": request.step_micro_batches,
+        "gradient_clipping": 0.0,  # by default DeepSpeed clips, and the others do not
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": request.compute == "sleep",
+        "steps_per_print": None,
+    }
+
+
+def _section(name: str, request: LocalStepsRequest, warmup: int) -> tuple[dict[str, Any], int]:
+    """Return the section ``local_steps`` of a system, and its lead."""
     section: dict[str, Any] = {"mode": "diloco", "replica": "host"}
     section |= {"every": _NEVER if name == BOUND else request.every, "warmup_steps": warmup}
     lead = request.every // FRAGMENTS if name.endswith("-streaming") else 0
-    if lead:
-        section |= {"fragments": FRAGMENTS, "overlap": lead}
-    config["wavemare"] = {"local_steps": section}
-    engine = wavemare.initialize(**options)[0]
+    return section | ({"fragments": FRAGMENTS, "overlap": lead} if lead else {}), lead
+
+
+def _drain(engine: Any) -> Callable[[], Any]:
+    """Return what waits until no message of an engine travels: a checkpoint needs that, too."""
     (feature,) = (f for f in engine.features if f.key == "local_steps")
-    # What a checkpoint needs is complete when no message travels any more.
-    return System(model, optimizer, EngineSystem(engine), lead, feature.extra_state)
+    return feature.extra_state  # type: ignore[no-any-return]
 
 
 class _Torchft(TorchSystem):

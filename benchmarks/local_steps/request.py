@@ -15,14 +15,22 @@ from wavemare.errors import ConfigError
 from wavemare.observe.tables import Column, Row
 
 BASELINE = "deepspeed-zero1"
+PIPELINE_BASELINE = "deepspeed-1f1b"
+"""That of replicas that are pipelines: stock DeepSpeed sums their gradients in each step."""
+ACROSS = "deepspeed-1f1b-across"
+"""The same, where each pipeline crosses the links: DeepSpeed's own placement of stages."""
 TORCHFT = ("torchft-diloco", "torchft-diloco-streaming")
 BOUND = "no-exchange-bound"
 """Replicas that never exchange: the computation of a step. It always runs."""
 FRAGMENTS = 4
-EACH_STEP = (BASELINE, "ddp", "ddp-powersgd-4", "wavemare-sparse-auto")
-"""Systems that exchange in each step."""
 OURS = ("wavemare-local-steps", "wavemare-local-steps-streaming")
-SYSTEMS = (*EACH_STEP, "post-local-sgd", *TORCHFT, *OURS)
+_DENSE = (BASELINE, "ddp", "ddp-powersgd-4", "wavemare-sparse-auto")
+SYSTEMS = (*_DENSE, "post-local-sgd", *TORCHFT, *OURS)
+"""Without --stages."""
+PIPELINES = (PIPELINE_BASELINE, ACROSS, *OURS)
+"""With --stages."""
+EACH_STEP = (*_DENSE, PIPELINE_BASELINE, ACROSS)
+"""Systems that exchange in each step."""
 WARMED = ("ddp-powersgd-4", "post-local-sgd", *OURS)
 """Systems that can begin with synchronous steps."""
 
@@ -30,7 +38,8 @@ WARMED = ("ddp-powersgd-4", "post-local-sgd", *OURS)
 class LocalStepsRequest(ComputeRequest):
     """Measure replicas with local steps beside ordinary data parallelism.
 
-    A GPT is trained over slow links between emulated hosts. Ratios are to stock DeepSpeed, ZeRO 1.
+    A GPT is trained over slow links between emulated hosts. Ratios are to stock DeepSpeed: ZeRO 1,
+    or with --stages its pipelines.
 
     For example: python -m benchmarks local-steps --mbit 200 --ranks 2 --json result.json
     """
@@ -54,6 +63,12 @@ class LocalStepsRequest(ComputeRequest):
     ranks_per_host: PositiveInt = 1
     """Ranks on each host, which form a replica."""
 
+    stages: PositiveInt = 1
+    """Pipeline stages of a replica, one on each rank of a host, by the schedule 1F1B."""
+
+    micro_batches: PositiveInt | None = None
+    """With --stages: micro-batches of a step; by default twice as many as stages."""
+
     mbit: Positive = 200.0
     """Speed of each emulated host's link in Mbit/s (needs root)."""
 
@@ -64,8 +79,8 @@ class LocalStepsRequest(ComputeRequest):
     dense_steps: PositiveInt | None = None
     """Steps in a round of a system that exchanges in each step; by default --every."""
 
-    systems: tuple[str, ...] = SYSTEMS
-    """Systems to measure."""
+    systems: tuple[str, ...] | None = None
+    """Systems to measure; all that there are with or without --stages if omitted."""
 
     quality: NonNegativeInt = 0
     """Then train each system for so many steps over links without a limit, and up to twice as many
@@ -84,6 +99,26 @@ class LocalStepsRequest(ComputeRequest):
     batch: PositiveInt = 1
     rounds: PositiveInt = 3
 
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The systems that there are."""
+        return PIPELINES if self.stages > 1 else SYSTEMS
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The systems to measure."""
+        return self.known if self.systems is None else self.systems
+
+    @property
+    def baseline(self) -> str:
+        """The system to which ratios are."""
+        return PIPELINE_BASELINE if self.stages > 1 else BASELINE
+
+    @property
+    def step_micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.micro_batches or (2 * self.stages if self.stages > 1 else 1)
+
     def steps(self, name: str) -> int:
         """Return the steps of a system in a round."""
         return (self.dense_steps if name in EACH_STEP else None) or self.every
@@ -97,16 +132,41 @@ class LocalStepsRequest(ComputeRequest):
     def check(self) -> None:
         """Check values against each other."""
         super().check()
-        check_names("--systems", self.systems, SYSTEMS)
+        check_names("--systems", self.chosen, dict.fromkeys((*SYSTEMS, *PIPELINES)))
         if self.ranks % self.ranks_per_host or self.ranks == self.ranks_per_host:
             reason = f"{self.ranks} ranks are not two or more hosts of it"
             raise ConfigError("--ranks-per-host", self.ranks_per_host, reason, "Give a divisor")
+        self._check_stages()
         if self.quality and self.compute == "sleep":
             reason = "passes that sleep learn nothing"
             raise ConfigError("--quality", self.quality, reason, "Leave out --compute sleep")
-        if self.quality and BASELINE not in self.systems:
+        if self.quality and BASELINE not in self.chosen:
             reason = f"it counts the steps to the loss of {BASELINE}"
             raise ConfigError("--quality", self.quality, reason, "Name that system too")
+
+    def _check_stages(self) -> None:
+        staged = self.stages > 1
+        for name in self.chosen:
+            if name not in self.known:
+                reason = "it has no pipelines" if staged else "it is a pipeline"
+                change = "leave out --stages" if staged else "add --stages"
+                remedy = f"Name some of {', '.join(self.known)}, or {change}"
+                raise ConfigError("--systems", name, reason, remedy)
+        if staged and self.stages != self.ranks_per_host:
+            reason = (
+                f"the pipeline of a host has a stage on each of its {self.ranks_per_host} ranks"
+            )
+            remedy = "Give the same number to --ranks-per-host"
+            raise ConfigError("--stages", self.stages, reason, remedy)
+        if staged and self.stages > self.layers:
+            reason = f"they need {self.stages} blocks or more"
+            raise ConfigError("--layers", self.layers, reason, "Give more")
+        if staged and self.quality:
+            reason = "stages have unlike weights, of which the benchmark makes no mean"
+            raise ConfigError("--quality", self.quality, reason, "Leave out --stages")
+        if not staged and self.micro_batches:
+            reason = "only a pipeline cuts a step into them"
+            raise ConfigError("--micro-batches", self.micro_batches, reason, "Add --stages")
 
     def run(self) -> dict[str, Any]:
         """Run the ranks over links of the speed, then for the losses over links without a limit."""
@@ -126,8 +186,10 @@ class LocalStepsRequest(ComputeRequest):
 
     def title(self, result: Row) -> str:
         """Return the heading of the printed table."""
+        staged = f" stages, {self.step_micro_batches} micro-batches" if self.stages > 1 else ""
         return (
-            f"{self.ranks} ranks over {self.mbit:g} Mbit/s, replicas of {self.ranks_per_host}: "
+            f"{self.ranks} ranks over {self.mbit:g} Mbit/s, replicas of "
+            f"{self.ranks_per_host}{staged}: "
             f"GPT of {result['parameters'] / 1e6:.1f} M weights, {result['compute_s']:.3f} s "
             f"compute, r = {result['r']:.2f}"
         )

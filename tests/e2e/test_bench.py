@@ -10,6 +10,7 @@ import pytest
 from benchmarks.cluster import EmulatedCluster
 from benchmarks.cluster.limits import Throttle
 from benchmarks.gpu.request import PARTS
+from benchmarks.local_steps.request import PIPELINES as LOCAL_PIPELINES
 from benchmarks.local_steps.request import SYSTEMS as LOCAL_SYSTEMS
 from benchmarks.pipeline.request import DEFAULT_SYSTEMS
 from benchmarks.run import run_ranks
@@ -260,6 +261,29 @@ def test_local_steps_are_measured_beside_their_peers(bench):
         assert rows[name]["loss_gap"] < 0.05
     assert rows["ddp"]["eval_loss"] == pytest.approx(rows["deepspeed-zero1"]["eval_loss"], abs=1e-4)
     assert rows["deepspeed-zero1"]["steps_to_loss"] <= 16
+
+
+@nightly
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+@pytest.mark.parametrize("compute", ["real", "sleep"])
+def test_replicas_that_are_pipelines_are_measured_beside_stock_pipelines(bench, compute):
+    options = ["--layers", 3, "--hidden", 64, "--heads", 2, "--vocabulary", 1024, "--sequence", 32]
+    options += ["--ranks", 4, "--ranks-per-host", 2, "--stages", 2, "--micro-batches", 3]
+    options += ["--mbit", 50, "--every", 8, "--dense-steps", 2, "--rounds", 1]
+    result = bench("local-steps", *options, "--compute", compute, "--step-ms", 6)
+    rows = by(result, "system")
+    assert rows.keys() == {*LOCAL_PIPELINES, "no-exchange-bound"}
+    assert result["baseline"] == "deepspeed-1f1b"
+    size = 4 * result["parameters"]
+    width, blocks = 64, 3
+    block = 12 * width**2 + 13 * width
+    assert result["parameters"] == (2 * 1024 + 32) * width + blocks * block + 2 * width
+    # The link of a host carries both stages' messages once in a step, or once in eight.
+    assert size < rows["deepspeed-1f1b"]["bytes"] < 1.2 * size
+    for name in ("wavemare-local-steps", "wavemare-local-steps-streaming"):
+        assert rows[name]["bytes"] == pytest.approx(size / 8, rel=0.2)
+    assert rows["deepspeed-1f1b-across"]["bytes"] < size / 8  # activations
+    assert rows["no-exchange-bound"]["bytes"] < size / 80
 
 
 def test_every_part_of_the_gpu_benchmark_works_at_tiny_sizes(bench):

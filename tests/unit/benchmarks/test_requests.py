@@ -17,6 +17,7 @@ from benchmarks.sparse.request import SYSTEMS as SPARSE_SYSTEMS
 from benchmarks.wave.request import WaveRequest
 from wavemare.errors import ConfigError
 
+STAGES = {"ranks": 4, "ranks_per_host": 2, "stages": 2}
 REFUSED = {
     PipelineRequest: [
         ({"stages": 1}, "--stages", "2 or more"),
@@ -60,6 +61,12 @@ REFUSED = {
         ({"ranks": 3, "ranks_per_host": 2}, "--ranks-per-host", "Give a divisor"),
         ({"every": 6}, "--every", "4"),
         ({"systems": ("ddp",), "quality": 8}, "--quality", "deepspeed-zero1"),
+        ({"stages": 2}, "--stages", "--ranks-per-host"),
+        ({**STAGES, "systems": ("torchft-diloco",)}, "--systems", "leave out --stages"),
+        ({"systems": ("deepspeed-1f1b",)}, "--systems", "add --stages"),
+        ({"micro_batches": 4}, "--micro-batches", "Add --stages"),
+        ({**STAGES, "layers": 1}, "--layers", "2 blocks"),
+        ({**STAGES, "quality": 8}, "--quality", "--stages"),
     ],
     ElasticRequest: [
         ({"replicas": 1}, "--replicas", "2 or more"),
@@ -108,6 +115,7 @@ def test_a_bad_value_is_refused_by_its_option(kind, values, option, named):
         SparseRequest.of(ranks=2, mbit=200.0, densities=(0.5,), systems=("wavemare-auto-gloo",)),
         WaveRequest.of(exposed=(0,)),
         LocalStepsRequest.of(ranks=4, ranks_per_host=2, dense_steps=2),
+        LocalStepsRequest.of(**STAGES, micro_batches=3, systems=("deepspeed-1f1b",)),
         ElasticRequest.of(systems=("fixed", "restarts-killed"), kill_every=30.0),
         PlannerRequest.of(parts=("cuts",), ranks=(3,)),
         next(PlannerRequest.of().jobs(cores=2)),

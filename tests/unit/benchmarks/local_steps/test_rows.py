@@ -7,7 +7,13 @@ import pytest
 
 from benchmarks.curve import first_at
 from benchmarks.local_steps.measure import add_losses, batches, build_result
-from benchmarks.local_steps.request import BASELINE, BOUND, OURS, LocalStepsRequest
+from benchmarks.local_steps.request import (
+    BASELINE,
+    BOUND,
+    OURS,
+    PIPELINE_BASELINE,
+    LocalStepsRequest,
+)
 from benchmarks.result import draw, result_table
 from benchmarks.sparse.step import StepSample
 
@@ -55,6 +61,27 @@ def test_ratios_are_of_medians_and_models_follow_from_the_measured_computation(r
         assert rows[name]["model"] == pytest.approx(faster)
 
 
+def test_with_stages_ratios_are_to_the_stock_pipeline_which_gathers_no_weights():
+    request = LocalStepsRequest.of(every=8, ranks=4, ranks_per_host=2, stages=2, micro_batches=4)
+    samples = {
+        PIPELINE_BASELINE: rounds(1.0, 1.2, 1.4),
+        BLOCKING: rounds(0.3, 0.3, 0.3),
+        BOUND: rounds(0.1, 0.1, 0.1),
+    }
+    result = build_result(request, samples, PARAMETERS)
+    rows = {row["system"]: row for row in result["rows"]}
+    assert (result["baseline"], result["r"]) == (PIPELINE_BASELINE, 10.0)
+    # A link carries both stages' messages, and the last of four backward passes hides some of it.
+    assert rows[PIPELINE_BASELINE]["model_s"] == pytest.approx(0.1 * (1 + 10 - 2 / 3 / 4))
+    ours = rows[BLOCKING]
+    assert ours["ratio"] == pytest.approx(4.0)
+    assert ours["model_s"] == pytest.approx(0.1 + 1 / 8)
+    assert ours["model"] == pytest.approx(rows[PIPELINE_BASELINE]["model_s"] / ours["model_s"])
+    assert {(row["stages"], row["micro_batches"]) for row in rows.values()} == {(2, 4)}
+    assert "replicas of 2 stages" in request.title(result)
+    assert not result["skipped"]
+
+
 def test_time_to_the_baselines_loss_is_of_steps_and_seconds(result, rows):
     curves = {
         BASELINE: [[10, 4.0], [20, 2.0]],
@@ -85,6 +112,7 @@ def test_all_systems_get_the_same_batches():
 
     own = tokens()
     assert own == tokens()
+    assert len(tokens(rows=4)[0]) == 4 * len(own[0])
     others = [*tokens(rank=1), *tokens(seed=8), *tokens(held_out=True)]
     assert len({*own, *others}) == 12
     assert 32 <= sum(own[0]) / len(own[0]) < 128  # a text
