@@ -205,6 +205,7 @@ CASES = {
         **each("dropout", ALL, "zb-h1", "tensor"),
         **each("loaded_whole", ALL, "ZeRO-1", "tensor", "1f1b"),
         **each("frozen_late", ALL, "ZeRO-0", "ZeRO-1"),
+        **each("penalized", ALL, "tensor", "ZeRO-1"),
         "whole tensors": ["whole_tensors", {}],
         "empty": ["empty_group", {"as_function": False}],
         "function": ["empty_group", {"as_function": True}],
@@ -323,6 +324,13 @@ def test_whole_weights_do_not_go_into_a_part_of_a_model(found, layout):
     for ours in found(f"loaded_whole {layout}"):
         assert (ours["said"] == "accepted") is (layout == "ZeRO-1")
         assert ".load_state_dict" in ours["said"] or layout == "ZeRO-1"
+
+
+@pytest.mark.parametrize("layout", ["tensor", "ZeRO-1"])
+def test_a_loss_of_a_rank_alone_is_told_once(found, layout):
+    for rank, ours in enumerate(found(f"penalized {layout}")):
+        first = int(rank == 0 and layout == "tensor")
+        assert ours == {"told": [0, first, 0]}
 
 
 @pytest.mark.parametrize("layout", ["ZeRO-0", "ZeRO-1"])

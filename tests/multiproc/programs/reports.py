@@ -334,6 +334,21 @@ def measured(settings, kind):
     return result
 
 
+def penalized(settings):
+    """A penalty over the engine's parameters: what is told without it, and with it."""
+    engine = start(gpt2(), accumulation=1, **settings)
+    data, told = batches(engine.data_rank), []
+    for factor in (0.0, 1e-3, 1e-3):
+        with warnings_told("unlike losses") as lines:
+            for _ in range(3):
+                penalty = sum(weight.square().sum() for weight in engine.module.parameters())
+                engine.backward(engine(**next(data)).loss + factor * penalty)
+                engine.step()
+        told.append(len(lines))
+    engine.destroy()
+    return {"told": told}
+
+
 def shared(settings, *, frozen):
     """Two layers of a model, and of a pipeline of the caller's own, have one weight."""
     model = gpt2(n_layer=4)
