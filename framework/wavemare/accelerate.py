@@ -33,7 +33,7 @@ from accelerate.data_loader import (
     skip_first_batches,
 )
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, operations
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from accelerate.utils.environment import parse_flag_from_env

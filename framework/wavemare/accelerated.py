@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What accelerate's loop has in place of optimizers and schedulers: engines step in ``backward``."""
+"""What accelerate's loop has in place of its own optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ class SteppedOptimizer(DeepSpeedOptimizerWrapper):
 
 def note_reads(engine: Any, steps: Steps) -> None:
     """Note where a script reads an engine's parameters while it may look for gradients."""
-
     own = weakref.ref(engine)  # a cycle would keep the engine until it is found
 
     def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
