@@ -59,7 +59,7 @@ class SteppedOptimizer(DeepSpeedOptimizerWrapper):
 
 def note_reads(engine: Any, steps: Steps) -> None:
     """Note where a script reads an engine's parameters while it may look for gradients."""
-    own = weakref.ref(engine)  # a cycle would keep the engine until it is found
+    own: Any = weakref.ref(engine)  # a cycle would keep the engine until it is found
 
     def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
         steps.has_read |= steps.has_stepped and not called_by_library()
