@@ -115,9 +115,7 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             if has_loss or SECTION not in self.config:
                 raise
             reason = "DeepSpeed with ZeRO 0 takes no gradients of what the engine returns by itself"
-            remedy = (
-                "Call engine.backward(loss); for torch.autograd.grad call engine.module instead"
-            )
+            remedy = "Call engine.backward(loss); for torch.autograd.grad call engine.module"
             raise ConfigError("loss", "loss.backward()", reason, remedy) from error
 
     def step(self, *args: Any, **kwargs: Any) -> None:
