@@ -330,6 +330,7 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: The engine clips norms alone, in ``backward``.
         """
+        self.steps.has_read = False
         if self.section is not None:
             reason = "the engine has stepped in backward, and clips norms alone"
             remedy = 'Leave the call out, and write "gradient_clipping": a norm, in the file'
