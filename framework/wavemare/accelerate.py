@@ -99,6 +99,7 @@ class Accelerator(accelerate.Accelerator):
     _planned: Ranks | None = None
     _counts_models = False
     _checks_steps = False
+    steps = Steps()  # of a Trainer's, which has no loop of a script's own
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         watch_failures()
