@@ -44,7 +44,8 @@ def refuse_late_hooks(model: nn.Module) -> None:
     Those that were there before get the whole gradients. Libraries know what they register.
     """
     for name, part in model.named_parameters():
-        if partition_of(part) is not None:
+        # Quantized ones have no gradient, and torch exchanges no tensor that has weak references.
+        if partition_of(part) is not None and type(part) is nn.Parameter:
             for method in ("register_hook", "register_post_accumulate_grad_hook"):
                 vars(part)[method] = _LateHook(part, name, method)
 
