@@ -309,7 +309,7 @@ def test_a_hook_gets_the_whole_gradient_of_a_weight(found, layout, kind):
     after = {ours.pop("after") for ours in results}
     check(results, "measured")
     assert len(after) == 1
-    assert ("post-accumulate-grad hook" in after.pop()) is (layout == "tensor")
+    assert ("register_post_accumulate_grad_hook" in after.pop()) is (layout == "tensor")
 
 
 def test_layers_on_several_stages_that_share_a_weight_are_refused_unless_it_is_frozen(found):
