@@ -149,6 +149,8 @@ class _Split:
         # used again.
         self._parts: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._summed: list[nn.Parameter] = []
+        self._column_parents: set[nn.Module] = set()  # which have layers with parts as outputs
+        self._row_parents: set[nn.Module] = set()
         self._undo: list[Callable[[], Any]] = []
         self._layers = [self._known(name, style) for name, style in plan.layers(model.base_model)]
 
@@ -185,6 +187,10 @@ class _Split:
         self._split_vocabulary()
         for name, apply in self._layers:
             apply(self, base, name)
+        for parent in self._column_parents - self._row_parents:
+            self.note(parent, OF_OUTPUTS)
+        for parent in self._row_parents - self._column_parents:
+            self.note(parent, OF_INPUTS)
 
     def sum_gradients(self) -> None:
         """Sum the gradients of what several ranks hold alike and use on parts, in each pass."""
@@ -283,6 +289,7 @@ class _Split:
             self._copies[parent] = InputCopies(parent, self._group)
             self.hook(self._copies[parent].handle)
             if not gathers:
+                self._column_parents.add(parent)
                 self._note_inside(parent)
             # Feed-forward modules have neither heads nor dropout before their sum.
             if "att" in name.rpartition(".")[0] and not gathers:
@@ -328,6 +335,8 @@ class _Split:
         if isinstance(layer, nn.Parameter):
             self._set_part(base, name, layer, Partition(layer.dim() - 1))
             return
+        if not splits:
+            self._row_parents.add(base.get_submodule(name.rpartition(".")[0]))
         if is_lora(layer) and not splits:
             self.note(layer, OF_INPUTS)
             for dropout in layer.lora_dropout.values():
