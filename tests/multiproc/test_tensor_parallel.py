@@ -25,7 +25,7 @@ DROPPED = ["gpt2", "gpt2-eager", "bert-mlm", "llama"]
 LOADED = ["llama-tied", "qwen3", "phi3", "opt-tied"]
 NEAR = {"eager": ["llama", "gpt2"], "half": ["llama", "qwen3"]}
 FOUR = ["gpt2-101", "gpt2-20", "bert-mlm-101", "qwen3", "qwen2-kv1"]
-HOOKED = ["gpt2-101", "bert-mlm", "opt", "phi3", "qwen3", "olmo2", "mixtral", "qwen2_moe"]
+HOOKED = ["gpt2-101", "bert-mlm", "opt", "phi3", "qwen3", "olmo2", "mixtral", "lora-llama"]
 FUSED = ["gpt2-101", "gpt2-untied", "llama"]
 CASES = json.dumps(
     {

@@ -12,6 +12,7 @@ import sys
 import types
 from typing import Any
 
+import peft
 import torch
 from common import DEVICE, leave
 from tensor_models import batch, build, distance, gradients, own_part
@@ -382,7 +383,10 @@ def hooks(names):
     """Hooks that see other tensors in a split model than in the whole one, and those refused."""
     result = {}
     for name in names:
-        whole = build(name).to(DEVICE)
+        whole = build(name.removeprefix("lora-")).to(DEVICE)
+        if name.startswith("lora-"):
+            chosen = {"target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}
+            whole = peft.get_peft_model(whole, peft.LoraConfig(r=4, **chosen))
         model = split_model(copy.deepcopy(whole), dist.group.WORLD)
         found, called = set(), set()
         for kind in HOOKS:
