@@ -271,6 +271,9 @@ class _Split:
                     self.set(module, name, bias)
         split_head = VocabParallelHead(weight, bias, share, group)
         self.note(split_head, OF_OUTPUTS)
+        around = names[head].split(".")[:-1]  # as BERT's, which returns what its decoder does
+        for depth in range(len(around)):
+            self.note(model.get_submodule(".".join(around[: depth + 1])), OF_OUTPUTS)
         self.replace(names[head], head, split_head, model)
         forward = vars(model).get("forward")  # a wrapper's; usually there is only the class's
         _compute_loss_over_group(model, split_head)
