@@ -41,6 +41,7 @@ from wavemare.engine.optim.optimizers import (
 )
 from wavemare.engine.optim.parts import check_parts
 from wavemare.engine.optim.policy import Written
+from wavemare.engine.parts import PassedOver
 from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.ranks import Ranks
 from wavemare.engine.same_batches import SameBatches, attach_same_batches
@@ -77,6 +78,7 @@ class EngineMixin(CheckpointMixin):
         layout: The layout of the model, with ``digest`` and ``to_json()``; None if the
             configuration alone determines it.
         watchdog: The process's, if the configuration asks for one; None after `destroy`.
+        passed_over: What stages do not call of the caller's model; None without.
     """
 
     settings = WavemareConfig()
@@ -88,6 +90,7 @@ class EngineMixin(CheckpointMixin):
     same_batches: SameBatches | None = None
     layout: Any = None
     watchdog: Watchdog | None = None
+    passed_over: PassedOver | None = None
     has_begun = False
     """Whether the present step has done more than to read its data."""
     _dropped: Sequence[dict[str, Any] | None] = ()
@@ -294,8 +297,10 @@ class EngineMixin(CheckpointMixin):
 
         Raises:
             CommError: A step before it began and did not end.
+            ModelError: The caller's model was changed in a way that does nothing.
         """
         self.check_whole()
+        self.check_passed_over()
         step, self.has_begun = self.global_steps + 1, False
         PROGRESS.begin_step(step)
         try:
@@ -319,6 +324,11 @@ class EngineMixin(CheckpointMixin):
         if self.broken:
             remedy = "Load a checkpoint on all ranks, or start all processes again"
             raise CommError("optimizer step", self.global_steps + 1, self.broken, remedy)
+
+    def check_passed_over(self) -> None:
+        """Refuse changes of the caller's model that stages would not see; see `PassedOver`."""
+        if self.passed_over is not None:
+            self.passed_over.check()
 
     # --- passes, as DeepSpeed's accumulation of gradients sees them -------------------------------
 

@@ -13,6 +13,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import RepeatingLoader
 
 from wavemare.engine.base import EngineMixin
+from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.experts import ExpertsMixin
 from wavemare.engine.labels import count_labels
 from wavemare.engine.observe.progress import PROGRESS
@@ -108,7 +109,14 @@ class Engine(ExpertsMixin, EngineMixin, deepspeed.DeepSpeedEngine):
             reason = "wavemare.balance and wavemare.local_steps need the loss"
             remedy = "Call engine.backward(loss) or engine.scale(loss).backward()"
             raise ConfigError("loss", "loss.backward()", reason, remedy)
-        super()._backward_prologue()
+        try:
+            super()._backward_prologue()
+        except RuntimeError as error:
+            if has_loss or SECTION not in self.config:
+                raise
+            reason = "DeepSpeed with ZeRO 0 takes no gradients of what the engine returns by itself"
+            remedy = "Call engine.backward(loss); for torch.autograd.grad call engine.module"
+            raise ConfigError("loss", "loss.backward()", reason, remedy) from error
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Run DeepSpeed's optimizer step, if this micro-batch is the last of one."""

@@ -9,8 +9,9 @@ the model's own that say what works instead.
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -66,7 +67,9 @@ _WAYS = {
 """By the name of a method, the way that works where a rank holds a part."""
 _OF_EMBEDDINGS = tuple(name for name in _WAYS if name.endswith("_embeddings"))
 _OF_ADAPTERS = tuple(name for name in _WAYS if name.endswith(("_adapter", "unload")))
-_HOOKS = {name for name in _WAYS if name.endswith("_hook")}
+HOOKS = frozenset(name for name in _WAYS if name.endswith("_hook"))
+"""Methods of modules that register hooks."""
+_LIBRARIES = {"accelerate", "deepspeed", "peft", "torch", "transformers", "trl", "wavemare"}
 _own_part: ContextVar[bool] = ContextVar("own_part", default=False)
 
 
@@ -98,10 +101,22 @@ class Part:
     is_copy: bool = False
     is_spread: bool = False
 
+    @property
+    def can_be_copied(self) -> bool:
+        """Whether a copy of the model is as good as the model."""
+        return self.is_copy or self is SPLIT
+
     def error(self, method: str, model: Any) -> ModelError:
         """Return the error of a method that would give the rank's part."""
         name = f"{type(model).__name__}.{method}"
         return ModelError(name, "a part", self.reason, self.remedy or _WAYS[method])
+
+
+SPLIT = Part(
+    "ranks share its layer, and it takes or gives this rank's part",
+    "Register it on a module around it, as the block or the model, which takes and gives the whole",
+)
+"""Of a module inside a model whose layers are split over the ranks."""
 
 
 def part_of(engine: EngineMixin) -> Part | None:
@@ -146,14 +161,13 @@ class Mark:
         part: What the rank holds of it.
         engine: Returns the engine that holds it, or None if that is gone.
         layout: The module's `layout_of`.
-        hooks_alone: Whether it is a module inside, of which stages call what is inside it or beside
-            it, so that its hooks would not run.
+        ways: Names of the methods that are refused; None for all that a part has not.
     """
 
     part: Part
     engine: Callable[[], Any]
     layout: object
-    hooks_alone: bool = False
+    ways: Collection[str] | None = None
 
     def holds_whole(self) -> bool:
         """Whether the rank has the whole model's weights at this moment."""
@@ -182,7 +196,11 @@ def layout_of(module: Any) -> object:
 
 
 def mark(
-    models: Iterable[nn.Module], engine: EngineMixin, part: Part, *, hooks_alone: bool = False
+    models: Iterable[nn.Module],
+    engine: EngineMixin,
+    part: Part,
+    *,
+    ways: Collection[str] | None = None,
 ) -> None:
     """Let models say what works where they would give one rank's part.
 
@@ -190,30 +208,34 @@ def mark(
         models: The caller's model, the models in it, and the engine's module.
         engine: Holds them.
         part: What `part_of` has said.
-        hooks_alone: See `Mark`.
+        ways: See `Mark`.
     """
-    noted = Mark(part, weakref.ref(engine), layout_of(engine.module), hooks_alone)
+    noted = Mark(part, weakref.ref(engine), layout_of(engine.module), ways)
     restore(dict.fromkeys(models, noted))
 
 
 def restore(marks: Mapping[nn.Module, Mark]) -> None:
     """Mark models again, of which `lift` has returned this."""
     for model, mark in marks.items():
-        _marks[model], part = mark, mark.part
-        left = set() if part.is_cut else {"forward", "generate", *_HOOKS}
-        left |= _WAYS.keys() - _HOOKS if mark.hooks_alone else set()
-        left |= {name for name in _OF_ADAPTERS if not hasattr(model, name)}
-        own = {"forward", *_HOOKS, *_OF_ADAPTERS}  # which say more
-        left |= own if isinstance(model, PipelineModule) else set()
-        left |= {"__deepcopy__"} if part.is_copy else set()
-        if not part.is_cut and all(map(is_divided, split_weights(model))):
-            left.update(_OF_EMBEDDINGS)  # each rank holds the whole embedding
-            if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-                left.update(_OF_ADAPTERS)  # and each layer that may get an adapter
-        if hasattr(model, "generate") and any(map(is_divided, model.parameters())):
-            left.discard("generate")  # the ranks must call it equally often
-        for name in _WAYS.keys() - left:
+        _marks[model] = mark
+        for name in _ways_of(model, mark.part) if mark.ways is None else mark.ways:
             vars(model)[name] = _Method(model, name)
+
+
+def _ways_of(model: nn.Module, part: Part) -> set[str]:
+    """Return the names of the methods that would give a part of a model."""
+    left = set() if part.is_cut else {"forward", "generate", *HOOKS}
+    left |= {name for name in _OF_ADAPTERS if not hasattr(model, name)}
+    own = {"forward", *HOOKS, *_OF_ADAPTERS}  # which say more
+    left |= own if isinstance(model, PipelineModule) else set()
+    left |= {"__deepcopy__"} if part.is_copy else set()
+    if not part.is_cut and all(map(is_divided, split_weights(model))):
+        left.update(_OF_EMBEDDINGS)  # each rank holds the whole embedding
+        if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            left.update(_OF_ADAPTERS)  # and each layer that may get an adapter
+    if hasattr(model, "generate") and any(map(is_divided, model.parameters())):
+        left.discard("generate")  # the ranks must call it equally often
+    return _WAYS.keys() - left
 
 
 def mark_of(model: Any) -> Mark | None:
@@ -231,18 +253,66 @@ def lift(model: Any) -> dict[nn.Module, Mark]:
     return found
 
 
+def called_by_library() -> bool:
+    """Whether a library, such as DeepSpeed's profiler, has called the function that asks."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return caller.partition(".")[0] in _LIBRARIES
+
+
+class PassedOver:
+    """Modules of the caller's model that no stage calls, so that a change of them would do nothing.
+
+    It keeps none of them alive.
+
+    Args:
+        modules: As they are after `mark`.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._found = weakref.WeakKeyDictionary({each: _identity(each) for each in modules})
+
+    def check(self) -> None:
+        """Compare the modules inside each of them, and its ``forward``, with those at first.
+
+        Raises:
+            ModelError: There are others.
+        """
+        for module, (forward, children) in list(self._found.items()):
+            now = _identity(module)
+            if now == (forward, children):
+                continue
+            what = "forward" if now[0] != forward else "the modules inside"
+            reason = "it was changed after initialize, and stages call the layers that they had"
+            remedy = (
+                "Change the model before initialize; to go on with its weights, load what "
+                "wavemare.save_pretrained writes"
+            )
+            raise ModelError(type(module).__name__, what, reason, remedy)
+
+
+def _identity(module: nn.Module) -> tuple[int, tuple[int, ...]]:
+    """Return what tells a module's own ``forward`` and the modules in it from others."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, _Method):
+        forward = forward.before
+    return id(forward), tuple(map(id, module._modules.values()))
+
+
 class _Method:
     """Stands for a method of a model of which this rank holds a part.
 
     Args:
         model: The model, marked.
         name: The method's name.
+
+    Attributes:
+        before: What the model itself had by that name, and not its class; or None.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._model: Callable[[], Any] = weakref.ref(model)
         self._name = name
-        self._before = vars(model).get(name)
+        self.before = vars(model).get(name)
         with suppress(AttributeError, ValueError):  # callers look for names of parameters
             self.__signature__ = inspect.signature(getattr(model, name))
 
@@ -250,8 +320,8 @@ class _Method:
         """Put the model's own method back."""
         own = vars(self._model())
         del own[self._name]
-        if self._before is not None:
-            own[self._name] = self._before
+        if self.before is not None:
+            own[self._name] = self.before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model, name = self._model(), self._name
@@ -263,6 +333,8 @@ class _Method:
                 return self._own(*args, **kwargs)
             except RuntimeError as error:  # other names or shapes
                 raise mark.part.error(name, model) from error
+        if name in HOOKS and called_by_library():
+            return self._own(*args, **kwargs)
         parts = _own_part.get() and name in ("state_dict", "save_pretrained")
         if parts or mark.holds_whole():
             return self._own(*args, **kwargs)
@@ -278,11 +350,11 @@ class _Method:
     @property
     def _own(self) -> Any:
         model = self._model()
-        return self._before or getattr(type(model), self._name).__get__(model)
+        return self.before or getattr(type(model), self._name).__get__(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         model = self._model()
-        if not _marks[model].part.is_copy:
+        if not _marks[model].part.can_be_copied:
             raise _marks[model].part.error("__deepcopy__", model)
         return MethodType(getattr(type(model), self._name), memo[id(model)])
 

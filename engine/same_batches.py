@@ -21,6 +21,7 @@ from wavemare.engine.config.resolve import SECTION
 from wavemare.engine.feature import Feature
 from wavemare.engine.labels import IGNORED
 from wavemare.engine.launch.group import gather
+from wavemare.engine.observe.choices import tell_warning
 from wavemare.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,6 +41,15 @@ _STRIDE = 2_654_435_761
 """A prime: so samples lie in all columns, whatever the length of a row."""
 _DIGEST_BYTES = 6
 """A float64 holds whole numbers of so many bytes."""
+_ROUNDING = 1e-6
+"""By how much, relatively, losses may differ."""
+_UNLIKE_LOSSES = (
+    "unlike losses: ranks {} and {} share the layers of one model, and their losses are {:g} and"
+    " {:g}. A term of the loss is computed from what a rank has alone, such as a penalty over"
+    " model.parameters(), which are parts of split weights. Of a sum over weights the gradients are"
+    " right, and the loss that is shown is not. Or the model draws random numbers that the ranks do"
+    " not share"
+)
 _PRIME, _FACTOR = 2**53 - 111, 1_000_003
 """Of the sum of digests, which a float64 holds, too."""
 
@@ -61,6 +71,7 @@ class SameBatches(Feature):
         self._group = group
         self._passes = 0
         self._is_soon = False
+        self._compares_loss = self._has_told = False
         self._before = NONE
 
     def before_forward(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -70,6 +81,20 @@ class SameBatches(Feature):
             self._is_soon = False
             batch = (inputs, keywords)
             self.read((batch, batch), may_wait=True)
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Compare the losses of ranks that have compared their batches, and warn if they differ."""
+        if self._compares_loss and not self._has_told:
+            ranks = torch.distributed.get_process_group_ranks(self._group)
+            found = gather(loss.detach().float().mean().item(), self._group)
+            least, most = min(found), max(found)
+            # Ranks go on with sums that have the same bits; other devices may round elsewhere.
+            if most - least > _ROUNDING * max(abs(least), abs(most)):
+                self._has_told = True
+                both = [ranks[found.index(value)] for value in (least, most)]
+                tell_warning(_UNLIKE_LOSSES.format(*both, least, most))
+        self._compares_loss = False
+        return loss
 
     def compare_soon(self) -> None:
         """Compare what the next pass reads; all ranks call it."""
@@ -91,6 +116,7 @@ class SameBatches(Feature):
         """
         digests = digests_of(*batch, on_device=may_wait)
         if may_wait and self._group is not None:
+            self._compares_loss = torch.is_grad_enabled()
             ranks = torch.distributed.get_process_group_ranks(self._group)
             found = list(zip(ranks, gather(digests, self._group), strict=True))
             for part in uses:

@@ -60,7 +60,6 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
             micro-batches to one; the configuration's schedule if omitted.
         kwargs: DeepSpeed's.
 
-
     Attributes:
         steps_plainly: Whether torch's optimizer steps, without a wrapper of DeepSpeed's.
         recorder: Where this rank's time goes.
@@ -502,6 +501,7 @@ class PipelineEngine(ExpertsMixin, StagedEngine):
         Raises:
             StopIteration: The data had ended before; on all ranks.
         """
+        self.check_passed_over()
         self.settle()
         self.drain()
         self._evaluating = True

@@ -33,7 +33,7 @@ from accelerate.data_loader import (
     skip_first_batches,
 )
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, operations
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from accelerate.utils.environment import parse_flag_from_env
@@ -42,6 +42,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 from torch.utils.data import IterableDataset
 
+from wavemare.accelerated import SteppedOptimizer, Steps, note_reads, scheduler_of
 from wavemare.api import initialize
 from wavemare.engine.checkpoint.random_state import (
     LateLoader,
@@ -83,6 +84,7 @@ class Accelerator(accelerate.Accelerator):
         stages: Stages of the pipeline.
         weighs_losses: Whether the engine weighs the losses of data ranks.
         whole_step_key: The key that makes the engine train whole steps only; None without one.
+        steps: What is known of the loop's present step.
         whole_steps: Whether the caller trains by ``engine.train_batch``, as
             `wavemare.hf.Trainer` does.
         build: Called in place of ``deepspeed.initialize``.
@@ -97,10 +99,11 @@ class Accelerator(accelerate.Accelerator):
     _planned: Ranks | None = None
     _counts_models = False
     _checks_steps = False
-    _has_stepped = False  # the engine, and optimizer.step() was not called since
+    steps = Steps()  # of a Trainer's, which has no loop of a script's own
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         watch_failures()
+        self.steps = Steps()
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         by_deepspeed = any(given.get(n) for n in _PLUGINS) or parse_flag_from_env(_USE_DEEPSPEED)
         with joined_on_cpus(given) if by_deepspeed else nullcontext():
@@ -191,7 +194,7 @@ class Accelerator(accelerate.Accelerator):
 
         if (section := self._given_section()) is not self.section:  # another plugin is selected
             self.take_section(section)
-        self._has_stepped = False
+        self.steps.has_stepped = False
         self._counts_models = self.model_ranks > 1  # in sizes of batches and lengths of schedules
         try:
             with _initializing_by(ours):
@@ -209,11 +212,13 @@ class Accelerator(accelerate.Accelerator):
             # Without our section all is stock's; the Trainer has no loop of a script's own.
             self._checks_steps = self.section is not None and not self.whole_steps
             engine.steps_in_backward = self._checks_steps
+            if self._checks_steps:
+                note_reads(engine, self.steps)
         for each in prepared:
             if self.model_ranks > 1 and type(each) is AcceleratedScheduler:
-                each.__class__ = _scheduler_of(self.data_ranks)
+                each.__class__ = scheduler_of(self.data_ranks)
             elif type(each) is DeepSpeedOptimizerWrapper and self._checks_steps:
-                each.__class__, each.accelerator = _Optimizer, self
+                each.__class__, each.steps = SteppedOptimizer, self.steps
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -230,7 +235,7 @@ class Accelerator(accelerate.Accelerator):
                 )
                 remedy = "Make an Accelerator() for each model, or call free_memory() between them"
                 raise ConfigError("prepare", f"{len(trained)} engines", reason, remedy)
-            if self._has_stepped:
+            if self.steps.has_stepped:
                 key, count = "gradient_accumulation_steps", self.gradient_accumulation_steps
                 reason = (
                     "the engine stepped in the last backward, and optimizer.step() did not come"
@@ -238,7 +243,7 @@ class Accelerator(accelerate.Accelerator):
                 remedy = "Put each pass with optimizer.step() in accelerator.accumulate(model)"
                 raise ConfigError(key, count, reason, f"{remedy}; or add up losses for one pass")
         super().backward(loss, **kwargs)
-        self._has_stepped = self._checks_steps and self.sync_gradients
+        self.steps.has_stepped = self._checks_steps and self.sync_gradients
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a loader of this data rank's batches; see accelerate's method of that name.
@@ -307,6 +312,7 @@ class Accelerator(accelerate.Accelerator):
             ConfigError: The engine clips to another norm than this one. Infinity clips nothing.
         """
         engine = getattr(getattr(self, "deepspeed_engine_wrapped", None), "engine", None)
+        self.steps.has_read = False
         if engine is not None and self.section is not None:
             wanted = 0.0 if math.isinf(max_norm) else float(max_norm)
             limit = float(engine.gradient_clipping())
@@ -318,6 +324,19 @@ class Accelerator(accelerate.Accelerator):
                     remedy = "Leave norm_type out"
                 raise ConfigError("gradient_clipping", limit, reason + kind, remedy)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip as accelerate's method of that name, which no DeepSpeed engine does.
+
+        Raises:
+            ConfigError: The engine clips norms alone, in ``backward``.
+        """
+        self.steps.has_read = False
+        if self.section is not None:
+            reason = "the engine has stepped in backward, and clips norms alone"
+            remedy = 'Leave the call out, and write "gradient_clipping": a norm, in the file'
+            raise ConfigError("clip_grad_value_", clip_value, reason, remedy)
+        super().clip_grad_value_(parameters, clip_value)
 
     def check_trigger(self) -> bool:
         """Return whether any process has set the trigger; see accelerate's method of that name."""
@@ -493,33 +512,6 @@ def _without_first(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 _replace(skip_first_batches, _without_first, sys.modules[__name__])
-
-
-class _Optimizer(DeepSpeedOptimizerWrapper):
-    """Says to its accelerator that the script steps; the engine has done so in ``backward``."""
-
-    accelerator: Accelerator
-
-    def step(self) -> None:
-        self.accelerator._has_stepped = False
-
-
-def _scheduler_of(data_ranks: int) -> type[AcceleratedScheduler]:
-    """Return accelerate's scheduler, which steps once for each data rank."""
-
-    class Scheduler(AcceleratedScheduler):
-        def step(self, *args: Any, **kwargs: Any) -> None:
-            states = PartialState._shared_state, AcceleratorState._shared_state
-            processes = states[0]["num_processes"]
-            for state in states:
-                state["num_processes"] = data_ranks
-            try:
-                super().step(*args, **kwargs)
-            finally:
-                for state in states:
-                    state["num_processes"] = processes
-
-    return Scheduler
 
 
 @contextmanager

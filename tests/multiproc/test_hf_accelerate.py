@@ -79,6 +79,17 @@ def test_a_norm_that_the_engine_does_not_clip_to_is_refused(results):
         assert all("ConfigError: gradient_clipping = 1.0" in one for one in said[1:])
 
 
+def test_a_loop_that_changes_gradients_after_the_step_is_refused_or_told(results):
+    for rank, result in enumerate(results):
+        told = int(rank == 0)  # once
+        assert result["clipped"] == {
+            "norm": ["accepted", 0],
+            "value": ["ConfigError: clip_grad_value_", 0],
+            "torch's": ["accepted", told],
+            "weights": ["accepted", 0],
+        }
+
+
 def test_a_loop_that_steps_elsewhere_than_its_engine_is_refused(results):
     for result in results:
         steps, by_hand, by_two_engines, alone = result["unlike steps"]

@@ -205,6 +205,7 @@ CASES = {
         **each("dropout", ALL, "zb-h1", "tensor"),
         **each("loaded_whole", ALL, "ZeRO-1", "tensor", "1f1b"),
         **each("frozen_late", ALL, "ZeRO-0", "ZeRO-1"),
+        **each("penalized", ALL, "tensor", "ZeRO-1"),
         "whole tensors": ["whole_tensors", {}],
         "empty": ["empty_group", {"as_function": False}],
         "function": ["empty_group", {"as_function": True}],
@@ -308,7 +309,7 @@ def test_a_hook_gets_the_whole_gradient_of_a_weight(found, layout, kind):
     after = {ours.pop("after") for ours in results}
     check(results, "measured")
     assert len(after) == 1
-    assert ("post-accumulate-grad hook" in after.pop()) is (layout == "tensor")
+    assert ("register_post_accumulate_grad_hook" in after.pop()) is (layout == "tensor")
 
 
 def test_layers_on_several_stages_that_share_a_weight_are_refused_unless_it_is_frozen(found):
@@ -323,6 +324,14 @@ def test_whole_weights_do_not_go_into_a_part_of_a_model(found, layout):
     for ours in found(f"loaded_whole {layout}"):
         assert (ours["said"] == "accepted") is (layout == "ZeRO-1")
         assert ".load_state_dict" in ours["said"] or layout == "ZeRO-1"
+
+
+@pytest.mark.parametrize("layout", ["tensor", "ZeRO-1"])
+def test_a_loss_of_a_rank_alone_is_told_once(found, layout):
+    for rank, ours in enumerate(found(f"penalized {layout}")):
+        first = int(rank == 0 and layout == "tensor")
+        assert ours["told"] == [0, first, 0]
+        assert ours["slope"] < 1e-6
 
 
 @pytest.mark.parametrize("layout", ["ZeRO-0", "ZeRO-1"])

@@ -42,7 +42,7 @@ NAMED = [
 SAMPLE = ["zero3/two", "tensor/pissa", "experts zero1/whole", "pipemare/whole", "zbv/named"]
 SAMPLE += ["tensor experts/lora"]
 SAMPLE += ["local steps/whole", "their experts/whole"]
-OTHERS = ("again", "inside", "unlike lengths", "hooks")
+OTHERS = ("again", "inside", "unlike lengths", "hooks", "changed")
 REFUSED = ["their experts/lora", "their experts of qwen2/whole"]
 
 
@@ -120,17 +120,38 @@ def test_models_inside_other_modules_train_and_say_what_they_are(sample):
 
 
 @pytest.mark.world_size(2)
-def test_hooks_of_modules_that_stages_do_not_call_are_refused(sample):
-    """A tied head, of which stages use the embedding's weight, and a list; others run."""
+def test_hooks_that_would_not_run_or_see_a_part_are_refused_after_initialize(sample):
+    """Of a tied head, of which stages use the embedding's weight, and of a list; of split layers.
+
+    Others run, and those of DeepSpeed's profiler.
+    """
+    columns = {"forward", "full_backward", "full_backward_pre"}
+    of_weight = {"register_hook", "register_post_accumulate_grad_hook"}
+    parts = {
+        "lm_head": columns,
+        "transformer.h.1.mlp.c_fc": columns,
+        "transformer.h.1.mlp.act": {"forward_pre", *columns},
+        "transformer.h.1.mlp.c_fc.weight": of_weight,
+    }
     for found in sample:
         for case, said in found["hooks"].items():
-            layout, name, *_ = case.split()
-            cut = layout != "tensor"
+            layout, name, *kind = case.split()
             if name == "ran":
                 assert said == 2, case  # each of two micro-batches once; or on each of two ranks
-            else:
-                refused = cut and name in ("lm_head", "transformer.h")
+            elif layout == "tensor":
+                refused = kind[0] in parts.get(name, ())
                 assert said == ("ModelError" if refused else "accepted"), case
+            else:
+                refused = name in ("lm_head", "transformer.h")
+                assert said == ("ModelError" if refused else "accepted"), case
+
+
+@pytest.mark.world_size(2)
+def test_changes_after_initialize_that_stages_would_not_see_are_refused(sample):
+    for found in sample:
+        for case, said in found["changed"].items():
+            goes_on = case.split()[0] in ("nothing", "called")
+            assert said == ("accepted" if goes_on else "ModelError"), case
 
 
 @pytest.mark.world_size(2)

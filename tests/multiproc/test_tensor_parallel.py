@@ -25,10 +25,12 @@ DROPPED = ["gpt2", "gpt2-eager", "bert-mlm", "llama"]
 LOADED = ["llama-tied", "qwen3", "phi3", "opt-tied"]
 NEAR = {"eager": ["llama", "gpt2"], "half": ["llama", "qwen3"]}
 FOUR = ["gpt2-101", "gpt2-20", "bert-mlm-101", "qwen3", "qwen2-kv1"]
+HOOKED = ["gpt2-101", "bert-mlm", "opt", "phi3", "qwen3", "olmo2", "mixtral", "lora-llama"]
 FUSED = ["gpt2-101", "gpt2-untied", "llama"]
 CASES = json.dumps(
     {
         "fused": FUSED,
+        "hooks": HOOKED,
         "ignored": ["llama"],
         "own_losses": FUSED,
         "thawed": ["qwen3-kv1"],
@@ -79,6 +81,14 @@ def test_a_forward_pass_that_reads_the_head_gets_the_whole_of_it(launch_once):
     results = launch_once("tensor_parallel.py", CASES)
     for name in FUSED:
         check_equality([result["fused"][name] for result in results])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_are_refused_exactly_where_they_would_see_a_part(launch_once, name):
+    for result in launch_once("tensor_parallel.py", CASES):
+        found = result["hooks"][name]
+        assert found["refused"] == found["unlike"] != []
 
 
 @pytest.mark.world_size(2)

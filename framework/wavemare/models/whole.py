@@ -21,6 +21,9 @@ from wavemare.engine.base import EngineMixin
 from wavemare.engine.experts import expert_group
 from wavemare.engine.launch.group import gather
 from wavemare.engine.parts import (
+    HOOKS,
+    SPLIT,
+    PassedOver,
     layout_of,
     lift,
     mark,
@@ -34,6 +37,7 @@ from wavemare.errors import ModelError
 from wavemare.models.adapters import is_adapted
 from wavemare.models.module import TransformerPipeline
 from wavemare.models.quantized import dequantized, without_statistics
+from wavemare.parallel.tensor.hooks import hooks_of_parts, refuse_late_hooks
 from wavemare.parallel.tensor.partition import (
     gather_parts,
     is_split,
@@ -314,7 +318,12 @@ def hand_over(model: Any, engine: Any) -> None:
     held = [m for m in held if m not in called] + ([module] if ours else [])
     inner = set(getattr(module, "passed_over", ())).difference(held)
     mark(held, engine, part)
-    mark(inner, engine, part, hooks_alone=True)
+    mark(inner, engine, part, ways=HOOKS if part.is_cut else ())
+    for each, ways in hooks_of_parts(module).items():
+        mark([each], engine, SPLIT, ways=ways)
+    refuse_late_hooks(module)
+    if part.is_cut:
+        engine.passed_over = PassedOver([m for m in (*held, *inner) if m is not module])
     if ours and not part.remedy:
         engine.gather_weights = for_a_file
 

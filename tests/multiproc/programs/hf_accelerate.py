@@ -16,7 +16,7 @@ import transformers
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim
 from accelerate.utils import reduce as reduce_imported_before
-from common import leave, refusal
+from common import leave, refusal, warnings_told
 from hf_common import Rows, plain_model
 
 import wavemare
@@ -155,18 +155,19 @@ def shared():
         }
 
 
+def prepared():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    config = {**configuration({}), "gradient_accumulation_steps": 1}
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = wavemare.accelerate.Accelerator(deepspeed_plugin=plugin)
+    model = plain_model("gpt2")
+    loader = torch.utils.data.DataLoader(Rows("gpt2", 16), batch_size=2)
+    made = accelerator.prepare(model, DummyOptim(model.parameters()), loader)
+    return accelerator, *made
+
+
 def unlike_steps():
     """What is said of loops that step elsewhere than their engine."""
-
-    def prepared():
-        AcceleratorState._reset_state(reset_partial_state=True)
-        config = {**configuration({}), "gradient_accumulation_steps": 1}
-        plugin = DeepSpeedPlugin(hf_ds_config=config)
-        accelerator = wavemare.accelerate.Accelerator(deepspeed_plugin=plugin)
-        model = plain_model("gpt2")
-        loader = torch.utils.data.DataLoader(Rows("gpt2", 16), batch_size=2)
-        made = accelerator.prepare(model, DummyOptim(model.parameters()), loader)
-        return accelerator, *made
 
     def by_hand(*, steps=False):
         accelerator, model, optimizer, loader = prepared()
@@ -187,6 +188,30 @@ def unlike_steps():
 
     loops = partial(by_hand, steps=True), by_hand, by_two_engines, alone
     return [refusal(loop) for loop in loops]
+
+
+def clipped():
+    """What loops are told that clip, or change gradients in another way, after the backward pass.
+
+    Of accelerate's functions, torch's, and a loop that reads weights at another time.
+    """
+    told = {}
+    clips = {
+        "norm": lambda accelerator, model: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        "value": lambda accelerator, model: accelerator.clip_grad_value_(model.parameters(), 1.0),
+        "torch's": lambda _, model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        "weights": lambda *_: None,
+    }
+    for name, clip in clips.items():
+        accelerator, model, optimizer, loader = prepared()
+        with warnings_told("gradients") as lines:
+            for batch in islice(loader, 2):
+                accelerator.backward(model(**batch).loss)
+                said = refusal(partial(clip, accelerator, model))
+                optimizer.step()
+                sum(weight.sum() for weight in model.parameters())
+        told[name] = said.partition(" = ")[0], len(lines)
+    return told
 
 
 def prepared_again(section):
@@ -281,6 +306,7 @@ if __name__ == "__main__":
             "late": refusal(lambda: loop(ours, state={})),
             "sparse": loop(ours, auto),
             "unlike steps": unlike_steps(),
+            "clipped": clipped(),
             "again": [
                 prepared_again(section) for section in ({}, {"tensor_parallel": {"size": 2}})
             ],

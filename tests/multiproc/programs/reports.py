@@ -334,6 +334,33 @@ def measured(settings, kind):
     return result
 
 
+def penalized(settings):
+    """A penalty over the engine's parameters: what is told without it, and with it.
+
+    Also how far a gradient by ``torch.autograd.grad``, outside of a step, is from a plain one.
+    """
+    engine, twin = start(gpt2(), accumulation=1, **settings), gpt2()
+    data, told = batches(engine.data_rank), []
+    batch, own = next(data), engine.module.transformer.ln_f.weight
+    slopes = [
+        torch.autograd.grad(model(**batch).loss, weight)[0]
+        for model, weight in ((engine.module, own), (twin, twin.transformer.ln_f.weight))
+    ]
+    if not settings.get("zero"):  # there DeepSpeed has a pass of its own
+        said = refusal(lambda: torch.autograd.grad(engine(**batch).loss, own))
+        assert said.startswith("ConfigError: loss"), said
+    for factor in (0.0, 1e-3, 1e-3):
+        engine.settle()  # the next pass compares
+        with warnings_told("unlike losses") as lines:
+            for _ in range(3):
+                penalty = sum(weight.square().sum() for weight in engine.module.parameters())
+                engine.backward(engine(**next(data)).loss + factor * penalty)
+                engine.step()
+        told.append(len(lines))
+    engine.destroy()
+    return {"told": told, "slope": float((slopes[0] - slopes[1]).abs().max())}
+
+
 def shared(settings, *, frozen):
     """Two layers of a model, and of a pipeline of the caller's own, have one weight."""
     model = gpt2(n_layer=4)

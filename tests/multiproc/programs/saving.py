@@ -34,6 +34,7 @@ from common import (
     refusal,
     token_batches,
 )
+from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from hf_common import arguments, json_file
 from safetensors.torch import load_file
@@ -542,6 +543,20 @@ def inside():
     return found | {"saved": difference(torch.load("inside/pytorch_model.bin"), expected)}
 
 
+HOOKED = (
+    ("lm_head", "transformer.h", "transformer.ln_f"),
+    ("lm_head", "transformer.h.1", "transformer.h.1.mlp.c_fc", "transformer.h.1.mlp.act"),
+)
+"""Modules of pipelines, and of split models."""
+
+
+def _profile(engine):
+    """Let DeepSpeed's profiler register hooks of its own on all modules, and take them away."""
+    profiler = FlopsProfiler(engine.module)
+    profiler.start_profile()
+    profiler.end_profile()
+
+
 def hooks():
     """Register hooks of all kinds after initialize; return what the ways say, and which ran."""
     found = {}
@@ -554,12 +569,18 @@ def hooks():
         with own_groups():
             engine = engine_of(model, **LAYOUTS[layout]["section"])
             for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
-                for name in ("lm_head", "transformer.h", "transformer.ln_f"):
+                for name in HOOKED[layout == "tensor"]:
                     register = getattr(model.get_submodule(name), f"register_{kind}_hook")
                     said = refusal(lambda register=register: register(run).remove())
                     found[f"{layout} {name} {kind}"] = said.partition(":")[0]
             if layout == "tensor":
-                model.lm_head.register_forward_hook(run)
+                for kind in ("register_hook", "register_post_accumulate_grad_hook"):
+                    for name in ("transformer.ln_f.weight", "transformer.h.1.mlp.c_fc.weight"):
+                        register = getattr(model.get_parameter(name), kind)
+                        said = refusal(lambda register=register: register(run).remove())
+                        found[f"{layout} {name} {kind}"] = said.partition(":")[0]
+                _profile(engine)
+                model.transformer.ln_f.register_forward_hook(run)
                 engine(input_ids=next(token_batches(1)))
             else:
                 with suppress(WavemareError):
@@ -571,7 +592,50 @@ def hooks():
     return found
 
 
-OTHERS = {"again": again, "inside": inside, "unlike lengths": unlike_lengths, "hooks": hooks}
+def changed():
+    """Change after initialize what no stage calls; return what each says, and of what goes on."""
+    found = {}
+    for name, change in CHANGES.items():
+        model = build_gpt2(n_layer=4)
+        with own_groups():
+            engine = engine_of(model, **LAYOUTS["1f1b"]["section"])
+            data = ({"input_ids": ids, "labels": ids} for ids in token_batches(1))
+            engine.train_batch(data)
+            change(model)
+            for way in (engine.train_batch, engine.eval_batch):
+                said = refusal(lambda way=way: way(data))  # noqa: B023
+                found[f"{name} {way.__name__}"] = said.partition(" ")[0].rstrip(":")
+            engine.destroy()
+    return found
+
+
+def _shorten(model):
+    model.transformer.h = model.transformer.h[:2]
+
+
+def _replace_block(model):
+    model.transformer.h[0] = copy.deepcopy(model.transformer.h[0])
+
+
+def _new_forward(module):
+    module.forward = type(module).forward.__get__(module)
+
+
+CHANGES = {
+    "nothing": lambda model: None,
+    "shorter": _shorten,
+    "block": _replace_block,
+    "head": lambda model: _new_forward(model.lm_head),
+    "model": _new_forward,
+    "called": lambda model: _new_forward(model.transformer.ln_f),  # which the last stage calls
+}
+OTHERS = {
+    "again": again,
+    "changed": changed,
+    "inside": inside,
+    "unlike lengths": unlike_lengths,
+    "hooks": hooks,
+}
 
 if __name__ == "__main__":
     wavemare.init_distributed()

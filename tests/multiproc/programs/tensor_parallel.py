@@ -12,15 +12,18 @@ import sys
 import types
 from typing import Any
 
+import peft
 import torch
 from common import DEVICE, leave
 from tensor_models import batch, build, distance, gradients, own_part
 from torch import distributed as dist
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import CausalLMOutput
 
 from wavemare.engine import init_distributed
 from wavemare.errors import ModelError
 from wavemare.models import whole_state_dict
+from wavemare.parallel.tensor.hooks import hooks_of_parts
 from wavemare.parallel.tensor.layers import (
     VocabularyShare,
     copy_to_group,
@@ -376,9 +379,72 @@ def loaded(names):
     return result
 
 
-CASES = {"loaded": loaded, "equal": equal, "functions": functions, "dropout": dropout}
+def hooks(names):
+    """Hooks that see other tensors in a split model than in the whole one, and those refused."""
+    result = {}
+    for name in names:
+        whole = build(name.removeprefix("lora-")).to(DEVICE)
+        if name.startswith("lora-"):
+            chosen = {"target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}
+            whole = peft.get_peft_model(whole, peft.LoraConfig(r=4, **chosen))
+        model = split_model(copy.deepcopy(whole), dist.group.WORLD)
+        found, called = set(), set()
+        for kind in HOOKS:
+            own, expected = (seen_by_hooks(each, kind) for each in (model, whole))
+            called |= own.keys()  # of which dropout is none, where a kernel drops
+            found |= {f"{name}: {kind}" for name in own if unlike(own[name], expected[name])}
+        names_of = {module: name for name, module in model.named_modules()}
+        refused = {
+            f"{names_of[module]}: {method.removeprefix('register_').removesuffix('_hook')}"
+            for module, methods in hooks_of_parts(model).items()
+            for method in methods
+            if names_of[module] in called
+        }
+        refused = {one for one in refused if not one.endswith(": backward")}  # torch's older name
+        result[name] = {"unlike": sorted(found), "refused": sorted(refused)}
+    return result
+
+
+HOOKS = ("forward_pre", "forward", "full_backward", "full_backward_pre")
+
+
+def seen_by_hooks(model, kind):
+    """Return the tensors that hooks of all modules but the model itself see in one pass."""
+    seen, handles = {}, []
+
+    def note(name, module, *given):
+        # Hooks of outputs get inputs, too.
+        given = given[-1:] if kind == "forward" else given
+        floats = [t for t in tree_leaves(given) if torch.is_tensor(t) and t.is_floating_point()]
+        seen.setdefault(name, [tensor.detach().clone() for tensor in floats])
+
+    options = {"with_kwargs": True} if kind == "forward_pre" else {}
+    for name, module in model.named_modules():
+        if name:
+            register = getattr(module, f"register_{kind}_hook")
+            handles.append(register(functools.partial(note, name), **options))
+    model(**batch(model)).loss.backward()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def unlike(these, those):
+    if [tensor.shape for tensor in these] != [tensor.shape for tensor in those]:
+        return True
+    pairs = zip(these, those, strict=True)
+    return any(float((a - b).abs().max()) > 1e-3 * float(b.abs().max()) + 1e-6 for a, b in pairs)
+
+
+CASES = {
+    "hooks": hooks,
+    "loaded": loaded,
+    "equal": equal,
+    "functions": functions,
+    "dropout": dropout,
+}
 CASES |= {"eager": eager, "half": half, "fused": fused, "ignored": ignored}
-CASES |= {"own_losses": own_losses, "thawed": thawed}
+CASES |= {"own_losses": own_losses, "thawed": thawed, "hooks": hooks}
 
 if __name__ == "__main__":
     init_distributed()

@@ -151,9 +151,7 @@ def _keep_hooks(whole: nn.Parameter, part: nn.Parameter, group: Any, name: str) 
     """
     hooks, after = hooks_of(whole)
     if after:
-        reason = "it would get this rank's part of the weight"
-        remedy = "Register it after wavemare.initialize, or use ZeRO or pipeline stages"
-        raise ModelError(name or "vocabulary", "a post-accumulate-grad hook", reason, remedy)
+        raise hook_refusal(name or "vocabulary", "register_post_accumulate_grad_hook")
     if not hooks:
         return
     partition, rank, ranks = partition_of(part), dist.get_rank(group), dist.get_world_size(group)
@@ -167,6 +165,19 @@ def _keep_hooks(whole: nn.Parameter, part: nn.Parameter, group: Any, name: str) 
         return partition.part(found, rank, ranks)
 
     when_read(part, lambda parameter: parameter.register_hook(of_whole))
+
+
+def hook_refusal(name: str, method: str) -> ModelError:
+    """Return the error of a hook that would get the rank's part of a weight's gradient.
+
+    Args:
+        name: Of the weight or its layer.
+        method: That registers the hook.
+    """
+    remedy = "Call weight.register_hook before wavemare.initialize: it gets the whole gradient"
+    if method != "register_hook":
+        remedy += "; or use ZeRO or pipeline stages"
+    return ModelError(name, method, "it would get this rank's part of the weight", remedy)
 
 
 def marked(

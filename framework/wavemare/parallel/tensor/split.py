@@ -34,6 +34,13 @@ from wavemare.parallel.tensor.checks import (
     key_copies,
     refusal,
 )
+from wavemare.parallel.tensor.hooks import (
+    OF_GRADIENTS,
+    OF_INPUTS,
+    OF_OUTPUTS,
+    forget_hooks,
+    note_hooks,
+)
 from wavemare.parallel.tensor.layers import (
     ColumnParallelLinear,
     InputCopies,
@@ -142,6 +149,8 @@ class _Split:
         # used again.
         self._parts: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._summed: list[nn.Parameter] = []
+        self._column_parents: set[nn.Module] = set()  # which have layers with parts as outputs
+        self._row_parents: set[nn.Module] = set()
         self._undo: list[Callable[[], Any]] = []
         self._layers = [self._known(name, style) for name, style in plan.layers(model.base_model)]
 
@@ -178,6 +187,10 @@ class _Split:
         self._split_vocabulary()
         for name, apply in self._layers:
             apply(self, base, name)
+        for parent in self._column_parents - self._row_parents:
+            self.note(parent, OF_OUTPUTS)
+        for parent in self._row_parents - self._column_parents:
+            self.note(parent, OF_INPUTS)
 
     def sum_gradients(self) -> None:
         """Sum the gradients of what several ranks hold alike and use on parts, in each pass."""
@@ -225,6 +238,19 @@ class _Split:
         """Remember a hook."""
         self._undo.append(handle.remove)
 
+    def note(self, module: nn.Module, hooks: frozenset[str]) -> None:
+        """Note that hooks of a module would see a part; see `note_hooks`."""
+        note_hooks(module, hooks)
+        self._undo.append(functools.partial(forget_hooks, module))
+
+    def _note_inside(self, parent: nn.Module) -> None:
+        """Note modules between a parent's layers that are split by columns and by rows."""
+        for name, module in parent.named_children():
+            # Other dropout than that of attention follows the sum over the ranks.
+            after = isinstance(module, nn.Dropout) and name != self._plan.dropout
+            if not after and not any(True for _ in module.parameters()):
+                self.note(module, OF_INPUTS | OF_OUTPUTS)
+
     def _split_vocabulary(self) -> None:
         model, group = self._model, self._group
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -244,6 +270,10 @@ class _Split:
                 if whole is head.bias and module is not head:
                     self.set(module, name, bias)
         split_head = VocabParallelHead(weight, bias, share, group)
+        self.note(split_head, OF_OUTPUTS)
+        around = names[head].split(".")[:-1]  # as BERT's, which returns what its decoder does
+        for depth in range(len(around)):
+            self.note(model.get_submodule(".".join(around[: depth + 1])), OF_OUTPUTS)
         self.replace(names[head], head, split_head, model)
         forward = vars(model).get("forward")  # a wrapper's; usually there is only the class's
         _compute_loss_over_group(model, split_head)
@@ -261,11 +291,16 @@ class _Split:
         if parent not in self._copies:
             self._copies[parent] = InputCopies(parent, self._group)
             self.hook(self._copies[parent].handle)
+            if not gathers:
+                self._column_parents.add(parent)
+                self._note_inside(parent)
             # Feed-forward modules have neither heads nor dropout before their sum.
             if "att" in name.rpartition(".")[0] and not gathers:
                 self._split_attention(parent)
         copies: InputCopies | None = self._copies[parent]
         shared = self._key_copies if gives_keys(name) and not gathers else 1
+        if is_lora(layer) and not gathers:
+            self.note(layer, OF_OUTPUTS)
         for part in _linear(layer, name, "lora_B"):
             old: Any = base.get_submodule(part)
             transposed = isinstance(old, Conv1D)
@@ -284,6 +319,8 @@ class _Split:
             )
             self._keep_quantized(old, new, bias)
             self.replace(part, old, new, base)
+            if not gathers:
+                self.note(new, OF_OUTPUTS)
             copies = None  # the factor reads what the other one gives
 
     def _split_attention(self, attention: Any) -> None:
@@ -301,6 +338,12 @@ class _Split:
         if isinstance(layer, nn.Parameter):
             self._set_part(base, name, layer, Partition(layer.dim() - 1))
             return
+        if not splits:
+            self._row_parents.add(base.get_submodule(name.rpartition(".")[0]))
+        if is_lora(layer) and not splits:
+            self.note(layer, OF_INPUTS)
+            for dropout in layer.lora_dropout.values():
+                self.note(dropout, OF_INPUTS | OF_OUTPUTS)
         for part in _linear(layer, name, "lora_A"):
             old: Any = base.get_submodule(part)
             transposed = isinstance(old, Conv1D)
@@ -314,6 +357,8 @@ class _Split:
             )
             self._keep_quantized(old, new, None)
             self.replace(part, old, new, base)
+            if not splits:
+                self.note(new, OF_INPUTS)
 
     def _keep_quantized(self, old: Any, new: ParallelLinear, bias: nn.Parameter | None) -> None:
         """Let a layer compute with its part of a quantized weight, if that is what it has."""
@@ -322,8 +367,10 @@ class _Split:
 
     def summed(self, base: nn.Module, name: str) -> None:
         """Let a whole module be used on parts, such as the norm of the rank's queries."""
-        own = base.get_submodule(name).parameters()
-        self._summed += own
+        module = base.get_submodule(name)
+        self._summed += module.parameters()
+        for each in module.modules():
+            self.note(each, OF_INPUTS | OF_OUTPUTS)
 
     def experts(self, base: nn.Module, name: str) -> None:
         """Let experts whose weights are split read whole tokens and give their sum."""
@@ -342,6 +389,9 @@ class _Split:
         module = base.get_submodule(name)
         self.hook(module.register_forward_pre_hook(copied))
         self.hook(module.register_forward_hook(total))
+        self.note(module, OF_GRADIENTS)
+        for each in [each for each in module.modules() if each is not module]:
+            self.note(each, OF_INPUTS | OF_OUTPUTS)
 
     def nothing(self, base: nn.Module, name: str) -> None:
         """Leave a layer: the vocabulary is split for all models."""
