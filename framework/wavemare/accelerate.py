@@ -42,7 +42,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 from torch.utils.data import IterableDataset
 
-from wavemare.accelerated import SteppedOptimizer, Steps, note_reads, scheduler_of
+from wavemare.accelerate_loop import SteppedOptimizer, Steps, note_reads, scheduler_of
 from wavemare.api import initialize
 from wavemare.engine.checkpoint.random_state import (
     LateLoader,
