@@ -36,22 +36,15 @@ def start_run(
     """Check configuration, data and model of a run, make its folder, and join the other processes.
 
     Most mistakes end the run here, before torch is imported. Each process gets the same seed, so
-    that all make the same first weights.
-
-    Args:
-        arguments: The recipe's options.
-        lr: See `read_setup`.
-        inputs: See `read_setup`.
-        bf16: See `read_setup`.
+    that all make the same first weights. The arguments are those of `read_setup`.
 
     Raises:
         ConfigError: The run folder cannot be made or written.
         WavemareError: See `read_setup`, `find_data` and `check_model`.
     """
-    setup = read_setup(arguments, lr=lr, inputs=inputs, bf16=bf16)
-    source = find_data(arguments)
+    setup, source = read_setup(arguments, lr=lr, inputs=inputs, bf16=bf16), find_data(arguments)
     check_model(arguments)
-    run = TrainingRun(**vars(setup), source=source)  # all that is known, and where the data is
+    run = TrainingRun(**vars(setup), source=source)
     join_and_seed(arguments.seed)
     return run
 

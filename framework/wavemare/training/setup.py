@@ -33,11 +33,10 @@ class Setup:
 
     Attributes:
         arguments: The recipe's options.
-        config: DeepSpeed's configuration, with the changes of the options; `balance` adds the
-            shares of the devices.
+        config: DeepSpeed's, with the changes of the options; `balance` adds the devices' shares.
         layout: The layout that ``--balance`` names, that of the run that continues, or the one
             that `balance` has measured.
-        section: The section ``"wavemare"`` of the configuration.
+        section: ``"wavemare"`` of the configuration.
         batch: DeepSpeed's three batch sizes by their keys.
         resume: Whether the run continues from a checkpoint.
         rank: Of this process.

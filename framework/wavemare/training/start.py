@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def start_recording(arguments: TrainArguments, *, done: int | None = None) -> Recording:
     """Return the recording of a run by the recipe's options, which shows its progress.
 
-    Args:
-        arguments: The recipe's options.
-        done: Optimizer steps done before; by default the engine's count.
+    ``done`` optimizer steps were done before; by default the engine's count.
 
     Raises:
         ConfigError: See `wavemare.observe.Recording`.
