@@ -31,20 +31,11 @@ from wavemare.data.classification import majority_baseline, prepare_encoded
 from wavemare.data.loader import ResumableLoader
 from wavemare.failure import run_main
 from wavemare.training.arguments import ModelArguments, TrainArguments, option, parse_arguments
-from wavemare.training.balance import balance
 from wavemare.training.evaluation import count_samples, evaluate_classes, evaluation_loader
-from wavemare.training.models import check_model, make_or_load_classifier
-from wavemare.training.run import TrainingRun
+from wavemare.training.models import make_or_load_classifier
+from wavemare.training.run import disconnect, start_run
 from wavemare.training.samples import classify
-from wavemare.training.setup import (
-    disconnect,
-    join_and_seed,
-    read_setup,
-    seed_dropout,
-    wait_for_data,
-)
-from wavemare.training.start import count_parameters, print_layout, print_start
-from wavemare.training.text import find_data, read_labelled_texts
+from wavemare.training.text import read_labelled_texts
 
 MODEL = str(Path(__file__).with_name("model.json"))
 
@@ -64,36 +55,28 @@ class FinetuneArguments(ModelArguments, TrainArguments):
 
 def main() -> None:
     """Train, evaluate, export and classify."""
-    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
+    # Arguments. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
-    setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
-    source = find_data(args)
-    check_model(args)
-    run = TrainingRun(args)  # makes the run folder, which records warnings from now on
+    run = start_run(args)  # checks JSON, data and model; makes the run folder; all processes meet
 
     # Texts and model, whole on every process. One process of each host reads the texts.
-    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
-    corpus = read_labelled_texts(source, args)
+    corpus = read_labelled_texts(run.source, args)
     num_classes = len(corpus.label_names)
-    tokenizer, model = make_or_load_classifier(args, corpus, setup.tensor_parallel)
+    tokenizer, model = make_or_load_classifier(args, corpus, run.tensor_parallel)
     train_samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
-    wait_for_data(setup)  # until all hosts have read, however long that takes
-    print_start("BERT classification", setup, model, corpus.describe())
+    run.begin("BERT classification", model, corpus.describe())  # prints what is trained, and how
 
     # Engine. finetune.json decides: two stages with 1F1B, 32 samples in a step, and AdamW, whose
     # rate rises to 1e-3 and falls to a tenth.
-    balance(setup, model)  # with --balance, changes setup.config: faster devices get more work
-    engine, *_ = wavemare.initialize(model=model, config=setup.config)
-    print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
+    engine, *_ = wavemare.initialize(model=model, config=run.config)
 
     # Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed)
-    eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
-    final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
+    eval_loader = evaluation_loader(engine, validation, run.eval_samples)  # few, between steps
+    final_loader = evaluation_loader(engine, validation, run.final_samples)  # more, at the end
 
     # Loop. With --resume, it goes on from the newest checkpoint.
-    with run.training(setup, engine, train_loader) as steps:
+    with run.training(engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
@@ -107,15 +90,15 @@ def main() -> None:
         engine.synchronize()  # now all ranks have one version of the weights
         scores = evaluate_classes(engine, final_loader, num_classes)
         run.log_eval(**scores)
-        wavemare.save_pretrained(engine, setup.model_folder, tokenizer=tokenizer)
-        if setup.rank == 0:
+        wavemare.save_pretrained(engine, run.model_folder, tokenizer=tokenizer)
+        if run.rank == 0:
             row = corpus.validation[0]
             expected = corpus.label_names[row["label"]]
-            answer = classify(setup.model_folder, row["text"])
-            print(f"\nThe model in {setup.model_folder} classifies:\n{row['text'][:300]}")
+            answer = classify(run.model_folder, row["text"])
+            print(f"\nThe model in {run.model_folder} classifies:\n{row['text'][:300]}")
             print(f"-> {answer} (it is {expected})\n", flush=True)
         results = {**scores, **count_samples(engine, final_loader, validation)}
-        results["parameters"] = count_parameters(setup, model)
+        results["parameters"] = run.parameters
         for name, value in majority_baseline(corpus).items():
             results[f"majority {name}"] = value
         run.finish(results)

@@ -38,20 +38,11 @@ from wavemare.training.arguments import (
     option,
     parse_arguments,
 )
-from wavemare.training.balance import balance
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
-from wavemare.training.models import check_model, make_masked_model, max_positions
-from wavemare.training.run import TrainingRun
+from wavemare.training.models import make_masked_model, max_positions
+from wavemare.training.run import disconnect, start_run
 from wavemare.training.samples import fill_gap
-from wavemare.training.setup import (
-    disconnect,
-    join_and_seed,
-    read_setup,
-    seed_dropout,
-    wait_for_data,
-)
-from wavemare.training.start import count_parameters, print_layout, print_start
-from wavemare.training.text import find_data, read_text
+from wavemare.training.text import read_text
 
 MODEL = str(Path(__file__).with_name("model.json"))
 
@@ -68,40 +59,32 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
 
 def main() -> None:
     """Pretrain, evaluate, export and fill a gap."""
-    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
+    # Arguments. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(PretrainArguments)
-    setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
-    source = find_data(args)
-    check_model(args)
-    run = TrainingRun(args)  # makes the run folder, which records warnings from now on
+    run = start_run(args)  # checks JSON, data and model; makes the run folder; all processes meet
 
     # Data. One process of each host tokenizes it; the others read the tokens from the cache.
-    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
-    text = read_text(source, args, special_tokens="bert")
+    text = read_text(run.source, args, special_tokens="bert")
     train_samples, validation = text.masked_samples(
         args.sequence_length, probability=args.mask_probability, seed=args.seed
     )
-    wait_for_data(setup)  # until all hosts have read, however long that takes
 
     # Model, new and whole on every process.
-    model = make_masked_model(args, text, setup.tensor_parallel)
+    model = make_masked_model(args, text, run.tensor_parallel)
     check_gap(text.tokenizer, args.prompt, max_positions(model.config))
-    print_start("BERT pretraining", setup, model, text.describe())
+    run.begin("BERT pretraining", model, text.describe())  # prints what is trained, and how
 
     # Engine. pretrain.json decides: two stages with 1F1B, 32 samples in a step, and AdamW, whose
     # rate rises to 1e-3 and falls to a tenth.
-    balance(setup, model)  # with --balance, changes setup.config: faster devices get more work
-    engine, *_ = wavemare.initialize(model=model, config=setup.config)
-    print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
+    engine, *_ = wavemare.initialize(model=model, config=run.config)
 
     # Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed)
-    eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
-    final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
+    eval_loader = evaluation_loader(engine, validation, run.eval_samples)  # few, between steps
+    final_loader = evaluation_loader(engine, validation, run.final_samples)  # more, at the end
 
     # Loop. With --resume, it goes on from the newest checkpoint.
-    with run.training(setup, engine, train_loader) as steps:
+    with run.training(engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
@@ -115,12 +98,12 @@ def main() -> None:
         engine.synchronize()  # now all ranks have one version of the weights
         eval_loss = evaluate(engine, final_loader)
         run.log_eval(eval_loss=eval_loss)
-        wavemare.save_pretrained(engine, setup.model_folder, tokenizer=text.tokenizer)
-        if setup.rank == 0:
-            sample = fill_gap(setup.model_folder, args.prompt)
-            print(f"\nThe model in {setup.model_folder} fills in:\n{sample}\n", flush=True)
+        wavemare.save_pretrained(engine, run.model_folder, tokenizer=text.tokenizer)
+        if run.rank == 0:
+            sample = fill_gap(run.model_folder, args.prompt)
+            print(f"\nThe model in {run.model_folder} fills in:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
-        results["parameters"] = count_parameters(setup, model)
+        results["parameters"] = run.parameters
         # The loss to compare with, of unigrams, is counted last: the model is saved by then.
         run.finish(results, lambda: text.unigram_baselines(args.sequence_length))
     disconnect()

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -43,20 +43,11 @@ from wavemare.training.arguments import (
     option,
     parse_arguments,
 )
-from wavemare.training.balance import balance
 from wavemare.training.evaluation import count_samples, evaluate, evaluation_loader
-from wavemare.training.models import check_model, export, make_or_load_model
-from wavemare.training.run import TrainingRun
+from wavemare.training.models import export, make_or_load_model
+from wavemare.training.run import disconnect, start_run
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import (
-    disconnect,
-    join_and_seed,
-    read_setup,
-    seed_dropout,
-    wait_for_data,
-)
-from wavemare.training.start import count_parameters, print_layout, print_start
-from wavemare.training.text import find_data, read_text
+from wavemare.training.text import read_text
 
 MODEL = str(Path(__file__).with_name("model.json"))
 
@@ -74,43 +65,35 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     prompt: str | None = option(None, "start of the sample text; by default a validation text's")
 
 
-def main() -> None:
-    """Pretrain, evaluate, export and sample."""
-    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
-    args = parse_arguments(PretrainArguments)
-    setup = read_setup(args)  # the JSON with --set; each "auto" in its scheduler is now a number
-    source = find_data(args)
-    check_model(args)
-    run = TrainingRun(args)  # makes the run folder, which records warnings from now on
+def main(options: Any = PretrainArguments, title: str = "GPT pretraining") -> None:
+    """Pretrain, evaluate, export and sample. ``finetune.py`` gives other options."""
+    # Arguments. Most mistakes end the run here, before torch is imported.
+    args = parse_arguments(options)
+    run = start_run(args)  # checks JSON, data and model; makes the run folder; all processes meet
 
     # Data. One process of each host tokenizes it; the others read the tokens from the cache.
-    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
-    text = read_text(source, args, special_tokens="gpt")
+    text = read_text(run.source, args, special_tokens="gpt")
     # A sample is {"input_ids", "labels"}, each [sequence_length]; the model shifts the labels.
     train_samples, validation = text.causal_samples(
-        args.sequence_length, num_samples=setup.num_samples, seed=args.seed
+        args.sequence_length, num_samples=run.num_samples, seed=args.seed
     )
-    wait_for_data(setup)  # until all hosts have read, however long that takes
 
-    # Model: new, or of --load, where each process reads its own part.
-    model = make_or_load_model(args, text, setup.tensor_parallel, resume=setup.resume)
+    # Model: new, or of --load or --model, where each process reads its own part.
+    model = make_or_load_model(args, text, run.tensor_parallel, resume=run.resume)
     prompt = text.choose_prompt(args.prompt, model.config)  # of the sample at the end
-    print_start("GPT pretraining", setup, model, text.describe())
+    run.begin(title, model, text.describe())  # prints what is trained, and how
 
     # Engine. pretrain.json decides: two stages with PipeMare, 16 samples in a step, Muon for the
     # matrices and AdamW for the rest; the rate rises to 4e-3 and falls to a tenth, by a cosine.
-    balance(setup, model)  # with --balance, changes setup.config: faster devices get more work
-    engine, *_ = wavemare.initialize(model=model, config=setup.config)
-    print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
+    engine, *_ = wavemare.initialize(model=model, config=run.config)
 
     # Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed, shuffle=text.shuffles)
-    eval_loader = evaluation_loader(engine, validation, setup.eval_samples)  # few, between steps
-    final_loader = evaluation_loader(engine, validation, setup.final_samples)  # more, at the end
+    eval_loader = evaluation_loader(engine, validation, run.eval_samples)  # few, between steps
+    final_loader = evaluation_loader(engine, validation, run.final_samples)  # more, at the end
 
     # Loop. With --resume, it goes on from the newest checkpoint.
-    with run.training(setup, engine, train_loader) as steps:
+    with run.training(engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
@@ -124,14 +107,14 @@ def main() -> None:
         engine.synchronize()  # now all ranks have one version of the weights
         eval_loss = evaluate(engine, final_loader)
         run.log_eval(eval_loss=eval_loss)
-        export(args, engine, setup.model_folder, text.tokenizer)
-        if setup.rank == 0:
-            sample = continue_text(setup.model_folder, prompt, args.seed)
-            print(f"\nThe model in {setup.model_folder} writes:\n{sample}\n", flush=True)
+        export(args, engine, run.model_folder, text.tokenizer)
+        if run.rank == 0:
+            sample = continue_text(run.model_folder, prompt, args.seed)
+            print(f"\nThe model in {run.model_folder} writes:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
-        results["parameters"] = count_parameters(setup, model)
+        results["parameters"] = run.parameters
         # The losses to compare with, of n-grams, are counted last: the model is saved by then.
-        run.finish(results, lambda: text.baselines(args.sequence_length, setup.final_samples))
+        run.finish(results, lambda: text.baselines(args.sequence_length, run.final_samples))
     disconnect()
 
 

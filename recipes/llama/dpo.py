@@ -34,9 +34,8 @@ from wavemare.data.loader import ResumableLoader
 from wavemare.failure import run_main
 from wavemare.observe import print_rank_0
 from wavemare.training.arguments import ChatArguments, option, parse_arguments
-from wavemare.training.chats import check_chat_options
-from wavemare.training.evaluation import evaluate, keep_best, read_best
-from wavemare.training.models import check_model, export
+from wavemare.training.evaluation import evaluate, evaluation_loader, keep_best, read_best
+from wavemare.training.models import export
 from wavemare.training.preferences import (
     check_preferences,
     inputs_of_pairs,
@@ -44,16 +43,8 @@ from wavemare.training.preferences import (
     read_pairs,
     use_pair_loss,
 )
-from wavemare.training.run import TrainingRun
+from wavemare.training.run import disconnect, start_run
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import (
-    disconnect,
-    join_and_seed,
-    read_setup,
-    wait_for_data,
-)
-from wavemare.training.start import count_parameters, print_layout, print_start
-from wavemare.training.text import find_data
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,47 +72,41 @@ class DpoArguments(ChatArguments):
 
 def main() -> None:
     """Load, format, ask the reference, train, evaluate, export and answer."""
-    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
+    # Arguments. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(DpoArguments)
-    check_chat_options(args)
-    source = find_data(args)
-    check_model(args)
     check_preferences(args)
     rate = 1e-6 if args.lora_r is None else 1e-5  # for "lr": "auto" in the JSON
-    # The JSON with --set; on GPUs in bf16. The inputs travel between stages, if there are any.
-    setup = read_setup(args, lr=rate, inputs=inputs_of_pairs(args), bf16=True)
-    run = TrainingRun(args)  # makes the run folder, which records warnings from now on
+    # Checks the JSON, and makes the run folder. Then all processes meet. On GPUs it is bf16. The
+    # inputs travel between stages, if there are any.
+    run = start_run(args, lr=rate, inputs=inputs_of_pairs(args), bf16=True)
 
     # Model and data. Each process reads its part of the weights; one of each host formats pairs.
-    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     tokenizer, model = load_pair_model(args)  # without dropout
-    pairs = read_pairs(source, args, tokenizer)
-    wait_for_data(setup)  # until all hosts have read, however long that takes
-    print_start("preference tuning", setup, model, pairs.describe())
+    pairs = read_pairs(run.source, args, tokenizer)
+    run.begin("preference tuning", model, pairs.describe())  # prints what is trained, and how
     print_rank_0(pairs.preview())
 
     # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Before the first step its
     # model is the reference, unless --reference names one, which gets an engine for a while.
     pair_loss = partial(dpo_loss, beta=args.beta)
-    asked = pairs.load_reference(setup)  # by the run that is resumed
+    asked = pairs.load_reference(run)  # by the run that is resumed
     if not asked and args.reference is not None:
-        pairs.ask_other_model(setup, log_probabilities, pair_loss)
+        pairs.ask_other_model(run, log_probabilities, pair_loss)
         asked = True
-    engine, *_ = wavemare.initialize(model=model, config=setup.config)
-    print_layout(setup, engine)
+    engine, *_ = wavemare.initialize(model=model, config=run.config)
     # The loss of the engine from here on: logits, then log_probabilities, then dpo_loss.
     preferences = use_pair_loss(engine, log_probabilities, pair_loss)
     if not asked:
-        pairs.ask_reference(setup, preferences)
+        pairs.ask_reference(run, preferences)
 
     # Each replica reads its own pairs.
     train_loader = ResumableLoader.of(engine, pairs.train, seed=args.seed)
     train_batches = preferences.batches(train_loader)  # two rows for each pair
-    eval_loader = pairs.evaluation_loader(engine, setup.eval_samples)
+    eval_loader = evaluation_loader(engine, pairs.validation, run.eval_samples)
 
     # Loop. With --resume, it goes on from the newest checkpoint.
-    best = read_best(setup)  # step and eval_loss of the best evaluation before; or empty
-    with run.training(setup, engine, train_loader) as steps:
+    best = read_best(run)  # step and eval_loss of the best evaluation before; or empty
+    with run.training(engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_batches)  # a tensor: the mean over pairs
@@ -131,18 +116,18 @@ def main() -> None:
                 eval_loss = evaluate(engine, [*preferences.batches(eval_loader)])
                 run.log_eval(eval_loss=eval_loss, **preferences.take_rewards(training=False))
                 if not best or eval_loss < best["eval_loss"]:
-                    export(args, engine, setup.model_folder, pairs.tokenizer, merge=args.merge)
-                    best = keep_best(setup, step, eval_loss)
+                    export(args, engine, run.model_folder, pairs.tokenizer, merge=args.merge)
+                    best = keep_best(run, step, eval_loss)
             # After the evaluation: a run that resumes here evaluates later steps only.
             run.save_if_due()  # every --save_interval steps, and after the last one
 
     # Sample: an answer of the exported model, which is that of the best evaluation.
     if not run.stopped:
-        if setup.rank == 0:
-            answer = continue_text(setup.model_folder, pairs.question(), args.seed)
-            print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
+        if run.rank == 0:
+            answer = continue_text(run.model_folder, pairs.question(), args.seed)
+            print(f"\nThe model in {run.model_folder} answers:\n{answer}\n", flush=True)
         results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
-        run.finish({**results, "parameters": count_parameters(setup, model)})
+        run.finish({**results, "parameters": run.parameters})
     disconnect()
 
 

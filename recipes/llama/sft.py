@@ -31,18 +31,9 @@ from wavemare.observe import print_rank_0
 from wavemare.training.arguments import ChatArguments, option, parse_arguments
 from wavemare.training.chats import check_chat_options, read_chats, use_token_mean
 from wavemare.training.evaluation import evaluate, keep_best, read_best
-from wavemare.training.models import check_model, export, load_chat_model
-from wavemare.training.run import TrainingRun
+from wavemare.training.models import export, load_chat_model
+from wavemare.training.run import disconnect, start_run
 from wavemare.training.samples import continue_text
-from wavemare.training.setup import (
-    disconnect,
-    join_and_seed,
-    read_setup,
-    seed_dropout,
-    wait_for_data,
-)
-from wavemare.training.start import count_parameters, print_layout, print_start
-from wavemare.training.text import find_data
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,39 +58,33 @@ class SftArguments(ChatArguments):
 
 def main() -> None:
     """Load, format, train, evaluate, export and answer."""
-    # Arguments and configuration. Most mistakes end the run here, before torch is imported.
+    # Arguments. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(SftArguments)
     check_chat_options(args)
     rate = 2e-5 if args.lora_r is None else 2e-4  # for "lr": "auto" in the JSON
     inputs = ["input_ids"] if args.no_packing else ["input_ids", "position_ids"]
-    # The JSON with --set; on GPUs in bf16. The inputs travel between stages, if there are any.
-    setup = read_setup(args, lr=rate, inputs=inputs, bf16=True)
-    source = find_data(args)
-    check_model(args)
-    run = TrainingRun(args)  # makes the run folder, which records warnings from now on
+    # Checks JSON, data and model, and makes the run folder. Then all processes meet. On GPUs it is
+    # bf16. The inputs travel between stages, if there are any.
+    run = start_run(args, lr=rate, inputs=inputs, bf16=True)
 
     # Model and data. Each process reads its own part of the weights, and one process of each host
     # formats the chats.
-    join_and_seed(setup)  # the other processes; the seed gives all the same first weights
     tokenizer, model = load_chat_model(args)
-    chats = read_chats(source, args, tokenizer)
-    wait_for_data(setup)  # until all hosts have read, however long that takes
-    print_start("supervised fine-tuning", setup, model, chats.describe())
+    chats = read_chats(run.source, args, tokenizer)
+    run.begin("supervised fine-tuning", model, chats.describe())  # prints what is trained, and how
     print_rank_0(chats.preview())
 
     # Engine. sft.json decides: data parallelism with ZeRO 1, 16 samples in a step, and AdamW.
-    engine, *_ = wavemare.initialize(model=model, config=setup.config)
-    print_layout(setup, engine)
-    seed_dropout(engine, args.seed)  # other numbers in each replica; --resume loads the state
+    engine, *_ = wavemare.initialize(model=model, config=run.config)
 
     # Each replica reads its own samples. The loss of a step is the mean over its labels.
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
     train_batches = use_token_mean(engine, label_answers(train_loader))
-    eval_loader = chats.evaluation_loader(engine, setup.eval_samples)  # packed, too
+    eval_loader = chats.evaluation_loader(engine, run.eval_samples)  # packed, too
 
     # Loop. With --resume, it goes on from the newest checkpoint.
-    best = read_best(setup)  # step and eval_loss of the best evaluation before; or empty
-    with run.training(setup, engine, train_loader) as steps:
+    best = read_best(run)  # step and eval_loss of the best evaluation before; or empty
+    with run.training(engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_batches)  # a tensor: the mean over trained tokens
@@ -109,18 +94,18 @@ def main() -> None:
                 eval_loss = evaluate(engine, train_batches.weigh(label_answers(eval_loader)))
                 run.log_eval(eval_loss=eval_loss)
                 if not best or eval_loss < best["eval_loss"]:
-                    export(args, engine, setup.model_folder, chats.tokenizer, merge=args.merge)
-                    best = keep_best(setup, step, eval_loss)
+                    export(args, engine, run.model_folder, chats.tokenizer, merge=args.merge)
+                    best = keep_best(run, step, eval_loss)
             # After the evaluation: a run that resumes here evaluates later steps only.
             run.save_if_due()  # every --save_interval steps, and after the last one
 
     # Sample: an answer of the exported model, which is that of the best evaluation.
     if not run.stopped:
-        if setup.rank == 0:
-            answer = continue_text(setup.model_folder, chats.question(), args.seed)
-            print(f"\nThe model in {setup.model_folder} answers:\n{answer}\n", flush=True)
+        if run.rank == 0:
+            answer = continue_text(run.model_folder, chats.question(), args.seed)
+            print(f"\nThe model in {run.model_folder} answers:\n{answer}\n", flush=True)
         results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
-        run.finish({**results, "parameters": count_parameters(setup, model)})
+        run.finish({**results, "parameters": run.parameters})
     disconnect()
 
 

@@ -10,18 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from wavemare.engine.launch.group import gather
 from wavemare.errors import ConfigError
-from wavemare.training.chats import fill_token, prepare_rows, template_arguments_of
+from wavemare.training.chats import (
+    check_chat_options,
+    fill_token,
+    prepare_rows,
+    template_arguments_of,
+)
 from wavemare.training.models import (
+    check_model,
     check_model_folder,
     load_chat_model,
     open_start,
     reraise_model_errors,
     tokenizer_folder_of,
 )
+from wavemare.training.text import find_data
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
     from wavemare.data.chat import EncodedRows
     from wavemare.data.preferences import PairSamples
     from wavemare.data.sources import Source
@@ -75,20 +80,6 @@ class TrainingPairs:
             for name, text in zip(("chosen", "rejected"), texts, strict=True)
         )
         return f"{fates or ''}\n\n{shown}\n".lstrip("\n")
-
-    def evaluation_loader(self, engine: Any, limit: int | None = None) -> DataLoader[Any]:
-        """Return this rank's micro-batches of validation pairs, equally many on every rank.
-
-        Args:
-            engine: Of `wavemare.initialize`.
-            limit: Pairs over all ranks at most, spread over the whole set; None for all.
-
-        Raises:
-            DataError: The pairs are fewer than the data-parallel ranks.
-        """
-        from wavemare.training.evaluation import evaluation_loader
-
-        return evaluation_loader(engine, self.validation, limit)
 
     def question(self) -> str:
         """Return what the assistant is asked by the first validation pair."""
@@ -186,17 +177,20 @@ def inputs_of(config: Any) -> tuple[str, ...]:
 
 
 def inputs_of_pairs(args: Any) -> tuple[str, ...]:
-    """Return what the model to start from needs to know of pairs; `check_model` comes first."""
+    """Return what the model to start from needs to know of pairs; `check_preferences` is first."""
     return inputs_of(_config_of(args))
 
 
 def check_preferences(args: Any) -> None:
-    """Check ``--beta``, and the folder of ``--reference`` before torch is imported.
+    """Check the options, data, model and reference, before torch is imported.
 
     Raises:
         ConfigError: Beta is no positive number, or the reference has another size than the model.
-        ModelError: See `wavemare.training.models.check_model_folder`.
+        WavemareError: See `check_chat_options`, `find_data`, `check_model`, `check_model_folder`.
     """
+    check_chat_options(args)
+    find_data(args)
+    check_model(args)
     if not 0 < args.beta < float("inf"):
         reason = "without a positive number the loss does not depend on the answers"
         raise ConfigError("--beta", args.beta, reason, "Give a number above 0, such as 0.1")

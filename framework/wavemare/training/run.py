@@ -1,76 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe does around its steps: metrics, checkpoints, and the end by SIGTERM."""
+"""A run of a recipe: how it starts, what is around its steps, and how it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from wavemare.engine.launch.group import meet
 from wavemare.errors import ConfigError
 from wavemare.files import atomic_write_text
-from wavemare.observe.screen import print_rank_0
+from wavemare.observe.quiet import quiet_libraries
+from wavemare.observe.screen import Screen, print_rank_0
 from wavemare.training.arguments import TrainArguments
-from wavemare.training.balance import LAYOUT_FILE
-from wavemare.training.start import start_recording
+from wavemare.training.balance import LAYOUT_FILE, balance
+from wavemare.training.models import check_model
+from wavemare.training.setup import Setup, read_setup
+from wavemare.training.start import count_parameters, print_start, start_recording
+from wavemare.training.text import find_data
 
 if TYPE_CHECKING:
     from wavemare.data.loader import ResumableLoader
+    from wavemare.data.sources import Source
     from wavemare.engine import Interruption
-    from wavemare.training.setup import Setup
 
 
-class TrainingRun:
-    """One run of a recipe: it logs, saves and ends, so that the loop can be read at a glance.
+def start_run(
+    arguments: TrainArguments,
+    *,
+    lr: float | None = None,
+    inputs: Sequence[str] | None = None,
+    bf16: bool = False,
+) -> TrainingRun:
+    """Check configuration, data and model of a run, make its folder, and join the other processes.
 
-    Make it before the data is read: the run folder records warnings from then on. All processes do
-    the same with it::
-
-        run = TrainingRun(args)
-        ...
-        with run.training(setup, engine, train_loader) as steps:
-            for step in steps:
-                loss = engine.train_batch(train_loader)
-                run.after_step(loss)
-                if step % args.eval_interval == 0:
-                    run.log_eval(eval_loss=evaluate(engine, eval_loader))
-                run.save_if_due()
-        if not run.stopped:
-            run.finish({"eval_loss": evaluate(engine, eval_loader)})
-
-    Attributes:
-        step: Optimizer steps done.
-        is_last: Whether no step follows: the last one is done, or SIGTERM came.
-        stopped: Whether SIGTERM has ended the training before the last step.
+    Most mistakes end the run here, before torch is imported. Each process gets the same seed, so
+    that all make the same first weights. The arguments are those of `read_setup`.
 
     Raises:
         ConfigError: The run folder cannot be made or written.
+        WavemareError: See `read_setup`, `find_data` and `check_model`.
+    """
+    setup, source = read_setup(arguments, lr=lr, inputs=inputs, bf16=bf16), find_data(arguments)
+    check_model(arguments)
+    run = TrainingRun(**vars(setup), source=source)
+    join_and_seed(arguments.seed)
+    return run
+
+
+@dataclass
+class TrainingRun(Setup):
+    """One run of a recipe: what is known of it, and what is around its loop, on all processes.
+
+    Attributes:
+        source: Where the data is.
+        parameters: Trained parameters of all stages, with the copies of untied weights.
+        step: Optimizer steps done.
+        is_last: Whether no step follows: the last one is done, or SIGTERM came.
+        stopped: Whether SIGTERM has ended the training before the last step.
     """
 
-    def __init__(self, arguments: TrainArguments) -> None:
-        self.step = 0
+    source: Source
+
+    def __post_init__(self) -> None:
+        """Make the run folder, which records warnings from now on."""
+        self.parameters = self.step = 0
         self.is_last = self.stopped = False
-        self._arguments = arguments
-        self._recording = start_recording(arguments)
+        self._recording = start_recording(self.arguments)
         self._open_step = ExitStack()  # of the recording, until `after_step`
         self._losses: list[Any] = []  # since the last line of metrics
-        self._setup: Setup
         self._engine: Any = None
         self._loader: ResumableLoader
         self._interruption: Interruption
 
-    @contextmanager
-    def training(
-        self, setup: Setup, engine: Any, loader: ResumableLoader
-    ) -> Iterator[Iterator[int]]:
-        """Give the numbers of the steps to train, inside of ``with``.
+    def begin(
+        self, title: str, model: Any, corpus: Mapping[str, object], rate: str | None = None
+    ) -> None:
+        """Wait until all processes have data and model, and print what is trained, and how.
 
-        If the run resumes, the newest checkpoint is loaded first. SIGTERM to any process ends the
-        steps of all processes after the same one. Leaving ``with`` waits for a checkpoint that is
-        written in the background.
+        One host may read the data for hours: the time limit that ends a collective does not count
+        here. With ``--balance``, the devices then share the work by their speed: `balance` changes
+        the configuration.
 
         Args:
-            setup: Of the run.
+            title: Of the run.
+            model: The whole transformers model.
+            corpus: What it learns from, by name.
+            rate: How the learning rate changes if the JSON has no scheduler; constant if omitted.
+
+        Raises:
+            ConfigError, PlanError: See `balance`.
+        """
+        from torch import distributed
+
+        store = distributed.distributed_c10d._get_default_store()
+        meet(store, "wavemare/data", self.world_size)
+        self.parameters = count_parameters(self, model)
+        print_start(title, self, model, corpus, rate)
+        balance(self, model)
+
+    @contextmanager
+    def training(self, engine: Any, loader: ResumableLoader) -> Iterator[Iterator[int]]:
+        """Give the numbers of the steps to train, inside of ``with``.
+
+        Dropout gets its seed: ranks that share layers draw the same numbers, others not. If the run
+        resumes, the newest checkpoint is loaded, with its random state. SIGTERM to any process ends
+        the steps of all processes after the same one. Leaving ``with`` waits for a checkpoint that
+        is written in the background.
+
+        Args:
             engine: Of `wavemare.initialize`.
             loader: Of the samples to train on; checkpoints keep its place.
 
@@ -79,14 +118,20 @@ class TrainingRun:
             ConfigError: The checkpoint is past the last step; or a run that has not ended writes
                 the folder.
         """
+        import torch
+
         from wavemare.engine import Interruption
 
-        self._setup, self._engine, self._loader = setup, engine, loader
-        if setup.resume:
+        self._engine, self._loader = engine, loader
+        Screen(rank=self.rank).note(self.layout or engine.layout)  # most runs have none
+        section = getattr(engine, "settings", None)
+        shared = 1 if section is None else section.tensor_parallel.size
+        torch.manual_seed(self.arguments.seed + 1 + self.rank // shared)
+        if self.resume:
             self._load()
         self.step = engine.global_steps
-        rows = engine.train_batch_size() * self._arguments.rows_per_sample
-        tokens = rows * self._arguments.sequence_length  # of a step
+        rows = engine.train_batch_size() * self.arguments.rows_per_sample
+        tokens = rows * self.arguments.sequence_length  # of a step
         with (
             self._recording.training(engine, tokens=tokens),
             Interruption.of(engine) as self._interruption,
@@ -106,10 +151,10 @@ class TrainingRun:
         """
         self._open_step.close()
         self._losses.append(loss)
-        before_last = self.step < self._arguments.max_steps
+        before_last = self.step < self.arguments.max_steps
         self.stopped = before_last and self._interruption.stops_after(self.step)
         self.is_last = self.stopped or not before_last
-        if self.is_last or self.step % self._arguments.log_interval == 0:
+        if self.is_last or self.step % self.arguments.log_interval == 0:
             more = {} if figures is None else figures()
             mean = float(sum(self._losses) / len(self._losses))
             self._recording.log(self.step, loss=mean, **more)
@@ -127,15 +172,14 @@ class TrainingRun:
 
         It has all that a resumed run needs. The layout of the run stands beside it, if it has one.
         """
-        if not self.is_last and self.step % self._arguments.save_interval:
+        if not self.is_last and self.step % self.arguments.save_interval:
             return
-        setup = self._setup
-        if setup.layout is not None and setup.rank == 0:
-            atomic_write_text(setup.folder / LAYOUT_FILE, setup.layout.to_json())
+        if self.layout is not None and self.rank == 0:
+            atomic_write_text(self.folder / LAYOUT_FILE, self.layout.to_json())
         seconds = self._recording.training_seconds
         state = {"loader": self._loader.state_dict(), "seconds": seconds}
         with self._recording.saving(self.step, f"step-{self.step:06d}") as tag:
-            self._engine.save_checkpoint(str(setup.checkpoints), tag, client_state=state)
+            self._engine.save_checkpoint(str(self.checkpoints), tag, client_state=state)
 
     def finish(
         self,
@@ -152,7 +196,7 @@ class TrainingRun:
         self._recording.finish(results, baselines)
 
     def _steps(self) -> Iterator[int]:
-        for step in range(self.step + 1, self._arguments.max_steps + 1):
+        for step in range(self.step + 1, self.arguments.max_steps + 1):
             self._open_step.enter_context(self._recording.step(step))
             self.step = step
             yield step
@@ -162,8 +206,8 @@ class TrainingRun:
 
     def _load(self) -> None:
         """Go on from the newest checkpoint: engine, order of the data, and training time so far."""
-        engine, most = self._engine, self._arguments.max_steps
-        _, state = engine.load_checkpoint(str(self._setup.checkpoints))
+        engine, most = self._engine, self.arguments.max_steps
+        _, state = engine.load_checkpoint(str(self.checkpoints))
         if engine.global_steps > most:
             reason = f"the checkpoint is at step {engine.global_steps} already"
             raise ConfigError("--max_steps", most, reason, "Give more steps")
@@ -171,3 +215,33 @@ class TrainingRun:
         self._loader.load_state_dict({**state["loader"], **consumed})
         print_rank_0(f"resumed after step {engine.global_steps}")
         self._recording.earlier_seconds = float(state.get("seconds", 0.0))
+
+
+def join_and_seed(seed: int) -> None:
+    """Join the other processes, and seed the weights alike on all of them."""
+    import random
+
+    import numpy as np
+    import torch
+
+    # What any model needs, and takes seconds: before the others wait for this process.
+    import transformers.generation.utils
+    import transformers.modeling_utils  # noqa: F401
+    from deepspeed.accelerator import get_accelerator
+
+    import wavemare
+
+    wavemare.init_distributed()
+    quiet_libraries()
+    random.seed(seed)  # transformers.set_seed, without the imports of its Trainer
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    get_accelerator().manual_seed_all(seed)
+
+
+def disconnect() -> None:
+    """Wait for the other processes and leave their group, so that no thread of it remains."""
+    from torch import distributed
+
+    distributed.barrier()
+    distributed.destroy_process_group()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a run before its model, checked once; and how processes join and part."""
+"""What is known of a run before its model, checked once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from wavemare.engine.launch.group import (
     environment_rank,
     environment_world_size,
     may_restart,
-    meet,
 )
 from wavemare.errors import ConfigError
 from wavemare.observe.quiet import quiet_libraries
@@ -30,15 +29,14 @@ from wavemare.training.config import resolve_config
 
 @dataclass
 class Setup:
-    """A checked run. Only `wavemare.training.balance.balance` changes it.
+    """What is known of a run. Only `wavemare.training.balance.balance` changes it.
 
     Attributes:
         arguments: The recipe's options.
-        config: DeepSpeed's configuration, with the changes of the options; `balance` adds the
-            shares of the devices.
+        config: DeepSpeed's, with the changes of the options; `balance` adds the devices' shares.
         layout: The layout that ``--balance`` names, that of the run that continues, or the one
             that `balance` has measured.
-        section: The section ``"wavemare"`` of the configuration.
+        section: ``"wavemare"`` of the configuration.
         batch: DeepSpeed's three batch sizes by their keys.
         resume: Whether the run continues from a checkpoint.
         rank: Of this process.
@@ -171,58 +169,6 @@ def _fill_in(
     if inputs is not None and pipeline is not None:
         pipeline["inputs"] = list(inputs)
     return config
-
-
-def join_and_seed(setup: Setup) -> None:
-    """Join the other processes, and seed the weights alike on all of them."""
-    import random
-
-    import numpy as np
-    import torch
-
-    # What any model needs, and takes seconds: before the others wait for this process.
-    import transformers.generation.utils
-    import transformers.modeling_utils  # noqa: F401
-    from deepspeed.accelerator import get_accelerator
-
-    import wavemare
-
-    wavemare.init_distributed()
-    quiet_libraries()
-    seed = setup.arguments.seed  # transformers.set_seed, without the imports of its Trainer
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    get_accelerator().manual_seed_all(seed)
-
-
-def wait_for_data(setup: Setup) -> None:
-    """Wait until every process has its data, which one host may read for hours.
-
-    The time limit that ends a collective does not count here.
-    """
-    from torch import distributed
-
-    store = distributed.distributed_c10d._get_default_store()
-    meet(store, "wavemare/data", setup.world_size)
-
-
-def seed_dropout(engine: Any, seed: int) -> None:
-    """Seed torch for the training: ranks that share layers draw the same numbers, others not."""
-    import torch
-    from torch import distributed
-
-    section = getattr(engine, "settings", None)
-    shared = 1 if section is None else section.tensor_parallel.size
-    torch.manual_seed(seed + 1 + distributed.get_rank() // shared)
-
-
-def disconnect() -> None:
-    """Wait for the other processes and leave their group, so that no thread of it remains."""
-    from torch import distributed
-
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 def adapt_accumulation(config: dict[str, Any], data_ranks: int) -> None:

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def start_recording(arguments: TrainArguments, *, done: int | None = None) -> Recording:
     """Return the recording of a run by the recipe's options, which shows its progress.
 
-    Args:
-        arguments: The recipe's options.
-        done: Optimizer steps done before; by default the engine's count.
+    ``done`` optimizer steps were done before; by default the engine's count.
 
     Raises:
         ConfigError: See `wavemare.observe.Recording`.
@@ -35,23 +33,10 @@ def start_recording(arguments: TrainArguments, *, done: int | None = None) -> Re
     )
 
 
-def print_layout(setup: Setup, engine: Any) -> None:
-    """Print on rank 0 the layout by ``--balance`` or by annotations; other runs have none."""
-    Screen(rank=setup.rank).note(setup.layout or engine.layout)
-
-
 def print_start(
     title: str, setup: Setup, model: Any, corpus: Mapping[str, object], rate: str | None = None
 ) -> None:
-    """Print on rank 0 what is trained, and how: model, layout, batch, optimizer and text.
-
-    Args:
-        title: Of the run.
-        setup: Of the run.
-        model: The whole transformers model.
-        corpus: What it learns from, by name.
-        rate: How the learning rate changes if the JSON has no scheduler; constant if omitted.
-    """
+    """Print on rank 0 what is trained, and how; see `wavemare.training.run.TrainingRun.begin`."""
     Screen(rank=setup.rank).panel(f"wavemare: {title}", _groups(setup, model, corpus, rate))
 
 

@@ -25,7 +25,7 @@ from wavemare.errors import WavemareError
 WORK = {
     "subprocess": ["Popen"],
     "wavemare.engine": ["init_distributed"],
-    "wavemare.training.setup": ["join_and_seed"],
+    "wavemare.training.run": ["join_and_seed"],
     "wavemare.training.text": ["read_text"],
     "wavemare.data.text": ["load_texts_to_build"],
     "wavemare.data.indexed": ["open_indexed", "merge_indexed"],

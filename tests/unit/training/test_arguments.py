@@ -57,13 +57,19 @@ RECIPES = {
 }
 
 
+PROGRAMS = {"gpt/finetune": "gpt/pretrain"}  # whose program it runs
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_option_is_read(name):
     """By the recipe, or by a helper of recipes."""
     helpers = Path(str(files("wavemare.training"))).glob("*.py")
     read = {
         node.attr
-        for file in (Path(str(files("wavemare.recipes"))) / f"{name}.py", *helpers)
+        for file in (
+            Path(str(files("wavemare.recipes"))) / f"{PROGRAMS.get(name, name)}.py",
+            *helpers,
+        )
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
     }

@@ -19,7 +19,7 @@ from wavemare.training.arguments import TrainArguments
 from wavemare.training.checkpoints import resumes_after_restart
 from wavemare.training.evaluation import BEST, read_best
 from wavemare.training.run import TrainingRun
-from wavemare.training.setup import Setup, adapt_accumulation
+from wavemare.training.setup import adapt_accumulation
 
 
 @pytest.mark.parametrize(
@@ -46,19 +46,16 @@ def test_the_batch_is_accumulated_over_fewer_ranks():
     assert config == sizes
 
 
-def continued(arguments):
-    known = {"config": {}, "layout": None, "section": None, "batch": {}}
-    return Setup(arguments, **known, resume=True, rank=0, world_size=1)
+def alone_run(arguments, *, resume):
+    known = {"config": {}, "layout": None, "section": None, "batch": {}, "source": None}
+    return TrainingRun(arguments, **known, resume=resume, rank=0, world_size=1)
 
 
 def test_a_run_that_is_past_the_last_step_is_not_continued(tmp_path):
-    engine = SimpleNamespace(global_steps=20, load_checkpoint=lambda folder: (folder, {}))
-    arguments = TrainArguments(max_steps=19, output=str(tmp_path))
-    run = TrainingRun(arguments)
-    with (
-        refuses(ConfigError, "--max_steps", 19),
-        run.training(continued(arguments), engine, None),
-    ):
+    known = {"global_steps": 20, "layout": None}
+    engine = SimpleNamespace(**known, load_checkpoint=lambda folder: (folder, {}))
+    run = alone_run(TrainArguments(max_steps=19, output=str(tmp_path)), resume=True)
+    with refuses(ConfigError, "--max_steps", 19), run.training(engine, None):
         raise AssertionError("it trains")
 
 
@@ -71,10 +68,10 @@ def test_a_host_without_the_file_knows_the_best_evaluation_of_rank_0(tmp_path, m
 
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    setup = continued(TrainArguments(output=str(tmp_path)))
-    assert read_best(setup) == best
+    run = alone_run(TrainArguments(output=str(tmp_path)), resume=True)
+    assert read_best(run) == best
     (tmp_path / BEST).write_text('{"eval_loss": 1.25, "step": 5}')  # of another run there
-    assert read_best(setup) == best
+    assert read_best(run) == best
 
 
 class Counted:
@@ -82,7 +79,7 @@ class Counted:
 
     num_stages = 1
     step_lead = 0
-    optimizer = None
+    optimizer = layout = None
 
     def __init__(self):
         self.global_steps, self.saved = 0, {}
@@ -142,11 +139,9 @@ def alone():
 )
 def test_a_run_logs_saves_and_ends_at_the_right_steps(tmp_path, alone, resume, signalled, ends):
     options = {"max_steps": 9, "log_interval": 2, "save_interval": 3, "output": str(tmp_path)}
-    arguments = TrainArguments(**options)
-    known = {"config": {}, "layout": None, "section": None, "batch": {}}
-    setup = Setup(arguments, **known, resume=resume, rank=0, world_size=1)
-    engine, run, trained = Counted(), TrainingRun(arguments), []
-    with run.training(setup, engine, engine) as steps:
+    run = alone_run(TrainArguments(**options), resume=resume)
+    engine, trained = Counted(), []
+    with run.training(engine, engine) as steps:
         for step in steps:
             if step == signalled:
                 os.kill(os.getpid(), signal.SIGTERM)
