@@ -346,7 +346,7 @@ def _section(name: str, request: LocalStepsRequest, warmup: int) -> tuple[dict[s
 def _drain(engine: Any) -> Callable[[], Any]:
     """Return what waits until no message of an engine travels: a checkpoint needs that, too."""
     (feature,) = (f for f in engine.features if f.key == "local_steps")
-    return feature.extra_state  # type: ignore[no-any-return]
+    return feature.extra_state
 
 
 class _Torchft(TorchSystem):

@@ -391,17 +391,16 @@ def hooks(names):
         found, called = set(), set()
         for kind in HOOKS:
             own, expected = (seen_by_hooks(each, kind) for each in (model, whole))
-            called |= own.keys()  # of which dropout is none, where a kernel drops
+            # Not called are dropout that a kernel does, and backward hooks before trained weights.
+            called |= {f"{name}: {kind}" for name in own}
             found |= {f"{name}: {kind}" for name in own if unlike(own[name], expected[name])}
         names_of = {module: name for name, module in model.named_modules()}
         refused = {
             f"{names_of[module]}: {method.removeprefix('register_').removesuffix('_hook')}"
             for module, methods in hooks_of_parts(model).items()
             for method in methods
-            if names_of[module] in called
         }
-        refused = {one for one in refused if not one.endswith(": backward")}  # torch's older name
-        result[name] = {"unlike": sorted(found), "refused": sorted(refused)}
+        result[name] = {"unlike": sorted(found), "refused": sorted(refused & called)}
     return result
 
 
@@ -420,7 +419,7 @@ def seen_by_hooks(model, kind):
 
     options = {"with_kwargs": True} if kind == "forward_pre" else {}
     for name, module in model.named_modules():
-        if name:
+        if name not in {"", "base_model.model"}:  # whose outputs gather their logits when read
             register = getattr(module, f"register_{kind}_hook")
             handles.append(register(functools.partial(note, name), **options))
     model(**batch(model)).loss.backward()
