@@ -41,6 +41,7 @@ from wavemare.engine.optim.optimizers import (
 )
 from wavemare.engine.optim.parts import check_parts
 from wavemare.engine.optim.policy import Written
+from wavemare.engine.optim.trained import TrainedWeights
 from wavemare.engine.parts import PassedOver
 from wavemare.engine.pipe.micro_batch import naming_ids
 from wavemare.engine.ranks import Ranks
@@ -49,12 +50,6 @@ from wavemare.engine.seams import discard_open_step, end_workers, forget_grid, h
 from wavemare.engine.sparse.attach import attach_sparse_gradients
 from wavemare.engine.sparse.gradients import SparseGradients
 from wavemare.errors import CommError, ConfigError
-
-_FROZEN_LATE = (
-    "frozen layers: some were frozen after initialize. ZeRO and 16-bit types step flat copies of"
-    " the weights, which go on by momentum and weight decay. Freeze layers before initialize, or"
-    " use ZeRO 0 in fp32"
-)
 
 
 class EngineMixin(CheckpointMixin):
@@ -99,8 +94,7 @@ class EngineMixin(CheckpointMixin):
     """The iterator over ``training_data`` that the engine has made for itself."""
     broken = ""
     """Which step failed midway, so that the engine refuses the next one; empty if none did."""
-    _flat_weights: Sequence[Any] = ()
-    """Those that were trained at first, where the optimizer steps a flat copy of them."""
+    _trained: TrainedWeights | None = None
 
     def __init__(self, *args: Any, settings: WavemareConfig | None = None, **kwargs: Any) -> None:
         reached("engine")
@@ -112,8 +106,8 @@ class EngineMixin(CheckpointMixin):
         self.describe_optimizer()
         parts = self.zero_optimization_partition_weights() or self._replicas is not None
         self.loaded_weights = LoadedWeights(None if parts else self)
-        flat = self.optimizer is not getattr(self, "basic_optimizer", None)
-        self._flat_weights = [p for p in self.module.parameters() if flat and p.requires_grad]
+        if self.optimizer is not None:
+            self._trained = TrainedWeights(self)
         balance = attach_balance(self, settings.balance)
         self.norm = GradientNorm(self)
         self.guard = attach_guard(self, settings.guard)
@@ -197,9 +191,7 @@ class EngineMixin(CheckpointMixin):
         if self._writing is not None and self._writing.has_failed:
             self.finish_saving()
         self.norm.begin_step()
-        if not all(weight.requires_grad for weight in self._flat_weights):
-            self._flat_weights = ()
-            tell_warning(_FROZEN_LATE)
+        self.check_trained()
         try:
             steps = all([feature.before_step() for feature in self.features])
             with self.norm.handed(), nullcontext() if steps else skipping(self):
@@ -301,6 +293,7 @@ class EngineMixin(CheckpointMixin):
         """
         self.check_whole()
         self.check_passed_over()
+        self.check_trained()
         step, self.has_begun = self.global_steps + 1, False
         PROGRESS.begin_step(step)
         try:
@@ -324,6 +317,11 @@ class EngineMixin(CheckpointMixin):
         if self.broken:
             remedy = "Load a checkpoint on all ranks, or start all processes again"
             raise CommError("optimizer step", self.global_steps + 1, self.broken, remedy)
+
+    def check_trained(self) -> None:
+        """Refuse adapters that no optimizer has; see `TrainedWeights`."""
+        if self._trained is not None:
+            self._trained.check()
 
     def check_passed_over(self) -> None:
         """Refuse changes of the caller's model that stages would not see; see `PassedOver`."""
@@ -492,7 +490,8 @@ class EngineMixin(CheckpointMixin):
             if watchdog is not None:
                 stack.callback(watchdog.release)
             stack.callback(self.loaded_weights.close)
-            stack.callback(setattr, self, "_flat_weights", ())
+            if self._trained is not None:
+                stack.callback(self._trained.close)
             stack.callback(end_workers, self._own_batches)
             if hasattr(self, "norm"):
                 stack.callback(self.norm.close)

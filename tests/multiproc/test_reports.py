@@ -37,6 +37,7 @@ ALL = DATA | LOCAL | TENSOR | STAGES
 ADDS = ("ZeRO-0", "ZeRO-3", "sparse-0", "waves", "tensor")
 """Layouts in which backward passes before a step add up without a word."""
 DROPS = ("ZeRO-1", "ZeRO-2", "sparse-1", "sparse-2", "tensor-1")
+ADAPTED_LATE = ("ZeRO-0", "ZeRO-1", "1f1b", "drained")
 WHOLE = "stand in place of its embedding or head"
 
 
@@ -205,6 +206,7 @@ CASES = {
         **each("dropout", ALL, "zb-h1", "tensor"),
         **each("loaded_whole", ALL, "ZeRO-1", "tensor", "1f1b"),
         **each("frozen_late", ALL, "ZeRO-0", "ZeRO-1"),
+        **each("adapted_late", ALL, *ADAPTED_LATE),
         **each("penalized", ALL, "tensor", "ZeRO-1"),
         "whole tensors": ["whole_tensors", {}],
         "empty": ["empty_group", {"as_function": False}],
@@ -340,6 +342,13 @@ def test_layers_that_are_frozen_late_stay_or_it_is_told_that_they_move(found, la
     told = [ours["told"] for ours in found(f"frozen_late {layout}")]
     assert told == [int(moves), 0]
     assert {ours["moved"] for ours in found(f"frozen_late {layout}")} == {moves}
+
+
+@pytest.mark.parametrize("layout", ADAPTED_LATE)
+def test_an_adapter_that_no_optimizer_has_is_refused_until_others_are_trained(found, layout):
+    for rank, ours in enumerate(found(f"adapted_late {layout}")):
+        assert "no optimizer has its weights" in ours["said"]
+        assert ours["moved"] == (rank == 0 or layout.startswith("ZeRO")), layout  # of block 0
 
 
 def test_an_optimizer_that_reads_whole_tensors_is_refused_beside_zero(found):

@@ -421,6 +421,24 @@ def frozen_late(settings):
     return {"told": len(told), "moved": not torch.equal(before, inner)}
 
 
+def adapted_late(settings):
+    """An adapter of peft that comes between steps: what the next step says, and after thawing."""
+    model = gpt2()
+    engine = start(model, rate=0.01, optimizer="AdamW", **settings)
+    data = batches(engine.data_rank)
+    engine.train_batch(data)
+    trained = list(model.parameters())
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["c_fc"], fan_in_fan_out=True))
+    said = refusal(lambda: engine.train_batch(data))
+    for weight in trained:
+        weight.requires_grad_(True)
+    before = model.transformer.h[0].ln_1.weight.detach().clone()
+    engine.train_batch(data)
+    engine.destroy()
+    moved = not torch.equal(before, model.transformer.h[0].ln_1.weight)
+    return {"said": said, "moved": moved}
+
+
 def whole_tensors():
     """Optimizers beside ZeRO, which cuts flat tensors, and without it."""
     return {
