@@ -5,8 +5,9 @@ By default it learns to tell which standard-library package a snippet comes from
 
     wavemare train bert/finetune
 
-With a pretrained model and a table of one's own (TSV, CSV or JSONL)::
+With a pretrained model, in a folder, and a table of one's own (TSV, CSV or JSONL)::
 
+    hf download google-bert/bert-base-uncased --local-dir bert-base-uncased
     wavemare train bert/finetune -- --model bert-base-uncased --data reviews.tsv --lr 3e-5
 
 Differs from ``gpt/pretrain.py`` in:

@@ -4,8 +4,9 @@
 wavemare launch --nproc 2 recipes/gpt/minimal.py [FILE]
 
 FILE is your text; by default, the model learns Python from the standard library. A token is a byte.
-Each process runs this program: it reads the same batches as the others, and trains one stage.
-To compare speeds and losses, put "1f1b" (DeepSpeed's order) or "pipemare" in the place of "auto".
+Each process runs this program. Those of a pipeline read the same batches; each trains one stage.
+To compare speeds and losses, put "1f1b" (DeepSpeed's order) in the place of "auto", or PipeMare:
+{"stages": 2, "schedule": "pipemare", "pipemare": {"warmup_steps": 40}}.
 pretrain.py adds what longer runs need: a tokenizer, options, metrics, checkpoints.
 """
 
@@ -79,7 +80,8 @@ def main() -> None:
         ),
     )
 
-    data, started = batches(train, seed=1), time.perf_counter()
+    data = batches(train, seed=1 + engine.data_rank)  # with 4 processes there are two replicas
+    started = time.perf_counter()
     for step in range(1, STEPS + 1):
         loss = engine.train_batch(data)  # forward, backward, update; the step's mean loss
         if step % 50 == 0:

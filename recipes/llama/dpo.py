@@ -5,6 +5,7 @@ By default the model of ``wavemare train llama/sft`` learns to tell the descript
 from another one's. With a model and rows of one's own (``prompt``, ``chosen`` and ``rejected``),
 and with LoRA::
 
+    hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M
     wavemare train llama/dpo -- --model SmolLM2-135M --data pairs.jsonl --lora_r 16
 
 Differs from ``llama/sft.py`` in:
@@ -89,15 +90,14 @@ def main() -> None:
     # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Before the first step its
     # model is the reference, unless --reference names one, which gets an engine for a while.
     pair_loss = partial(dpo_loss, beta=args.beta)
-    asked = pairs.load_reference(run)  # by the run that is resumed
-    if not asked and args.reference is not None:
+    known = pairs.load_reference(run)  # a resumed run has its answers in reference.npz
+    if not known and args.reference is not None:
         pairs.ask_other_model(run, log_probabilities, pair_loss)
-        asked = True
     engine, *_ = wavemare.initialize(model=model, config=run.config)
     # The loss of the engine from here on: logits, then log_probabilities, then dpo_loss.
     preferences = use_pair_loss(engine, log_probabilities, pair_loss)
-    if not asked:
-        pairs.ask_reference(run, preferences)
+    if not known and args.reference is None:
+        pairs.ask_reference(run, preferences)  # the model itself, before its first step
 
     # Each replica reads its own pairs.
     train_loader = ResumableLoader.of(engine, pairs.train, seed=args.seed)

@@ -4,6 +4,7 @@
 By default the model of ``wavemare train llama`` learns to describe functions. With a model and rows
 of one's own (``messages``, ``prompt`` and ``completion``, or ``text``), and with LoRA::
 
+    hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M
     wavemare train llama/sft -- --model SmolLM2-135M --data chats.jsonl --lora_r 16
 
 Differs from ``gpt/pretrain.py`` in:
@@ -77,9 +78,10 @@ def main() -> None:
     # Engine. sft.json decides: data parallelism with ZeRO 1, 16 samples in a step, and AdamW.
     engine, *_ = wavemare.initialize(model=model, config=run.config)
 
-    # Each replica reads its own samples. The loss of a step is the mean over its labels.
+    # Each replica reads its own samples. The loss of a step is the mean over its labels, in place
+    # of transformers' mean over a micro-batch: each micro-batch gets its weight.
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
-    train_batches = use_token_mean(engine, label_answers(train_loader))
+    token_mean = use_token_mean(engine, label_answers(train_loader))
     eval_loader = chats.evaluation_loader(engine, run.eval_samples)  # packed, too
 
     # Loop. With --resume, it goes on from the newest checkpoint.
@@ -87,11 +89,11 @@ def main() -> None:
     with run.training(engine, train_loader) as steps:
         for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
-            loss = engine.train_batch(train_batches)  # a tensor: the mean over trained tokens
+            loss = engine.train_batch(token_mean)  # a tensor: the mean over trained tokens
             run.after_step(loss)  # shows it; every --log_interval steps, writes a line of metrics
             if step % args.eval_interval == 0 or step == args.max_steps:
                 engine.synchronize()  # now all ranks have one version of the weights
-                eval_loss = evaluate(engine, train_batches.weigh(label_answers(eval_loader)))
+                eval_loss = evaluate(engine, token_mean.weigh(label_answers(eval_loader)))
                 run.log_eval(eval_loss=eval_loss)
                 if not best or eval_loss < best["eval_loss"]:
                     export(args, engine, run.model_folder, chats.tokenizer, merge=args.merge)

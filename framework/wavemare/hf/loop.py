@@ -31,12 +31,6 @@ class EngineScheduler(DeepSpeedSchedulerWrapper):
     def scheduler(self, _: Any) -> None:
         """Leave it to the engine."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what only the engine's scheduler has, such as ``base_lrs`` of torch's."""
-        if name == "_engine":  # of a copy that is being made
-            raise AttributeError(name)
-        return getattr(self._engine.lr_scheduler, name)
-
 
 class LoopModel(Proxy):
     """An engine in the Trainer's loop, which must not clear the gradients of pending passes."""

@@ -43,7 +43,8 @@ def check_model_folder(
         reason = "there is no such folder"
         remedy = (
             "Name a folder that save_pretrained wrote, for example the 'model' folder of a run of "
-            "the pretraining recipe"
+            f"the pretraining recipe. From the Hub: hf download OWNER/{path.name} --local-dir "
+            f"{path.name}"
         )
         raise ModelError(key, folder, reason, remedy)
     weights = [*path.glob("*.safetensors"), *path.glob("*.bin")]

@@ -281,8 +281,6 @@ def own_scheduler(schedule, **config):
             model=plain_model("gpt2"), args=arguments(name, given, **chosen), train_dataset=rows
         )
         trainer.train(**options)
-        if schedule != "ZeRO":  # where accelerate's wrapper hides it
-            assert set(trainer.lr_scheduler.base_lrs) == {0.5}
         logs = trainer.state.log_history
         return [each["learning_rate"] for each in logs if "learning_rate" in each]
 
