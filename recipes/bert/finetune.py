@@ -84,13 +84,13 @@ def main() -> None:
 
     # Loop.
     with run.recording(engine):  # metrics and progress; in here, SIGTERM only sets a flag
-        for step in run.steps(first):  # to --max_steps; or all processes stop after SIGTERM to one
+        for step in run.steps(first):  # to --max_steps; SIGTERM ends all ranks after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
             run.record(step, loss)  # shows it; every --log_interval steps, writes a line of metrics
-            if step % args.eval_interval == 0 and step < args.max_steps:
+            if step % args.eval_interval == 0 and step < args.max_steps:  # the final one is below
                 run.log_eval(step, **evaluate_classes(engine, eval_loader, num_classes))
-            if step % args.save_interval == 0 or run.is_last:  # the last of all, or by SIGTERM
+            if step % args.save_interval == 0 or run.is_last:  # SIGTERM makes a step the last
                 run.save_checkpoint(engine, train_loader)
 
     # Final evaluation, on more samples; export; the model's answer for a text.

@@ -92,7 +92,8 @@ def main() -> None:
     run.show("preference tuning", model, pairs.describe())  # prints what is trained, and how
     print_rank_0(pairs.preview())
 
-    # Engine, with the loss of pairs. The reference answers before the first step.
+    # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Its loss is dpo_loss. Before
+    # the first step, the reference says once how probable each answer is.
     engine, pair_loss = ask_reference_and_initialize(args, run, pairs, model)
 
     # Each replica reads its own pairs, with what the reference says of them.
@@ -116,14 +117,14 @@ def main() -> None:
 
     # Loop.
     with run.recording(engine):  # metrics and progress; in here, SIGTERM only sets a flag
-        for step in run.steps(first):  # to --max_steps; or all processes stop after SIGTERM to one
+        for step in run.steps(first):  # to --max_steps; SIGTERM ends all ranks after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_batches)  # a tensor: the mean over pairs
             run.record(step, loss, pair_loss.take_rewards)  # a line of metrics has the rewards, too
-            if step % args.eval_interval == 0 and step < args.max_steps:
+            if step % args.eval_interval == 0 and step < args.max_steps:  # the final one is below
                 best = evaluate_and_keep(step, best)
             # After the evaluation: a run that resumes here evaluates later steps only.
-            if step % args.save_interval == 0 or run.is_last:  # the last of all, or by SIGTERM
+            if step % args.save_interval == 0 or run.is_last:  # SIGTERM makes a step the last
                 run.save_checkpoint(engine, train_loader)
 
     # Final evaluation, and an answer of the exported model, which is that of the best evaluation.
@@ -140,25 +141,23 @@ def main() -> None:
 def ask_reference_and_initialize(
     args: DpoArguments, run: TrainingRun, pairs: TrainingPairs, model: Any
 ) -> tuple[Any, PreferenceLoss]:
-    """Return the engine that trains a model, and its loss of pairs, which the reference has seen.
+    """Note in the pairs what the reference says; return the model's engine and its loss of pairs."""
 
-    dpo.json decides: data parallelism with ZeRO 1, and AdamW.
-    """
-
-    def initialize(model: Any) -> tuple[Any, PreferenceLoss]:
-        engine, *_ = wavemare.initialize(model=model, config=copy.deepcopy(run.config))
-        # From here on, the engine's loss: logits, then log_probabilities, then dpo_loss.
+    def initialize(trained: Any) -> tuple[Any, PreferenceLoss]:
+        engine, *_ = wavemare.initialize(model=trained, config=copy.deepcopy(run.config))
+        # The loss of the engine from here on: logits, then log_probabilities, then dpo_loss.
         pair_loss = use_pair_loss(engine, log_probabilities, partial(dpo_loss, beta=args.beta))
         return engine, pair_loss
 
-    if pairs.load_reference(run):  # A resumed run has its answers, in reference.npz.
+    # A run that resumes has noted in reference.npz what the reference said.
+    if pairs.load_reference(run):
         return initialize(model)
-
-    if args.reference is not None:  # Another model answers, in an engine that is freed again.
+    # The model of --reference answers, in an engine that is freed before the other one is made.
+    if args.reference is not None:
         pairs.ask_other_model(run, initialize)
         return initialize(model)
-
-    engine, pair_loss = initialize(model)  # The model itself answers, before its first step.
+    # The model itself answers, before its first step.
+    engine, pair_loss = initialize(model)
     pairs.ask_reference(run, pair_loss)
     return engine, pair_loss
 
