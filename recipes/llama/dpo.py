@@ -92,8 +92,8 @@ def main() -> None:
     run.show("preference tuning", model, pairs.describe())  # prints what is trained, and how
     print_rank_0(pairs.preview())
 
-    # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Its loss is dpo_loss. Before
-    # the first step, the reference says once how probable each answer is.
+    # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Its loss is dpo_loss.
+    # Before the first step, the reference says once how probable each answer is.
     engine, pair_loss = ask_reference_and_initialize(args, run, pairs, model)
 
     # Each replica reads its own pairs, with what the reference says of them.
@@ -141,7 +141,7 @@ def main() -> None:
 def ask_reference_and_initialize(
     args: DpoArguments, run: TrainingRun, pairs: TrainingPairs, model: Any
 ) -> tuple[Any, PreferenceLoss]:
-    """Note in the pairs what the reference says; return the model's engine and its loss of pairs."""
+    """Note in the pairs what the reference says; return the model's engine and its pair loss."""
 
     def initialize(trained: Any) -> tuple[Any, PreferenceLoss]:
         engine, *_ = wavemare.initialize(model=trained, config=copy.deepcopy(run.config))
