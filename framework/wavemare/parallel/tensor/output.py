@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from transformers import PreTrainedModel
 
 from wavemare.parallel.tensor.layers import gather_from_group
 
@@ -48,8 +49,8 @@ def with_late_logits(output: Any, gather: Callable[[], Tensor]) -> Any:
     return late
 
 
-def gather_attentions(model: nn.Module, group: Any) -> Any:
-    """Let a model without its head return the attention probabilities of all ranks' heads.
+def gather_attentions(model: nn.Module, group: Any) -> list[Any]:
+    """Let a model, and models in it, return the attention probabilities of all ranks' heads.
 
     Nothing is gathered unless the caller asks for them; then all ranks of the group must ask.
 
@@ -58,7 +59,7 @@ def gather_attentions(model: nn.Module, group: Any) -> Any:
         group: The ranks.
 
     Returns:
-        The handle of the hook.
+        The handles of the hooks.
     """
 
     def whole(each: Tensor) -> Tensor:  # (batch, heads of the rank, queries, keys)
@@ -73,7 +74,8 @@ def gather_attentions(model: nn.Module, group: Any) -> Any:
             )
         return output
 
-    return model.register_forward_hook(gather, prepend=True)
+    models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    return [each.register_forward_hook(gather, prepend=True) for each in models]
 
 
 @functools.cache

@@ -186,7 +186,7 @@ class _Split:
         self._split_vocabulary()
         for name, apply in self._layers:
             apply(self, base, name)
-        self.hook(gather_attentions(base, self._group))
+        self._undo += [each.remove for each in gather_attentions(base, self._group)]
         for parent in self._column_parents - self._row_parents:
             self.note(parent, OF_OUTPUTS)
         for parent in self._row_parents - self._column_parents:
