@@ -65,7 +65,6 @@ def main() -> None:
     num_classes = len(corpus.label_names)
     tokenizer, model = make_or_load_classifier(args, corpus, run.tensor_parallel)
     train_samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
-    parameters = run.count_parameters(model)  # before the engine divides them
     run.wait_for_all()  # a host may read its data for hours
     run.show("BERT classification", model, corpus.describe())  # prints what is trained, and how
     run.balance(model)  # with --balance: writes the devices' shares into run.config
@@ -95,7 +94,7 @@ def main() -> None:
 
     # Final evaluation, on more samples; export; the model's answer for a text.
     if not run.stopped:  # by SIGTERM
-        engine.synchronize()  # now all ranks have one version of the weights
+        engine.synchronize()  # all ranks take one version: with local steps, the mean of replicas
         scores = evaluate_classes(engine, final_loader, num_classes)
         run.log_eval(args.max_steps, **scores)
         wavemare.save_pretrained(engine, run.model_folder, tokenizer=tokenizer)
@@ -106,7 +105,6 @@ def main() -> None:
             print(f"\nThe model in {run.model_folder} classifies:\n{row['text'][:300]}")
             print(f"-> {answer} (it is {expected})\n", flush=True)
         results = {**scores, **count_samples(engine, final_loader, validation)}
-        results["parameters"] = parameters
         for name, value in majority_baseline(corpus).items():
             results[f"majority {name}"] = value
         run.finish(results)

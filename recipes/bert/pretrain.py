@@ -72,7 +72,6 @@ def main() -> None:
     # Model, new and whole on every process.
     model = make_masked_model(args, text, run.tensor_parallel)
     check_gap(text.tokenizer, args.prompt, max_positions(model.config))
-    parameters = run.count_parameters(model)  # before the engine divides them
     run.wait_for_all()  # a host may read its data for hours
     run.show("BERT pretraining", model, text.describe())  # prints what is trained, and how
     run.balance(model)  # with --balance: writes the devices' shares into run.config
@@ -102,7 +101,7 @@ def main() -> None:
 
     # Final evaluation, on more samples; export; what the model puts into a gap.
     if not run.stopped:  # by SIGTERM
-        engine.synchronize()  # now all ranks have one version of the weights
+        engine.synchronize()  # all ranks take one version: with local steps, the mean of replicas
         eval_loss = evaluate(engine, final_loader)
         run.log_eval(args.max_steps, eval_loss=eval_loss)
         wavemare.save_pretrained(engine, run.model_folder, tokenizer=text.tokenizer)
@@ -110,7 +109,6 @@ def main() -> None:
             sample = fill_gap(run.model_folder, args.prompt)
             print(f"\nThe model in {run.model_folder} fills in:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
-        results["parameters"] = parameters
         # The loss to compare with, of unigrams, is counted last: the model is saved by then.
         run.finish(results, lambda: text.unigram_baselines(args.sequence_length))
     disconnect()

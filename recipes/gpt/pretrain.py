@@ -81,7 +81,6 @@ def main() -> None:
     # Model. A new one is made whole on every process. From --load, each process reads its part.
     model = make_or_load_model(args, text, run.tensor_parallel, resume=run.resume)
     prompt = text.choose_prompt(args.prompt, model.config)  # of the sample at the end
-    parameters = run.count_parameters(model)  # before the engine divides them
     run.wait_for_all()  # a host may read its data for hours
     run.show("GPT pretraining", model, text.describe())  # prints what is trained, and how
     run.balance(model)  # with --balance: writes the devices' shares into run.config
@@ -90,7 +89,7 @@ def main() -> None:
     # matrices and AdamW for the rest; the rate rises to 4e-3 and falls to a tenth, by a cosine.
     engine, *_ = wavemare.initialize(model=model, config=run.config)
 
-    # Each replica reads its own samples.
+    # Each replica reads its own samples. Megatron's are shuffled already.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed, shuffle=text.shuffles)
     eval_loader = evaluation_loader(engine, validation, run.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, run.final_samples)  # more, at the end
@@ -111,7 +110,7 @@ def main() -> None:
 
     # Final evaluation, on more samples; export; a sample of what the model writes.
     if not run.stopped:  # by SIGTERM
-        engine.synchronize()  # now all ranks have one version of the weights
+        engine.synchronize()  # all ranks take one version: with local steps, the mean of replicas
         eval_loss = evaluate(engine, final_loader)
         run.log_eval(args.max_steps, eval_loss=eval_loss)
         export(args, engine, run.model_folder, text.tokenizer)
@@ -119,7 +118,6 @@ def main() -> None:
             sample = continue_text(run.model_folder, prompt, args.seed)
             print(f"\nThe model in {run.model_folder} writes:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
-        results["parameters"] = parameters
         # The losses to compare with, of n-grams, are counted last: the model is saved by then.
         run.finish(results, lambda: text.baselines(args.sequence_length, run.final_samples))
     disconnect()

@@ -39,14 +39,13 @@ from wavemare.training.arguments import ChatArguments, option, parse_arguments
 from wavemare.training.evaluation import evaluate, evaluation_loader, keep_best, read_best
 from wavemare.training.models import export
 from wavemare.training.preferences import (
-    TrainingPairs,
     check_preferences,
     inputs_of_pairs,
     load_pair_model,
     read_pairs,
     use_pair_loss,
 )
-from wavemare.training.run import TrainingRun, disconnect, start_run
+from wavemare.training.run import disconnect, start_run
 from wavemare.training.samples import continue_text
 
 if TYPE_CHECKING:
@@ -87,14 +86,21 @@ def main() -> None:
     # Model and data. Each process reads its part of the weights; one of each host formats pairs.
     tokenizer, model = load_pair_model(args)  # without dropout
     pairs = read_pairs(run.source, args, tokenizer)
-    parameters = run.count_parameters(model)  # before the engine divides them
     run.wait_for_all()  # a host may read its data for hours
     run.show("preference tuning", model, pairs.describe())  # prints what is trained, and how
     print_rank_0(pairs.preview())
 
     # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Its loss is dpo_loss.
-    # Before the first step, the reference says once how probable each answer is.
-    engine, pair_loss = ask_reference_and_initialize(args, run, pairs, model)
+    # The reference says once, before the first step, how probable each answer is. A run that
+    # resumes has this in reference.npz. The model of --reference answers in an engine of its own,
+    # which is freed first. Otherwise, the model itself answers.
+    initialize = partial(initialize_with_pair_loss, config=run.config, beta=args.beta)
+    is_known = pairs.load_reference(run)
+    if not is_known and args.reference is not None:
+        pairs.ask_other_model(run, initialize)
+    engine, pair_loss = initialize(model)
+    if not is_known and args.reference is None:
+        pairs.ask_reference(run, pair_loss)
 
     # Each replica reads its own pairs, with what the reference says of them.
     train_loader = ResumableLoader.of(engine, pairs.train, seed=args.seed)
@@ -103,7 +109,7 @@ def main() -> None:
 
     def evaluate_and_keep(step: int, best: dict[str, Any]) -> dict[str, Any]:
         """Evaluate, export the model if it is the best one, and return the best evaluation."""
-        engine.synchronize()  # now all ranks have one version of the weights
+        engine.synchronize()  # all ranks take one version: with local steps, the mean of replicas
         eval_loss = evaluate(engine, [*pair_loss.batches(eval_loader)])
         run.log_eval(step, eval_loss=eval_loss, **pair_loss.take_rewards(training=False))
         if not best or eval_loss < best["eval_loss"]:
@@ -134,32 +140,16 @@ def main() -> None:
             answer = continue_text(run.model_folder, pairs.question(), args.seed)
             print(f"\nThe model in {run.model_folder} answers:\n{answer}\n", flush=True)
         results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
-        run.finish({**results, "parameters": parameters})
+        run.finish(results)
     disconnect()
 
 
-def ask_reference_and_initialize(
-    args: DpoArguments, run: TrainingRun, pairs: TrainingPairs, model: Any
+def initialize_with_pair_loss(
+    model: Any, config: dict[str, Any], beta: float
 ) -> tuple[Any, PreferenceLoss]:
-    """Note in the pairs what the reference says; return the model's engine and its pair loss."""
-
-    def initialize(trained: Any) -> tuple[Any, PreferenceLoss]:
-        engine, *_ = wavemare.initialize(model=trained, config=copy.deepcopy(run.config))
-        # The loss of the engine from here on: logits, then log_probabilities, then dpo_loss.
-        pair_loss = use_pair_loss(engine, log_probabilities, partial(dpo_loss, beta=args.beta))
-        return engine, pair_loss
-
-    # A run that resumes has noted in reference.npz what the reference said.
-    if pairs.load_reference(run):
-        return initialize(model)
-    # The model of --reference answers, in an engine that is freed before the other one is made.
-    if args.reference is not None:
-        pairs.ask_other_model(run, initialize)
-        return initialize(model)
-    # The model itself answers, before its first step.
-    engine, pair_loss = initialize(model)
-    pairs.ask_reference(run, pair_loss)
-    return engine, pair_loss
+    """Return the engine of a model, and its loss: log_probabilities, and dpo_loss of them."""
+    engine, *_ = wavemare.initialize(model=model, config=copy.deepcopy(config))
+    return engine, use_pair_loss(engine, log_probabilities, partial(dpo_loss, beta=beta))
 
 
 def log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:

@@ -72,7 +72,6 @@ def main() -> None:
     # formats the chats.
     tokenizer, model = load_chat_model(args, packs=not args.no_packing)
     chats = read_chats(run.source, args, tokenizer)
-    parameters = run.count_parameters(model)  # before the engine divides them
     run.wait_for_all()  # a host may read its data for hours
     run.show("supervised fine-tuning", model, chats.describe())  # prints what is trained, and how
     print_rank_0(chats.preview())
@@ -80,7 +79,7 @@ def main() -> None:
     # Engine. sft.json decides: data parallelism with ZeRO 1, 16 samples in a step, and AdamW.
     engine, *_ = wavemare.initialize(model=model, config=run.config)
     # Its loss becomes the mean over the labels of a step, in place of transformers' mean over a
-    # micro-batch. So each micro-batch gets a weight, by its labels.
+    # micro-batch. So a micro-batch gets a weight: its labels / those of the step's mean one.
     answer_loss = use_token_mean(engine)
 
     # Each replica reads its own samples.
@@ -90,7 +89,7 @@ def main() -> None:
 
     def evaluate_and_keep(step: int, best: dict[str, Any]) -> dict[str, Any]:
         """Evaluate, export the model if it is the best one, and return the best evaluation."""
-        engine.synchronize()  # now all ranks have one version of the weights
+        engine.synchronize()  # all ranks take one version: with local steps, the mean of replicas
         eval_loss = evaluate(engine, answer_loss.weigh(label_answers(eval_loader)))
         run.log_eval(step, eval_loss=eval_loss)
         if not best or eval_loss < best["eval_loss"]:
@@ -121,7 +120,7 @@ def main() -> None:
             answer = continue_text(run.model_folder, chats.question(), args.seed)
             print(f"\nThe model in {run.model_folder} answers:\n{answer}\n", flush=True)
         results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
-        run.finish({**results, "parameters": parameters})
+        run.finish(results)
     disconnect()
 
 

@@ -73,7 +73,6 @@ class Trainer(StockTrainer):
     deepspeed: Any
     _feed: StepFeed | None = None
     _preprocess: Callable[..., Any] | None = None
-    _evaluated: Any = None  # the loader of the evaluation that runs now
     _epoch = 0
     _max_steps = 1
     _loss: TrainerLoss
@@ -433,12 +432,15 @@ class Trainer(StockTrainer):
     # --- evaluation -----------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as transformers does; all stages have the same batches, and an engine first."""
+        """Evaluate as transformers does, with the same batches on all stages.
+
+        Before training, an engine is built first.
+        """
         if self.is_deepspeed_enabled and self.deepspeed is None:
             self._prepare_for_evaluation()
         if model_ranks_of(self.accelerator) == 1:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        preprocess, self._evaluated = self.preprocess_logits_for_metrics, dataloader
+        preprocess = self.preprocess_logits_for_metrics
         if self.is_pipeline:
             self.preprocess_logits_for_metrics = None  # the last stage calls it
             self._preprocess = preprocess
@@ -448,7 +450,7 @@ class Trainer(StockTrainer):
         try:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
-            self.preprocess_logits_for_metrics, self._evaluated = preprocess, None
+            self.preprocess_logits_for_metrics = preprocess
             vars(self).pop("prediction_step", None)
 
     def _prepare_for_evaluation(self) -> None:
@@ -554,9 +556,8 @@ class Trainer(StockTrainer):
         """Return how many rows of a batch are no repetitions that fill up the last ones."""
         if trl.class_of(self) == "DPOTrainer":  # whose pairs are two rows each
             return int(find_batch_size(inputs) or 0)
-        active = self.accelerator.gradient_state.active_dataloader
         return rows_that_count(
-            active if self._evaluated in (None, active) else None,  # not that of training
+            self.accelerator.gradient_state.active_dataloader,
             int(find_batch_size(inputs) or 0),
             data_rank=self.accelerator.data_rank,
             data_ranks=self.accelerator.data_ranks,

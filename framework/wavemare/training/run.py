@@ -56,13 +56,14 @@ class TrainingRun(Setup):
     Attributes:
         source: Where the data is.
         step: The step that is trained, from 1; after the loop, the optimizer steps done.
+        parameters: The trained ones of all stages, with the copies of untied weights.
     """
 
     source: Source
 
     def __post_init__(self) -> None:
         """Make the run folder, which records warnings from now on."""
-        self.step = 0
+        self.step = self.parameters = 0
         self._recording = start_recording(self.arguments)
         self._open_step = ExitStack()  # of the recording, until `record`
         self._losses: list[Any] = []  # since the last line of metrics
@@ -83,12 +84,12 @@ class TrainingRun(Setup):
     def show(
         self, title: str, model: Any, corpus: Mapping[str, object], rate: str | None = None
     ) -> None:
-        """Print what is trained, and how; see `print_start`."""
-        print_start(title, self, model, corpus, rate)
+        """Print what is trained, and how; see `print_start`. It counts the parameters, too.
 
-    def count_parameters(self, model: Any) -> int:
-        """Return the trained parameters of all stages, with the copies of untied weights."""
-        return count_parameters(self, model)
+        So it comes before `wavemare.initialize`, which divides them.
+        """
+        self.parameters = count_parameters(self, model)
+        print_start(title, self, model, corpus, self.parameters, rate)
 
     def balance(self, model: Any) -> None:
         """With ``--balance``, write the devices' shares into `config`; see `balance`."""
@@ -219,11 +220,11 @@ class TrainingRun(Setup):
         """Write and show the results and the loss curve; see `wavemare.observe.Recording.finish`.
 
         Args:
-            results: Figures by name.
+            results: Figures by name; the number of `parameters` is added.
             baselines: Returns more results, and losses to compare with, by name. Rank 0 calls it
                 last.
         """
-        self._recording.finish(results, baselines)
+        self._recording.finish({**results, "parameters": self.parameters}, baselines)
 
     def _load(self, engine: Any, loader: ResumableLoader) -> None:
         """Go on from the newest checkpoint: engine, order of the data, and training time so far."""

@@ -130,17 +130,6 @@ def noisy_parts():
     return {"losses": [losses(plain)[0], losses(noised)[0]], "drawn": [losses(noised), norms]}
 
 
-def own_loader():
-    """A loader that accelerate has not prepared is evaluated at the end of an epoch, and later."""
-    rows, changes = Rows("gpt2", 6, seed=1), {"max_steps": -1, "num_train_epochs": 1}
-    changes |= {"learning_rate": 0.0, "eval_strategy": "epoch"}  # 21 rows: the last batch has one
-    trainer = trainer_of("gpt2", "own-loader", PIPELINE, prediction_loss_only=True, **changes)
-    trainer.get_eval_dataloader = lambda *_: torch.utils.data.DataLoader(rows, batch_size=2)
-    trainer.train()
-    (found,) = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
-    return [found, trainer.evaluate()["eval_loss"]]
-
-
 def halves(kind, section):
     """bf16 beside fp32."""
     found, config = {}, {"bf16": {"enabled": "auto"}}
@@ -162,7 +151,6 @@ CASES = {
     "again_1f1b": lambda: again("gpt2", PIPELINE),
     "again_pipemare": lambda: again("bert", PIPEMARE),
     "noisy": noisy,
-    "own_loader": own_loader,
     "noisy_parts": noisy_parts,
     "bf16_zero": lambda: halves("gpt2", {}),
     "bf16_1f1b": lambda: halves("gpt2", PIPELINE),
