@@ -582,8 +582,9 @@ def _plural(kind: str) -> str:
 
 
 def _one_line(description: str, key: str) -> str:
-    """Return a docstring as one line of Markdown."""
+    """Return a docstring as one line of Markdown, with links to the pages that it names."""
     text = " ".join(description.split()).replace("``", "`")
+    text = re.sub(r"\bdocs/([\w-]+)\.md\b", r"[\1](\1.md)", text)
     if "|" in text:
         raise ValueError(f"{key}: a bar in its description would end the cell")
     return text

@@ -78,8 +78,9 @@ def main() -> None:
 
     # Engine. sft.json decides: data parallelism with ZeRO 1, 16 samples in a step, and AdamW.
     engine, *_ = wavemare.initialize(model=model, config=run.config)
-    # Its loss becomes the mean over the labels of a step, in place of transformers' mean over a
-    # micro-batch. So a micro-batch gets a weight: its labels / those of the step's mean one.
+    # transformers' loss is the mean over a micro-batch. Here, each trained token of a step counts
+    # the same. So the loss of a micro-batch is multiplied by its number of labels, and divided by
+    # the mean number of labels of the step's micro-batches.
     answer_loss = use_token_mean(engine)
 
     # Each replica reads its own samples.
