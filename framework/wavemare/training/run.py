@@ -220,11 +220,12 @@ class TrainingRun(Setup):
         """Write and show the results and the loss curve; see `wavemare.observe.Recording.finish`.
 
         Args:
-            results: Figures by name; the number of `parameters` is added.
+            results: Figures by name; `parameters` is added, if `show` has counted them.
             baselines: Returns more results, and losses to compare with, by name. Rank 0 calls it
                 last.
         """
-        self._recording.finish({**results, "parameters": self.parameters}, baselines)
+        counted = {"parameters": self.parameters} if self.parameters else {}
+        self._recording.finish({**results, **counted}, baselines)
 
     def _load(self, engine: Any, loader: ResumableLoader) -> None:
         """Go on from the newest checkpoint: engine, order of the data, and training time so far."""
