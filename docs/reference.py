@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the tables that are generated: keys of the configuration, results, and families.
 
-``make reference`` replaces the text between ``<!-- generated: KIND of NAME -->`` and
-``<!-- end -->``; the rest of the pages is written by hand. ``keys of`` a section, or of
-``wavemare`` for the list of sections; ``pairs of`` features in a TOML file; ``ratios of`` a table
-of results/tables.toml, ``times of`` one of steps to a loss; ``calls of``, ``duels of``,
-``schedules of``, ``steps of``, ``gpu of`` result files that match NAME; ``families of``,
-``cells of`` a file of tests; ``options of`` one use of Megatron's options; ``settings of`` local
-steps, which were measured; ``staleness of`` result files that match NAME; ``corrections of`` the
-engine's table; ``losses of`` a pipeline, ``stages x micro-batches``, over time; ``layouts of``
-emulated clusters; ``restarts of`` a file of kills. A test compares the pages with what this file
-would write. It also writes `LOSSES`, which the planner of local steps reads.
+``make reference`` replaces the text between ``<!-- generated: KIND of NAME -->`` and ``<!-- end
+-->``. ``keys of`` a section, or of ``wavemare`` for the list of sections; ``pairs of`` features in
+a TOML file; ``ratios of`` a table of results/tables.toml, ``times of`` one of steps to a loss,
+``staleness of`` all or few runs; ``calls of``, ``duels of``, ``schedules of``, ``steps of``, ``gpu
+of`` result files that match NAME; ``families of``, ``cells of`` a file of tests; ``options of`` one
+use of Megatron's options; ``settings of`` local steps; ``corrections of`` the engine's table;
+``losses of`` a pipeline, ``stages x micro-batches``; ``layouts of`` emulated clusters; ``restarts
+of`` a file of kills. A test compares the pages with what this file would write. It also writes
+`LOSSES`.
 """
 
 import inspect
@@ -335,47 +334,52 @@ def steps(pattern: str) -> str:
     return _markdown([[*head, "MiB per rank"], ["---"] * 6, *rows])
 
 
-def staleness(pattern: str) -> str:
+def staleness(which: str) -> str:
     """Return a row for each asynchronous system of ``simulate --systems``, the freshest first.
 
-    A system that several files measured at the same sizes and rate stands once, with most seeds.
+    ``all``, or the ``few`` of results/tables.toml; with most seeds, if several files have the same.
     """
+    table = tomllib.loads((RESULTS / "tables.toml").read_text())["staleness"]
+    results = [file for pattern in table["files"] for file in _results(pattern) if "runs" in file]
+    ends = {_alike(file, run): run["curve"][-1][1] for file in results for run in file["runs"]}
     found: dict[tuple[Any, ...], tuple[int, list[str]]] = {}
-    for result in _results(pattern):
-        words = str(result.get("command", "")).replace("--micro-batches", "--micro_batches").split()
-        rate = next((after for word, after in pairwise(words) if word == "--lr"), "")
-        for row in result.get("rows", ()):
-            own = row.get("own_gap")
-            if own is None or row.get("system") not in SYSTEMS or row["system"].startswith("flush"):
-                continue
-            stages, micro_batches, name = row["stages"], row["micro_batches"], row["system"]
-            one_step = SYSTEMS[name].delays == "one-step"  # whatever the pipeline is
-            worst, mean = (1, 1.0) if one_step else largest_staleness(stages, micro_batches)
-            states = row["memory"]["optimizer"]
-            shown = f"`{name}`"
-            if name == "auto":
-                shown += " (SOAP)" if states > _MOST_OF_MUON else " (Muon)"
-            elif name == _MUON_OF_AUTO and policy_optimizer(worst) == "Muon":
-                shown = "`auto` (Muon)"
-            model = "BERT" if "bert" in words else "GPT"
-            rate_of = str(row.get("rate", rate))
-            key = worst, mean, model, stages, micro_batches, row["steps"], shown, rate_of
-            memory = states + row["memory"]["correction"]
-            cells = [f"{worst} ({mean:.2f})", f"{model}, P={stages}, M={micro_batches}"]
-            cells += [shown, rate_of, str(row["steps"]), str(row["seeds"])]
-            cells += [f"{100 * own:+.1f} %", f"{memory:.1f}"]
-            if row["seeds"] > found.get(key, (0, []))[0]:
-                found[key] = row["seeds"], cells
-    heads = ["staleness, largest (mean)", "pipeline", "optimizer", "rate", "steps", "seeds"]
-    heads += ["gap of the loss", "memory, weights"]
+    for file, row in ((result, row) for result in results for row in result.get("rows", ())):
+        name, micro_batches, states = row["system"], row["micro_batches"], row["memory"]
+        runs = {_alike(file, r): r["curve"][-1][1] for r in file["runs"] if r["system"] == name}
+        same = [ends.get((SYSTEMS[name].baseline, *run[1:])) for run in runs]
+        gaps = [loss / base - 1 for loss, base in zip(runs.values(), same, strict=True) if base]
+        if SYSTEMS[name].flushes or (row["own_gap"] is None and len(gaps) < len(runs)):
+            continue
+        own = statistics.fmean(gaps) if row["own_gap"] is None else row["own_gap"]
+        one_step = SYSTEMS[name].delays == "one-step"  # whatever the pipeline is
+        worst, mean = (1, 1.0) if one_step else largest_staleness(row["stages"], micro_batches)
+        shown = f"`{name}`"
+        if name == "auto":
+            shown += " (SOAP)" if states["optimizer"] > _MOST_OF_MUON else " (Muon)"
+        elif name == _MUON_OF_AUTO and policy_optimizer(worst) == "Muon":
+            shown = "`auto` (Muon)"
+        _, bert, rate, *_ = next(iter(runs))
+        pipeline = f"{'BERT' if bert else 'GPT'}, P={row['stages']}, M={micro_batches}"
+        cells = [pipeline, shown, rate, str(row["steps"])]
+        chosen = which == "all" or cells in table["few"]
+        key = worst, mean, not bert, row["stages"], micro_batches, row["steps"], shown, rate
+        cells = [f"{worst} ({mean:.2f})", *cells, str(row["seeds"]), f"{100 * own:+.1f} %"]
+        if chosen and row["seeds"] > found.get(key, (0, []))[0]:
+            found[key] = row["seeds"], [*cells, f"{sum(states.values()):.1f}"]
     rows = [cells for _, (_, cells) in sorted(found.items())]
-    return _markdown([heads, ["---"] * 4 + ["---:"] * 4, *rows])
+    return _markdown([table["heads"], ["---"] * 4 + ["---:"] * 4, *rows])
 
 
-_MOST_OF_MUON = 5
-"""Weights of states beyond which the policy has taken SOAP."""
-_MUON_OF_AUTO = "muon+feedback+prediction"
-"""What the policy takes today while gradients are fresh enough for Muon."""
+def _alike(result: dict[str, Any], run: dict[str, Any]) -> tuple[Any, ...]:
+    """Return a system and what its runs and the synchronous ones have in common."""
+    words = str(result["command"]).split()
+    given = {"--lr": run.get("learning_rate"), **dict(pairwise(words))}
+    sizes = [given.get(f"--{n}") for n in ("lr", "num-layers", "hidden-size", "sequence_length")]
+    return run["system"], "bert" in words, *sizes, run["curve"][-1][0], run["seed"]
+
+
+_MOST_OF_MUON = 5  # weights of states; the policy that had more has taken SOAP
+_MUON_OF_AUTO = "muon+feedback+prediction"  # what it takes while gradients are fresh enough
 
 
 def in_time(shape: str) -> str:
@@ -578,8 +582,9 @@ def _plural(kind: str) -> str:
 
 
 def _one_line(description: str, key: str) -> str:
-    """Return a docstring as one line of Markdown."""
+    """Return a docstring as one line of Markdown, with links to the pages that it names."""
     text = " ".join(description.split()).replace("``", "`")
+    text = re.sub(r"\bdocs/([\w-]+)\.md\b", r"[\1](\1.md)", text)
     if "|" in text:
         raise ValueError(f"{key}: a bar in its description would end the cell")
     return text

@@ -20,7 +20,7 @@ _READ = (
     "gradients: model.parameters() was read between backward and optimizer.step(). The engine steps"
     " in backward and keeps no gradients, so that torch.nn.utils.clip_grad_norm_ or another change"
     " of them does nothing. Call accelerator.clip_grad_norm_, and write its norm as"
-    ' "gradient_clipping" in the DeepSpeed file'
+    ' "gradient_clipping" in the DeepSpeed file. If you read weights alone, nothing is lost'
 )
 
 

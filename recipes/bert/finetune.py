@@ -58,14 +58,16 @@ def main() -> None:
     """Train, evaluate, export and classify."""
     # Arguments. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(FinetuneArguments)
-    run = start_run(args)  # checks JSON, data and model; makes the run folder; all processes meet
+    run = start_run(args)  # checks JSON, data, model; makes the run folder; joins the process group
 
     # Texts and model, whole on every process. One process of each host reads the texts.
     corpus = read_labelled_texts(run.source, args)
     num_classes = len(corpus.label_names)
     tokenizer, model = make_or_load_classifier(args, corpus, run.tensor_parallel)
     train_samples, validation = prepare_encoded(corpus, tokenizer, args.sequence_length)
-    run.begin("BERT classification", model, corpus.describe())  # prints what is trained, and how
+    run.wait_for_all()  # a host may read its data for hours
+    run.show("BERT classification", model, corpus.describe())  # prints what is trained, and how
+    run.balance(model)  # with --balance: writes the devices' shares into run.config
 
     # Engine. finetune.json decides: two stages with 1F1B, 32 samples in a step, and AdamW, whose
     # rate rises to 1e-3 and falls to a tenth.
@@ -76,21 +78,25 @@ def main() -> None:
     eval_loader = evaluation_loader(engine, validation, run.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, run.final_samples)  # more, at the end
 
-    # Loop. With --resume, it goes on from the newest checkpoint.
-    with run.training(engine, train_loader) as steps:
-        for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
+    # Start. Dropout gets its seed. With --resume, engine and loader take the newest checkpoint.
+    first = run.resume_or_start(engine, train_loader)
+
+    # Loop.
+    with run.recording(engine):  # metrics and progress; in here, SIGTERM only sets a flag
+        for step in run.steps(first):  # to --max_steps; SIGTERM ends all ranks after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
-            run.after_step(loss)  # shows it; every --log_interval steps, writes a line of metrics
-            if step % args.eval_interval == 0 and not run.is_last:  # the last one follows below
-                run.log_eval(**evaluate_classes(engine, eval_loader, num_classes))
-            run.save_if_due()  # every --save_interval steps, and after the last one
+            run.record(step, loss)  # shows it; every --log_interval steps, writes a line of metrics
+            if step % args.eval_interval == 0 and step < args.max_steps:  # the final one is below
+                run.log_eval(step, **evaluate_classes(engine, eval_loader, num_classes))
+            if step % args.save_interval == 0 or run.is_last:  # SIGTERM makes a step the last
+                run.save_checkpoint(engine, train_loader)
 
-    # Evaluation, export, and the model's answer for a text.
-    if not run.stopped:
-        engine.synchronize()  # now all ranks have one version of the weights
+    # Final evaluation, on more samples; export; the model's answer for a text.
+    if not run.stopped:  # by SIGTERM
+        engine.synchronize()  # all ranks take one version: with local steps, the mean of replicas
         scores = evaluate_classes(engine, final_loader, num_classes)
-        run.log_eval(**scores)
+        run.log_eval(args.max_steps, **scores)
         wavemare.save_pretrained(engine, run.model_folder, tokenizer=tokenizer)
         if run.rank == 0:
             row = corpus.validation[0]
@@ -99,7 +105,6 @@ def main() -> None:
             print(f"\nThe model in {run.model_folder} classifies:\n{row['text'][:300]}")
             print(f"-> {answer} (it is {expected})\n", flush=True)
         results = {**scores, **count_samples(engine, final_loader, validation)}
-        results["parameters"] = run.parameters
         for name, value in majority_baseline(corpus).items():
             results[f"majority {name}"] = value
         run.finish(results)

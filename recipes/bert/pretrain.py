@@ -61,7 +61,7 @@ def main() -> None:
     """Pretrain, evaluate, export and fill a gap."""
     # Arguments. Most mistakes end the run here, before torch is imported.
     args = parse_arguments(PretrainArguments)
-    run = start_run(args)  # checks JSON, data and model; makes the run folder; all processes meet
+    run = start_run(args)  # checks JSON, data, model; makes the run folder; joins the process group
 
     # Data. One process of each host tokenizes it; the others read the tokens from the cache.
     text = read_text(run.source, args, special_tokens="bert")
@@ -72,7 +72,9 @@ def main() -> None:
     # Model, new and whole on every process.
     model = make_masked_model(args, text, run.tensor_parallel)
     check_gap(text.tokenizer, args.prompt, max_positions(model.config))
-    run.begin("BERT pretraining", model, text.describe())  # prints what is trained, and how
+    run.wait_for_all()  # a host may read its data for hours
+    run.show("BERT pretraining", model, text.describe())  # prints what is trained, and how
+    run.balance(model)  # with --balance: writes the devices' shares into run.config
 
     # Engine. pretrain.json decides: two stages with 1F1B, 32 samples in a step, and AdamW, whose
     # rate rises to 1e-3 and falls to a tenth.
@@ -83,27 +85,30 @@ def main() -> None:
     eval_loader = evaluation_loader(engine, validation, run.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, run.final_samples)  # more, at the end
 
-    # Loop. With --resume, it goes on from the newest checkpoint.
-    with run.training(engine, train_loader) as steps:
-        for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
+    # Start. Dropout gets its seed. With --resume, engine and loader take the newest checkpoint.
+    first = run.resume_or_start(engine, train_loader)
+
+    # Loop.
+    with run.recording(engine):  # metrics and progress; in here, SIGTERM only sets a flag
+        for step in run.steps(first):  # to --max_steps; SIGTERM ends all ranks after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
-            run.after_step(loss)  # shows it; every --log_interval steps, writes a line of metrics
-            if step % args.eval_interval == 0 and not run.is_last:  # the last one follows below
-                run.log_eval(eval_loss=evaluate(engine, eval_loader))
-            run.save_if_due()  # every --save_interval steps, and after the last one
+            run.record(step, loss)  # shows it; every --log_interval steps, writes a line of metrics
+            if step % args.eval_interval == 0 and step < args.max_steps:  # the final one is below
+                run.log_eval(step, eval_loss=evaluate(engine, eval_loader))
+            if step % args.save_interval == 0 or run.is_last:  # SIGTERM makes a step the last
+                run.save_checkpoint(engine, train_loader)
 
-    # Evaluation, export, and what the model puts into a gap.
-    if not run.stopped:
-        engine.synchronize()  # now all ranks have one version of the weights
+    # Final evaluation, on more samples; export; what the model puts into a gap.
+    if not run.stopped:  # by SIGTERM
+        engine.synchronize()  # all ranks take one version: with local steps, the mean of replicas
         eval_loss = evaluate(engine, final_loader)
-        run.log_eval(eval_loss=eval_loss)
+        run.log_eval(args.max_steps, eval_loss=eval_loss)
         wavemare.save_pretrained(engine, run.model_folder, tokenizer=text.tokenizer)
         if run.rank == 0:
             sample = fill_gap(run.model_folder, args.prompt)
             print(f"\nThe model in {run.model_folder} fills in:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
-        results["parameters"] = run.parameters
         # The loss to compare with, of unigrams, is counted last: the model is saved by then.
         run.finish(results, lambda: text.unigram_baselines(args.sequence_length))
     disconnect()

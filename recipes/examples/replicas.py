@@ -3,7 +3,7 @@
 
 Ranks of one job:                wavemare launch --nproc 2 recipes/examples/replicas.py
 Jobs that come and go:           wavemare launch --replicas 4 --nproc 1 recipes/examples/replicas.py
-One job on each of 4 machines:   docs/slow-links.md
+One job on each of 4 machines:   docs/elastic.md
 """
 
 import os

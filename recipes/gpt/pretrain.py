@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -65,11 +65,11 @@ class PretrainArguments(TokenizerArguments, ModelArguments, TrainArguments):
     prompt: str | None = option(None, "start of the sample text; by default a validation text's")
 
 
-def main(options: Any = PretrainArguments, title: str = "GPT pretraining") -> None:
-    """Pretrain, evaluate, export and sample. ``finetune.py`` gives other options."""
+def main() -> None:
+    """Pretrain, evaluate, export and sample."""
     # Arguments. Most mistakes end the run here, before torch is imported.
-    args = parse_arguments(options)
-    run = start_run(args)  # checks JSON, data and model; makes the run folder; all processes meet
+    args = parse_arguments(PretrainArguments)
+    run = start_run(args)  # checks JSON, data, model; makes the run folder; joins the process group
 
     # Data. One process of each host tokenizes it; the others read the tokens from the cache.
     text = read_text(run.source, args, special_tokens="gpt")
@@ -78,41 +78,46 @@ def main(options: Any = PretrainArguments, title: str = "GPT pretraining") -> No
         args.sequence_length, num_samples=run.num_samples, seed=args.seed
     )
 
-    # Model: new, or of --load or --model, where each process reads its own part.
+    # Model. A new one is made whole on every process. From --load, each process reads its part.
     model = make_or_load_model(args, text, run.tensor_parallel, resume=run.resume)
     prompt = text.choose_prompt(args.prompt, model.config)  # of the sample at the end
-    run.begin(title, model, text.describe())  # prints what is trained, and how
+    run.wait_for_all()  # a host may read its data for hours
+    run.show("GPT pretraining", model, text.describe())  # prints what is trained, and how
+    run.balance(model)  # with --balance: writes the devices' shares into run.config
 
     # Engine. pretrain.json decides: two stages with PipeMare, 16 samples in a step, Muon for the
     # matrices and AdamW for the rest; the rate rises to 4e-3 and falls to a tenth, by a cosine.
     engine, *_ = wavemare.initialize(model=model, config=run.config)
 
-    # Each replica reads its own samples.
+    # Each replica reads its own samples. Megatron's are shuffled already.
     train_loader = ResumableLoader.of(engine, train_samples, seed=args.seed, shuffle=text.shuffles)
     eval_loader = evaluation_loader(engine, validation, run.eval_samples)  # few, between steps
     final_loader = evaluation_loader(engine, validation, run.final_samples)  # more, at the end
 
-    # Loop. With --resume, it goes on from the newest checkpoint.
-    with run.training(engine, train_loader) as steps:
-        for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
+    # Start. Dropout gets its seed. With --resume, engine and loader take the newest checkpoint.
+    first = run.resume_or_start(engine, train_loader)
+
+    # Loop.
+    with run.recording(engine):  # metrics and progress; in here, SIGTERM only sets a flag
+        for step in run.steps(first):  # to --max_steps; SIGTERM ends all ranks after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_loader)  # a tensor: the mean of the step
-            run.after_step(loss)  # shows it; every --log_interval steps, writes a line of metrics
-            if step % args.eval_interval == 0 and not run.is_last:  # the last one follows below
-                run.log_eval(eval_loss=evaluate(engine, eval_loader))
-            run.save_if_due()  # every --save_interval steps, and after the last one
+            run.record(step, loss)  # shows it; every --log_interval steps, writes a line of metrics
+            if step % args.eval_interval == 0 and step < args.max_steps:  # the final one is below
+                run.log_eval(step, eval_loss=evaluate(engine, eval_loader))
+            if step % args.save_interval == 0 or run.is_last:  # SIGTERM makes a step the last
+                run.save_checkpoint(engine, train_loader)
 
-    # Evaluation, export, and a sample of what the model writes.
-    if not run.stopped:
-        engine.synchronize()  # now all ranks have one version of the weights
+    # Final evaluation, on more samples; export; a sample of what the model writes.
+    if not run.stopped:  # by SIGTERM
+        engine.synchronize()  # all ranks take one version: with local steps, the mean of replicas
         eval_loss = evaluate(engine, final_loader)
-        run.log_eval(eval_loss=eval_loss)
+        run.log_eval(args.max_steps, eval_loss=eval_loss)
         export(args, engine, run.model_folder, text.tokenizer)
         if run.rank == 0:
             sample = continue_text(run.model_folder, prompt, args.seed)
             print(f"\nThe model in {run.model_folder} writes:\n{sample}\n", flush=True)
         results = {"eval_loss": eval_loss, **count_samples(engine, final_loader, validation)}
-        results["parameters"] = run.parameters
         # The losses to compare with, of n-grams, are counted last: the model is saved by then.
         run.finish(results, lambda: text.baselines(args.sequence_length, run.final_samples))
     disconnect()

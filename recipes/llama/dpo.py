@@ -26,9 +26,10 @@ It has no other loss of preferences (IPO, KTO), no label smoothing, and draws no
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -50,6 +51,8 @@ from wavemare.training.samples import continue_text
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from wavemare.hf.preferences import PreferenceLoss
+
 IGNORED = -100  # the label of a token that has no loss, as in transformers
 
 
@@ -58,8 +61,7 @@ class DpoArguments(ChatArguments):
     """Options of preference tuning, beside those of all recipes (``--data``, ``--set``, ...)."""
 
     megatron_checkpoints: ClassVar[bool] = True  # --load may name one; --save-megatron writes one
-    no_packing: ClassVar[bool] = True
-    rows_per_sample: ClassVar[int] = 2
+    rows_per_sample: ClassVar[int] = 2  # a sample is a pair
 
     output: str = option("runs/llama-dpo", "run folder")
     model: str = option("runs/llama-sft/model", "Hugging Face folder of model and tokenizer")
@@ -77,58 +79,77 @@ def main() -> None:
     args = parse_arguments(DpoArguments)
     check_preferences(args)
     rate = 1e-6 if args.lora_r is None else 1e-5  # for "lr": "auto" in the JSON
-    # Checks the JSON, and makes the run folder. Then all processes meet. On GPUs it is bf16. The
+    # Checks the JSON, makes the run folder, and joins the process group. On GPUs it is bf16. The
     # inputs travel between stages, if there are any.
     run = start_run(args, lr=rate, inputs=inputs_of_pairs(args), bf16=True)
 
     # Model and data. Each process reads its part of the weights; one of each host formats pairs.
     tokenizer, model = load_pair_model(args)  # without dropout
     pairs = read_pairs(run.source, args, tokenizer)
-    run.begin("preference tuning", model, pairs.describe())  # prints what is trained, and how
+    run.wait_for_all()  # a host may read its data for hours
+    run.show("preference tuning", model, pairs.describe())  # prints what is trained, and how
     print_rank_0(pairs.preview())
 
-    # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Before the first step its
-    # model is the reference, unless --reference names one, which gets an engine for a while.
-    pair_loss = partial(dpo_loss, beta=args.beta)
-    known = pairs.load_reference(run)  # a resumed run has its answers in reference.npz
-    if not known and args.reference is not None:
-        pairs.ask_other_model(run, log_probabilities, pair_loss)
-    engine, *_ = wavemare.initialize(model=model, config=run.config)
-    # The loss of the engine from here on: logits, then log_probabilities, then dpo_loss.
-    preferences = use_pair_loss(engine, log_probabilities, pair_loss)
-    if not known and args.reference is None:
-        pairs.ask_reference(run, preferences)  # the model itself, before its first step
+    # Engine. dpo.json decides: data parallelism with ZeRO 1, and AdamW. Its loss is dpo_loss.
+    # The reference says once, before the first step, how probable each answer is. A run that
+    # resumes has this in reference.npz. The model of --reference answers in an engine of its own,
+    # which is freed first. Otherwise, the model itself answers.
+    initialize = partial(initialize_with_pair_loss, config=run.config, beta=args.beta)
+    is_known = pairs.load_reference(run)
+    if not is_known and args.reference is not None:
+        pairs.ask_other_model(run, initialize)
+    engine, pair_loss = initialize(model)
+    if not is_known and args.reference is None:
+        pairs.ask_reference(run, pair_loss)
 
-    # Each replica reads its own pairs.
+    # Each replica reads its own pairs, with what the reference says of them.
     train_loader = ResumableLoader.of(engine, pairs.train, seed=args.seed)
-    train_batches = preferences.batches(train_loader)  # two rows for each pair
+    train_batches = pair_loss.batches(train_loader)  # two rows for each pair
     eval_loader = evaluation_loader(engine, pairs.validation, run.eval_samples)
 
-    # Loop. With --resume, it goes on from the newest checkpoint.
+    def evaluate_and_keep(step: int, best: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate, export the model if it is the best one, and return the best evaluation."""
+        engine.synchronize()  # all ranks take one version: with local steps, the mean of replicas
+        eval_loss = evaluate(engine, [*pair_loss.batches(eval_loader)])
+        run.log_eval(step, eval_loss=eval_loss, **pair_loss.take_rewards(training=False))
+        if not best or eval_loss < best["eval_loss"]:
+            export(args, engine, run.model_folder, pairs.tokenizer, merge=args.merge)
+            best = keep_best(run, step, eval_loss)
+        return best
+
+    # Start. With --resume, engine and loader take the newest checkpoint.
     best = read_best(run)  # step and eval_loss of the best evaluation before; or empty
-    with run.training(engine, train_loader) as steps:
-        for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
+    first = run.resume_or_start(engine, train_loader)
+
+    # Loop.
+    with run.recording(engine):  # metrics and progress; in here, SIGTERM only sets a flag
+        for step in run.steps(first):  # to --max_steps; SIGTERM ends all ranks after the same step
             # One optimizer step: forward and backward of each micro-batch, then the update.
             loss = engine.train_batch(train_batches)  # a tensor: the mean over pairs
-            run.after_step(loss, preferences.take_rewards)  # a line of metrics has the rewards, too
-            if step % args.eval_interval == 0 or step == args.max_steps:
-                engine.synchronize()  # now all ranks have one version of the weights
-                eval_loss = evaluate(engine, [*preferences.batches(eval_loader)])
-                run.log_eval(eval_loss=eval_loss, **preferences.take_rewards(training=False))
-                if not best or eval_loss < best["eval_loss"]:
-                    export(args, engine, run.model_folder, pairs.tokenizer, merge=args.merge)
-                    best = keep_best(run, step, eval_loss)
+            run.record(step, loss, pair_loss.take_rewards)  # a line of metrics has the rewards, too
+            if step % args.eval_interval == 0 and step < args.max_steps:  # the final one is below
+                best = evaluate_and_keep(step, best)
             # After the evaluation: a run that resumes here evaluates later steps only.
-            run.save_if_due()  # every --save_interval steps, and after the last one
+            if step % args.save_interval == 0 or run.is_last:  # SIGTERM makes a step the last
+                run.save_checkpoint(engine, train_loader)
 
-    # Sample: an answer of the exported model, which is that of the best evaluation.
-    if not run.stopped:
+    # Final evaluation, and an answer of the exported model, which is that of the best evaluation.
+    if not run.stopped:  # by SIGTERM
+        best = evaluate_and_keep(args.max_steps, best)
         if run.rank == 0:
             answer = continue_text(run.model_folder, pairs.question(), args.seed)
             print(f"\nThe model in {run.model_folder} answers:\n{answer}\n", flush=True)
         results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
-        run.finish({**results, "parameters": run.parameters})
+        run.finish(results)
     disconnect()
+
+
+def initialize_with_pair_loss(
+    model: Any, config: dict[str, Any], beta: float
+) -> tuple[Any, PreferenceLoss]:
+    """Return the engine of a model, and its loss: log_probabilities, and dpo_loss of them."""
+    engine, *_ = wavemare.initialize(model=model, config=copy.deepcopy(config))
+    return engine, use_pair_loss(engine, log_probabilities, partial(dpo_loss, beta=beta))
 
 
 def log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import wavemare
 from wavemare.data.loader import ResumableLoader
@@ -64,50 +64,64 @@ def main() -> None:
     check_chat_options(args)
     rate = 2e-5 if args.lora_r is None else 2e-4  # for "lr": "auto" in the JSON
     inputs = ["input_ids"] if args.no_packing else ["input_ids", "position_ids"]
-    # Checks JSON, data and model, and makes the run folder. Then all processes meet. On GPUs it is
+    # Checks JSON, data and model, makes the run folder, and joins the process group. On GPUs it is
     # bf16. The inputs travel between stages, if there are any.
     run = start_run(args, lr=rate, inputs=inputs, bf16=True)
 
     # Model and data. Each process reads its own part of the weights, and one process of each host
     # formats the chats.
-    tokenizer, model = load_chat_model(args)
+    tokenizer, model = load_chat_model(args, packs=not args.no_packing)
     chats = read_chats(run.source, args, tokenizer)
-    run.begin("supervised fine-tuning", model, chats.describe())  # prints what is trained, and how
+    run.wait_for_all()  # a host may read its data for hours
+    run.show("supervised fine-tuning", model, chats.describe())  # prints what is trained, and how
     print_rank_0(chats.preview())
 
     # Engine. sft.json decides: data parallelism with ZeRO 1, 16 samples in a step, and AdamW.
     engine, *_ = wavemare.initialize(model=model, config=run.config)
+    # transformers' loss is the mean over a micro-batch. Here, each trained token of a step counts
+    # the same. So the loss of a micro-batch is multiplied by its number of labels, and divided by
+    # the mean number of labels of the step's micro-batches.
+    answer_loss = use_token_mean(engine)
 
-    # Each replica reads its own samples. The loss of a step is the mean over its labels, in place
-    # of transformers' mean over a micro-batch: each micro-batch gets its weight.
+    # Each replica reads its own samples.
     train_loader = ResumableLoader.of(engine, chats.train, seed=args.seed)
-    token_mean = use_token_mean(engine, label_answers(train_loader))
+    train_batches = answer_loss.weigh_steps(label_answers(train_loader))
     eval_loader = chats.evaluation_loader(engine, run.eval_samples)  # packed, too
 
-    # Loop. With --resume, it goes on from the newest checkpoint.
-    best = read_best(run)  # step and eval_loss of the best evaluation before; or empty
-    with run.training(engine, train_loader) as steps:
-        for step in steps:  # to --max_steps; SIGTERM ends all processes after the same step
-            # One optimizer step: forward and backward of each micro-batch, then the update.
-            loss = engine.train_batch(token_mean)  # a tensor: the mean over trained tokens
-            run.after_step(loss)  # shows it; every --log_interval steps, writes a line of metrics
-            if step % args.eval_interval == 0 or step == args.max_steps:
-                engine.synchronize()  # now all ranks have one version of the weights
-                eval_loss = evaluate(engine, token_mean.weigh(label_answers(eval_loader)))
-                run.log_eval(eval_loss=eval_loss)
-                if not best or eval_loss < best["eval_loss"]:
-                    export(args, engine, run.model_folder, chats.tokenizer, merge=args.merge)
-                    best = keep_best(run, step, eval_loss)
-            # After the evaluation: a run that resumes here evaluates later steps only.
-            run.save_if_due()  # every --save_interval steps, and after the last one
+    def evaluate_and_keep(step: int, best: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate, export the model if it is the best one, and return the best evaluation."""
+        engine.synchronize()  # all ranks take one version: with local steps, the mean of replicas
+        eval_loss = evaluate(engine, answer_loss.weigh(label_answers(eval_loader)))
+        run.log_eval(step, eval_loss=eval_loss)
+        if not best or eval_loss < best["eval_loss"]:
+            export(args, engine, run.model_folder, chats.tokenizer, merge=args.merge)
+            best = keep_best(run, step, eval_loss)
+        return best
 
-    # Sample: an answer of the exported model, which is that of the best evaluation.
-    if not run.stopped:
+    # Start. Dropout gets its seed. With --resume, engine and loader take the newest checkpoint.
+    best = read_best(run)  # step and eval_loss of the best evaluation before; or empty
+    first = run.resume_or_start(engine, train_loader)
+
+    # Loop.
+    with run.recording(engine):  # metrics and progress; in here, SIGTERM only sets a flag
+        for step in run.steps(first):  # to --max_steps; SIGTERM ends all ranks after the same step
+            # One optimizer step: forward and backward of each micro-batch, then the update.
+            loss = engine.train_batch(train_batches)  # a tensor: the mean over trained tokens
+            run.record(step, loss)  # shows it; every --log_interval steps, writes a line of metrics
+            if step % args.eval_interval == 0 and step < args.max_steps:  # the final one is below
+                best = evaluate_and_keep(step, best)
+            # After the evaluation: a run that resumes here evaluates later steps only.
+            if step % args.save_interval == 0 or run.is_last:  # SIGTERM makes a step the last
+                run.save_checkpoint(engine, train_loader)
+
+    # Final evaluation, and an answer of the exported model, which is that of the best evaluation.
+    if not run.stopped:  # by SIGTERM
+        best = evaluate_and_keep(args.max_steps, best)
         if run.rank == 0:
             answer = continue_text(run.model_folder, chats.question(), args.seed)
             print(f"\nThe model in {run.model_folder} answers:\n{answer}\n", flush=True)
         results = {"eval_loss": best["eval_loss"], "best step": best["step"]}
-        run.finish({**results, "parameters": run.parameters})
+        run.finish(results)
     disconnect()
 
 

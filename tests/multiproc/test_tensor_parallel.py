@@ -27,8 +27,10 @@ NEAR = {"eager": ["llama", "gpt2"], "half": ["llama", "qwen3"]}
 FOUR = ["gpt2-101", "gpt2-20", "bert-mlm-101", "qwen3", "qwen2-kv1"]
 HOOKED = ["gpt2-101", "bert-mlm", "opt", "phi3", "qwen3", "olmo2", "mixtral", "lora-llama"]
 FUSED = ["gpt2-101", "gpt2-untied", "llama"]
+ATTENDED = ["gpt2-101", "bert-mlm", "bert-cls", "opt", "phi3", "qwen3-kv1", "mixtral"]
 CASES = json.dumps(
     {
+        "attended": ATTENDED,
         "fused": FUSED,
         "hooks": HOOKED,
         "ignored": ["llama"],
@@ -104,6 +106,12 @@ def test_a_loss_of_the_callers_own_reads_whole_logits(launch_once):
     results = launch_once("tensor_parallel.py", CASES)
     for name in FUSED:
         check_equality([result["own_losses"][name] for result in results])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ATTENDED)
+def test_a_loss_of_attention_probabilities_reads_those_of_all_heads(launch_once, name):
+    check_equality([r["attended"][name] for r in launch_once("tensor_parallel.py", CASES)])
 
 
 @pytest.mark.world_size(2)

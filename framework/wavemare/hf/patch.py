@@ -14,8 +14,17 @@ from wavemare.hf.trainer import Trainer
 
 __all__ = ["Trainer"]
 
+_stock = Trainer.__bases__[0]
 _kind: type
-for _kind in Trainer.__bases__[0].__subclasses__():
+for _name, _given in vars(sys.modules["__main__"]).items():
+    if isinstance(_given, type) and issubclass(_given, _stock) and not issubclass(_given, Trainer):
+        raise LaunchError(
+            "wavemare.hf.patch",
+            _name,
+            "the script has it from before, and would train with transformers' own Trainer",
+            "Put import wavemare.hf.patch before the first import of transformers",
+        )
+for _kind in _stock.__subclasses__():
     if _kind.__module__.startswith("trl."):
         raise LaunchError(
             "wavemare.hf.patch",

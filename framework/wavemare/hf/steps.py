@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
@@ -159,30 +158,37 @@ class _LossOfItems:
         return self.main(outputs, *(labelled if isinstance(labelled, tuple) else (labelled,)))
 
 
-class TokenMean(Iterator[Any]):
-    """Micro-batches of a causal model, weighted by their labels.
+class TokenMean:
+    """The loss of a causal model as the mean over the labels of a step.
 
-    DeepSpeed averages over micro-batches and data ranks. That average becomes the mean over all
-    labels of the step other than -100, however they are spread.
+    DeepSpeed averages over micro-batches and data ranks. Micro-batches that `weigh_steps` or
+    `weigh` has weighted by their labels make that average the mean over all labels of the step
+    other than -100, however they are spread.
 
     Args:
         engine: Of `wavemare.initialize`; a pipeline's loss function is replaced.
-        batches: Micro-batches by name, without end.
     """
 
-    def __init__(self, engine: Any, batches: Iterator[Any]) -> None:
-        self._engine, self._batches = engine, batches
-        self._step: deque[Any] = deque()
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
         if isinstance(engine.module, TransformerPipeline) and engine.module.loss_fn is not None:
             head = engine.module.loss_fn
-            if not isinstance(head, _LossOfItems):  # an iterator before has replaced it
+            if not isinstance(head, _LossOfItems):  # another one has replaced it before
                 engine.module.loss_fn = _LossOfItems(head)
 
-    def __next__(self) -> Any:
-        if not self._step:
+    def weigh_steps(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the micro-batches of whole steps, reading one step at a time.
+
+        Args:
+            batches: Micro-batches by name.
+        """
+        source = iter(batches)
+        while True:
             count = self._engine.gradient_accumulation_steps()
-            self._step.extend(self.weigh([next(self._batches) for _ in range(count)]))
-        return self._step.popleft()
+            step = list(islice(source, count))
+            if len(step) < count:
+                return
+            yield from self.weigh(step)
 
     def weigh(self, batches: Iterable[Any]) -> list[Any]:
         """Return the micro-batches of a step or an evaluation; all data ranks call this."""

@@ -61,8 +61,16 @@ def base_of(model: Any) -> Any:
     """Return the model inside a LoRA model, with its adapters; another model as it is.
 
     Raises:
-        ModelError: Adapters, or a form of weights, that a pipeline cannot train.
+        ModelError: Adapters, or a form of weights, that a pipeline cannot train; or
+            ``torch.compile`` has wrapped the model, whose layers cannot be laid out then.
     """
+    if hasattr(model, "_orig_mod"):
+        raise ModelError(
+            "model",
+            type(model).__name__,
+            "torch.compile has wrapped it, and neither stages nor split layers call the wrapper",
+            "Give the model that torch.compile got, and call compile() of each of its blocks",
+        )
     if not is_adapted(model):
         if isinstance(model, nn.Module):
             check_quantization(model)

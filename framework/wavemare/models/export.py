@@ -116,6 +116,8 @@ def _write(saver: Any, state: dict[str, Tensor], target: Path, tokenizer: Any) -
     target.parent.mkdir(parents=True, exist_ok=True)
     written = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
+        if is_adapted(saver) and (target / _CARD).is_file():
+            shutil.copy(target / _CARD, written)  # which peft completes
         with own_part():  # of the model's methods; the state is whole
             saver.save_pretrained(written, state_dict=state)
         if tokenizer is not None:
@@ -139,6 +141,7 @@ def _move(written: Path, target: Path) -> None:
                 stale.unlink()
 
 
+_CARD = "README.md"
 _FIRST_READ = ("config.json", "adapter_config.json")
 _OF_FORMER_MODELS = (
     "model.safetensors",

@@ -80,6 +80,11 @@ class PipelineLayer(nn.Module):
         state = without_statistics(self.state_dict(keep_vars=True))
         return {self.weight_names[name]: value for name, value in state.items()}
 
+    def unnamed(self) -> list[str]:
+        """Return the names of weights that were none of the layer's when the model was cut."""
+        state = without_statistics(self.state_dict(keep_vars=True))
+        return [name for name in state if name not in self.weight_names]
+
 
 class TokenEmbedding(PipelineLayer):
     """Word embedding; possibly tied to the head."""

@@ -162,8 +162,17 @@ class TransformerPipeline(ChunkedPipelineModule):
         Tied weights are owned by their first stage: there they belong to the embedding, elsewhere
         to no layer but only to DeepSpeed's tied modules. The tensors are the live ones.
         """
-        layers = [layer for layer in self.local_layers() if isinstance(layer, PipelineLayer)]
-        return {name: value for layer in layers for name, value in layer.weights().items()}
+        return {name: value for layer in self._own() for name, value in layer.weights().items()}
+
+    def unnamed_weights(self) -> list[str]:
+        """Return the weights of this stage that the model does not know, by their names in it.
+
+        They came after ``initialize``, as those of ``torch.nn.utils.prune`` do.
+        """
+        return [name for layer in self._own() for name in layer.unnamed()]
+
+    def _own(self) -> list[PipelineLayer]:
+        return [layer for layer in self.local_layers() if isinstance(layer, PipelineLayer)]
 
     def untied_parameters(self) -> dict[str, nn.Parameter]:
         """Return the copies that this stage holds, by the names of the weights they were tied to.

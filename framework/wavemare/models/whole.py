@@ -225,8 +225,15 @@ def _held(pipeline: PipelineModule) -> tuple[Mapping[str, Tensor], Mapping[str, 
     """Return this rank's weights, and for each name of the whole model's the key of its weight.
 
     Every process calls this. Layers of the caller's own are named as by ``torch.nn.Sequential``.
+
+    Raises:
+        ModelError: Some stage has weights that the whole model has not.
     """
     if isinstance(pipeline, TransformerPipeline):
+        for name in (name for part in gather(pipeline.unnamed_weights()) for name in part):
+            reason = "it came after initialize, as by torch.nn.utils.prune or parametrize"
+            remedy = "Take it back first (prune.remove, remove_parametrizations); or do it before"
+            raise ModelError("weights", name, reason, f"{remedy} initialize")
         return pipeline.local_weights(), pipeline.weight_names()
     own: dict[str, Tensor] = {}
     for number, layer in numbered_layers(pipeline):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,12 +172,8 @@ def check_chat_options(args: Any) -> None:
         require("peft", "--lora_r")
 
 
-def use_token_mean(engine: Any, batches: Iterator[Any]) -> TokenMean:
-    """Make the loss of an engine's step the mean over its labels; return the micro-batches for it.
-
-    A pipeline's loss function is replaced by one that takes the number of labels. ``weigh`` of what
-    is returned gives an evaluation's micro-batches such weights.
-    """
+def use_token_mean(engine: Any) -> TokenMean:
+    """Make the mean over the labels of a step the loss of an engine; see `TokenMean`."""
     from wavemare.hf.steps import TokenMean
 
-    return TokenMean(engine, batches)
+    return TokenMean(engine)

@@ -256,7 +256,7 @@ def _exportable(args: Any, model: Any) -> Any:
 def make_or_load_model(
     args: Any, text: TrainingText, tensor_parallel: int = 1, *, resume: bool = False
 ) -> Any:
-    """Return a model that continues text: new, of ``--model``, or of Megatron's checkpoint.
+    """Return a model that continues text: a new one, or that of Megatron's checkpoint.
 
     Without a vocabulary size, a new one has the tokenizer's.
 
@@ -272,7 +272,7 @@ def make_or_load_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if args.pretrained_checkpoint is not None or getattr(args, "model", None) is not None:
+    if args.pretrained_checkpoint is not None:
         model = load_causal_model(args)
     else:
         end = text.tokenizer.eos_token_id
@@ -341,8 +341,12 @@ def make_or_load_classifier(args: Any, corpus: Any, tensor_parallel: int) -> tup
         return tokenizer, AutoModelForSequenceClassification.from_config(config)
 
 
-def load_chat_model(args: Any) -> tuple[Any, Any]:
+def load_chat_model(args: Any, *, packs: bool) -> tuple[Any, Any]:
     """Return the tokenizer and the model to start from, with LoRA's layers if they are wanted.
+
+    Args:
+        args: The options of the recipe.
+        packs: Whether several rows share a sample.
 
     Raises:
         ConfigError: The file of the chat template cannot be read.
@@ -356,7 +360,7 @@ def load_chat_model(args: Any) -> tuple[Any, Any]:
     if args.chat_template is not None:
         set_chat_template(tokenizer, args.chat_template)
     model = load_causal_model(args)
-    if not args.no_packing:
+    if packs:
         check_packing(model)
     if args.lora_r is None:
         return tokenizer, model

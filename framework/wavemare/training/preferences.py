@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -107,15 +107,20 @@ class TrainingPairs:
         if setup.rank == 0:
             np.savez(setup.folder / _FILE, **known)
 
-    def ask_other_model(self, setup: Setup, log_probs: LogProbs, loss: PairLoss) -> None:
-        """Ask the model of ``--reference``, in an engine of its own; all ranks call this."""
-        import wavemare
+    def ask_other_model(
+        self, setup: Setup, initialize: Callable[[Any], tuple[Any, PreferenceLoss]]
+    ) -> None:
+        """Ask the model of ``--reference``, in an engine of its own; all ranks call this.
 
+        Args:
+            setup: Of the run.
+            initialize: Returns the engine of a model, and its loss of pairs.
+        """
         _, model = load_pair_model(self.arguments, self.arguments.reference)
-        engine, *_ = wavemare.initialize(model=model, config=copy.deepcopy(setup.config))
-        self.ask_reference(setup, use_pair_loss(engine, log_probs, loss))
+        engine, loss = initialize(model)
+        self.ask_reference(setup, loss)
         engine.destroy()
-        del engine, model
+        del engine, loss, model
         gc.collect()  # the engine and its loss refer to each other
 
     def load_reference(self, setup: Setup) -> bool:
@@ -243,7 +248,7 @@ def load_pair_model(args: Any, folder: str | None = None) -> tuple[Any, Any]:
         tokenizer = tokenizer_folder_of(args) or args.model
         others = {"pretrained_checkpoint": None, "save_megatron": None}
         args = replace(args, model=folder, tokenizer=tokenizer, **others)
-    tokenizer, model = load_chat_model(args)
+    tokenizer, model = load_chat_model(args, packs=False)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -55,131 +55,162 @@ class TrainingRun(Setup):
 
     Attributes:
         source: Where the data is.
-        parameters: Trained parameters of all stages, with the copies of untied weights.
-        step: Optimizer steps done.
-        is_last: Whether no step follows: the last one is done, or SIGTERM came.
-        stopped: Whether SIGTERM has ended the training before the last step.
+        step: The step that is trained, from 1; after the loop, the optimizer steps done.
+        parameters: The trained ones of all stages, with the copies of untied weights.
     """
 
     source: Source
 
     def __post_init__(self) -> None:
         """Make the run folder, which records warnings from now on."""
-        self.parameters = self.step = 0
-        self.is_last = self.stopped = False
+        self.step = self.parameters = 0
         self._recording = start_recording(self.arguments)
-        self._open_step = ExitStack()  # of the recording, until `after_step`
+        self._open_step = ExitStack()  # of the recording, until `record`
         self._losses: list[Any] = []  # since the last line of metrics
-        self._engine: Any = None
-        self._loader: ResumableLoader
         self._interruption: Interruption
+        self._asked = 0  # the last step after which the ranks were asked whether they stop
+        self._stops = False
 
-    def begin(
-        self, title: str, model: Any, corpus: Mapping[str, object], rate: str | None = None
-    ) -> None:
-        """Wait until all processes have data and model, and print what is trained, and how.
+    def wait_for_all(self) -> None:
+        """Wait until all processes have data and model, which may take some of them hours.
 
-        One host may read the data for hours: the time limit that ends a collective does not count
-        here. With ``--balance``, the devices then share the work by their speed: `balance` changes
-        the configuration.
-
-        Args:
-            title: Of the run.
-            model: The whole transformers model.
-            corpus: What it learns from, by name.
-            rate: How the learning rate changes if the JSON has no scheduler; constant if omitted.
-
-        Raises:
-            ConfigError, PlanError: See `balance`.
+        The time limit that ends a collective does not count here.
         """
         from torch import distributed
 
         store = distributed.distributed_c10d._get_default_store()
         meet(store, "wavemare/data", self.world_size)
+
+    def show(
+        self, title: str, model: Any, corpus: Mapping[str, object], rate: str | None = None
+    ) -> None:
+        """Print what is trained, and how; see `print_start`. It counts the parameters, too.
+
+        So it comes before `wavemare.initialize`, which divides them.
+        """
         self.parameters = count_parameters(self, model)
-        print_start(title, self, model, corpus, rate)
+        print_start(title, self, model, corpus, self.parameters, rate)
+
+    def balance(self, model: Any) -> None:
+        """With ``--balance``, write the devices' shares into `config`; see `balance`."""
         balance(self, model)
 
-    @contextmanager
-    def training(self, engine: Any, loader: ResumableLoader) -> Iterator[Iterator[int]]:
-        """Give the numbers of the steps to train, inside of ``with``.
+    def resume_or_start(self, engine: Any, loader: ResumableLoader) -> int:
+        """Seed the dropout, load the newest checkpoint if the run resumes, return the first step.
 
-        Dropout gets its seed: ranks that share layers draw the same numbers, others not. If the run
-        resumes, the newest checkpoint is loaded, with its random state. SIGTERM to any process ends
-        the steps of all processes after the same one. Leaving ``with`` waits for a checkpoint that
-        is written in the background.
+        Ranks that share layers draw the same numbers for dropout, others not. A checkpoint has a
+        random state of its own.
 
         Args:
             engine: Of `wavemare.initialize`.
-            loader: Of the samples to train on; checkpoints keep its place.
+            loader: Of the samples to train on; it goes on from its place in the checkpoint.
 
         Raises:
             CheckpointError: The checkpoint does not fit the engine, or is of other data.
-            ConfigError: The checkpoint is past the last step; or a run that has not ended writes
-                the folder.
+            ConfigError: The checkpoint is past the last step.
         """
         import torch
 
-        from wavemare.engine import Interruption
-
-        self._engine, self._loader = engine, loader
-        Screen(rank=self.rank).note(self.layout or engine.layout)  # most runs have none
         section = getattr(engine, "settings", None)
         shared = 1 if section is None else section.tensor_parallel.size
         torch.manual_seed(self.arguments.seed + 1 + self.rank // shared)
         if self.resume:
-            self._load()
-        self.step = engine.global_steps
+            self._load(engine, loader)
+        self.step = self._asked = engine.global_steps
+        return self.step + 1
+
+    @contextmanager
+    def recording(self, engine: Any) -> Iterator[None]:
+        """Record the steps inside of ``with`` in the run folder, and show their progress.
+
+        SIGTERM sets a flag in there, which `is_last` reads. Leaving ``with`` waits for a checkpoint
+        that is written in the background.
+
+        Args:
+            engine: Of `wavemare.initialize`, as `resume_or_start` leaves it.
+
+        Raises:
+            ConfigError: A run that has not ended writes the folder.
+        """
+        from wavemare.engine import Interruption
+
+        Screen(rank=self.rank).note(self.layout or engine.layout)  # most runs have none
         rows = engine.train_batch_size() * self.arguments.rows_per_sample
         tokens = rows * self.arguments.sequence_length  # of a step
         with (
             self._recording.training(engine, tokens=tokens),
             Interruption.of(engine) as self._interruption,
         ):
-            yield self._steps()
+            yield
             engine.finish_saving()
 
-    def after_step(
-        self, loss: Any, figures: Callable[[], Mapping[str, float]] | None = None
+    def steps(self, first: int) -> Iterator[int]:
+        """Yield the numbers of the steps to train, inside of `recording`.
+
+        The last one is that of ``--max_steps``. After SIGTERM to any process, all processes end
+        after the same step, one to three steps later.
+        """
+        for step in range(first, self.arguments.max_steps + 1):
+            self.step = step
+            self._open_step.enter_context(self._recording.step(step))
+            yield step
+            self._open_step.close()
+            if self.stopped:
+                self._recording.stopped(step)
+                return
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no step follows this one: it is the last of all, or SIGTERM came.
+
+        All processes get the same answer.
+        """
+        return self.step >= self.arguments.max_steps or self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        """Whether SIGTERM ends the training after this step, which is not the last of all."""
+        if self._asked < self.step < self.arguments.max_steps:
+            self._asked = self.step  # once after each step
+            self._stops = self._interruption.stops_after(self.step)
+        return self._stops
+
+    def record(
+        self, step: int, loss: Any, figures: Callable[[], Mapping[str, float]] | None = None
     ) -> None:
-        """End a step: show the progress and, every ``--log_interval`` steps, write metrics.
+        """Show that a step is done; every ``--log_interval`` steps, write a line of metrics.
 
         Args:
-            loss: The mean loss of the step, a tensor with one element. A line of metrics has the
-                mean since the line before. Only a line waits for the device.
+            step: Its number. Its time ends here.
+            loss: Its mean loss, a tensor with one element. A line has the mean since the line
+                before. Only a line waits for the device.
             figures: Returns more figures for a line, by name.
         """
         self._open_step.close()
         self._losses.append(loss)
-        before_last = self.step < self.arguments.max_steps
-        self.stopped = before_last and self._interruption.stops_after(self.step)
-        self.is_last = self.stopped or not before_last
-        if self.is_last or self.step % self.arguments.log_interval == 0:
+        if self.is_last or step % self.arguments.log_interval == 0:
             more = {} if figures is None else figures()
             mean = float(sum(self._losses) / len(self._losses))
-            self._recording.log(self.step, loss=mean, **more)
+            self._recording.log(step, loss=mean, **more)
             self._losses.clear()
 
-    def log_eval(self, **metrics: float) -> None:
-        """Write and show what an evaluation after the last step has found, such as ``eval_loss``.
+    def log_eval(self, step: int, **metrics: float) -> None:
+        """Write and show what an evaluation after a step has found, such as ``eval_loss``.
 
         The time since the step counts as the evaluation's.
         """
-        self._recording.log_eval(self.step, **metrics)
+        self._recording.log_eval(step, **metrics)
 
-    def save_if_due(self) -> None:
-        """Save a checkpoint every ``--save_interval`` steps, and after the last step or SIGTERM.
+    def save_checkpoint(self, engine: Any, loader: ResumableLoader) -> None:
+        """Save all that a resumed run needs, in the folder of the run's checkpoints.
 
-        It has all that a resumed run needs. The layout of the run stands beside it, if it has one.
+        The layout of the run stands beside them, if it has one.
         """
-        if not self.is_last and self.step % self.arguments.save_interval:
-            return
         if self.layout is not None and self.rank == 0:
             atomic_write_text(self.folder / LAYOUT_FILE, self.layout.to_json())
-        seconds = self._recording.training_seconds
-        state = {"loader": self._loader.state_dict(), "seconds": seconds}
+        state = {"loader": loader.state_dict(), "seconds": self._recording.training_seconds}
         with self._recording.saving(self.step, f"step-{self.step:06d}") as tag:
-            self._engine.save_checkpoint(str(self.checkpoints), tag, client_state=state)
+            engine.save_checkpoint(str(self.checkpoints), tag, client_state=state)
 
     def finish(
         self,
@@ -189,30 +220,20 @@ class TrainingRun(Setup):
         """Write and show the results and the loss curve; see `wavemare.observe.Recording.finish`.
 
         Args:
-            results: Figures by name.
+            results: Figures by name; the number of `parameters` is added.
             baselines: Returns more results, and losses to compare with, by name. Rank 0 calls it
                 last.
         """
-        self._recording.finish(results, baselines)
+        self._recording.finish({**results, "parameters": self.parameters}, baselines)
 
-    def _steps(self) -> Iterator[int]:
-        for step in range(self.step + 1, self.arguments.max_steps + 1):
-            self._open_step.enter_context(self._recording.step(step))
-            self.step = step
-            yield step
-            if self.stopped:
-                self._recording.stopped(step)
-                break
-
-    def _load(self) -> None:
+    def _load(self, engine: Any, loader: ResumableLoader) -> None:
         """Go on from the newest checkpoint: engine, order of the data, and training time so far."""
-        engine, most = self._engine, self.arguments.max_steps
+        most = self.arguments.max_steps
         _, state = engine.load_checkpoint(str(self.checkpoints))
         if engine.global_steps > most:
             reason = f"the checkpoint is at step {engine.global_steps} already"
             raise ConfigError("--max_steps", most, reason, "Give more steps")
-        consumed = {"consumed_samples": engine.global_samples}
-        self._loader.load_state_dict({**state["loader"], **consumed})
+        loader.load_state_dict({**state["loader"], "consumed_samples": engine.global_samples})
         print_rank_0(f"resumed after step {engine.global_steps}")
         self._recording.earlier_seconds = float(state.get("seconds", 0.0))
 

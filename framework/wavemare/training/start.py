@@ -34,14 +34,21 @@ def start_recording(arguments: TrainArguments, *, done: int | None = None) -> Re
 
 
 def print_start(
-    title: str, setup: Setup, model: Any, corpus: Mapping[str, object], rate: str | None = None
+    title: str,
+    setup: Setup,
+    model: Any,
+    corpus: Mapping[str, object],
+    parameters: int,
+    rate: str | None = None,
 ) -> None:
-    """Print on rank 0 what is trained, and how; see `wavemare.training.run.TrainingRun.begin`."""
-    Screen(rank=setup.rank).panel(f"wavemare: {title}", _groups(setup, model, corpus, rate))
+    """Print on rank 0 what is trained, and how; see `wavemare.training.run.TrainingRun.show`."""
+    Screen(rank=setup.rank).panel(
+        f"wavemare: {title}", _groups(setup, model, corpus, parameters, rate)
+    )
 
 
 def _groups(
-    setup: Setup, model: Any, corpus: Mapping[str, object], rate: str | None
+    setup: Setup, model: Any, corpus: Mapping[str, object], parameters: int, rate: str | None
 ) -> dict[str, Mapping[str, object]]:
     """Return rows (name and value) by their group."""
     config, batch, section = model.config, setup.batch, setup.section
@@ -56,7 +63,7 @@ def _groups(
     return {
         "model": {
             "architecture": type(model).__name__,
-            "parameters": f"{count_parameters(setup, model) / 1e6:.2f} M",
+            "parameters": f"{parameters / 1e6:.2f} M",
             "layers x width x heads": f"{config.num_hidden_layers} x {config.hidden_size} x "
             f"{config.num_attention_heads}",
         },

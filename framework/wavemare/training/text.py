@@ -230,7 +230,7 @@ def read_text(
     source: Source,
     arguments: TrainArguments,
     *,
-    special_tokens: Literal["gpt", "bert"],
+    special_tokens: Literal["gpt", "bert"] = "gpt",
 ) -> TrainingText:
     """Read and tokenise text, or open the tokens of the same text from the cache.
 

@@ -333,7 +333,7 @@ def by_loop(layout, kind, data, folder):
 
     def train(engine, batches, steps):
         weighs = data == "ignored"
-        feed = TokenMean(engine, batches) if weighs else batches
+        feed = TokenMean(engine).weigh_steps(batches) if weighs else batches
         if weighs or layout in STAGES or layout == "waves":
             return [mean(float(engine.train_batch(feed))) for _ in range(steps)]
         losses = []

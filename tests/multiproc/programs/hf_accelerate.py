@@ -283,12 +283,16 @@ def plugins(*sections):
 def patched():
     import wavemare.hf
 
-    stock = transformers.trainer.Trainer
+    stock, script = transformers.trainer.Trainer, vars(sys.modules["__main__"])
+    script["Seq2SeqTrainer"] = transformers.Seq2SeqTrainer
+    late = refusal(lambda: importlib.import_module("wavemare.hf.patch"))
+    del script["Seq2SeqTrainer"]
     importlib.import_module("wavemare.hf.patch")
     return {
         "trainer": transformers.Trainer is wavemare.hf.Trainer,
         "module": transformers.trainer.Trainer is wavemare.hf.Trainer,
         "derived": issubclass(transformers.Seq2SeqTrainer, wavemare.hf.Trainer),
+        "late": late.startswith("LaunchError: wavemare.hf.patch = 'Seq2SeqTrainer'"),
         "stock": issubclass(wavemare.hf.Trainer, stock) and stock is not wavemare.hf.Trainer,
     }
 

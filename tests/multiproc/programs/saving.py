@@ -39,6 +39,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from hf_common import arguments, json_file
 from safetensors.torch import load_file
 from torch import distributed as dist
+from torch.nn.utils import prune
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import wavemare
@@ -605,6 +606,8 @@ def changed():
             for way in (engine.train_batch, engine.eval_batch):
                 said = refusal(lambda way=way: way(data))  # noqa: B023
                 found[f"{name} {way.__name__}"] = said.partition(" ")[0].rstrip(":")
+            said = refusal(lambda: whole_state_dict(engine))  # noqa: B023
+            found[f"{name} saved"] = said.partition(" ")[0].rstrip(":")
             engine.destroy()
     return found
 
@@ -628,6 +631,7 @@ CHANGES = {
     "head": lambda model: _new_forward(model.lm_head),
     "model": _new_forward,
     "called": lambda model: _new_forward(model.transformer.ln_f),  # which the last stage calls
+    "pruned": lambda model: prune.random_unstructured(model.transformer.h[3].ln_1, "weight", 0.5),
 }
 OTHERS = {
     "again": again,

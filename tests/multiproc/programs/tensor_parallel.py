@@ -91,6 +91,27 @@ def penalize(model):
     model.forward = types.MethodType(forward, model)
 
 
+def attended(names):
+    return {name: equality(name, change=attend) for name in names}
+
+
+def attend(model):
+    """Let a model add to its loss what depends on the attention of each of its heads."""
+    model.set_attn_implementation("eager")
+    original = model.forward
+
+    def forward(self, *args, labels=None, **kwargs):
+        output = original(*args, labels=labels, output_attentions=True, **kwargs)
+        if labels is not None:
+            heads = torch.arange(1.0, model.config.num_attention_heads + 1, device=DEVICE)
+            heads = heads[:, None, None]
+            terms = [(each.square() * heads).sum(-1).mean() for each in output.attentions]
+            output.loss = output.loss + sum(terms)
+        return output
+
+    model.forward = types.MethodType(forward, model)
+
+
 def equality(name, attention=None, dtype=torch.float32, change=None):
     """Of a split model and the whole one, which may attend by another implementation."""
     group = dist.group.WORLD
@@ -443,7 +464,7 @@ CASES = {
     "dropout": dropout,
 }
 CASES |= {"eager": eager, "half": half, "fused": fused, "ignored": ignored}
-CASES |= {"own_losses": own_losses, "thawed": thawed, "hooks": hooks}
+CASES |= {"own_losses": own_losses, "thawed": thawed, "hooks": hooks, "attended": attended}
 
 if __name__ == "__main__":
     init_distributed()

@@ -92,10 +92,11 @@ def trained(samples, section, zero):
         seed=3,
     )
     labelled = label_answers(loader)
-    batches = TokenMean(engine, labelled)
+    token_mean = TokenMean(engine)
+    batches = token_mean.weigh_steps(labelled)
     losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
     evaluated = [next(labelled) for _ in range(BATCH // MICRO // ranks)]
-    losses.append(evaluate(engine, batches.weigh(evaluated)))
+    losses.append(evaluate(engine, token_mean.weigh(evaluated)))
     state = whole_state_dict(engine)
     engine.destroy()
     return losses, state

@@ -70,6 +70,13 @@ def test_an_adapter_may_lie_beside_its_base_and_goes_when_a_whole_model_comes(ad
     assert not list(tmp_path.glob("adapter_*"))
 
 
+def test_the_card_of_an_adapter_keeps_what_its_author_wrote(adapt, tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nTrained on letters.\n")
+    save_pretrained(to_pipeline(adapt("llama"), num_stages=1), tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert all(words in card for words in ("license: mit", "library_name: peft", "on letters."))
+
+
 def two(model):
     model.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))
 

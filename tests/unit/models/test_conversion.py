@@ -223,6 +223,16 @@ def test_unsupported_classes_are_refused_by_name(make_model):
         to_pipeline(nn.Linear(2, 2), num_stages=1)
 
 
+def test_a_compiled_wrapper_is_refused_and_the_model_with_compiled_blocks_taken(make_model):
+    model = make_model("llama")
+    with refuses(ModelError, "model", "OptimizedModule") as caught:
+        to_pipeline(torch.compile(model, backend="eager"), num_stages=1)
+    assert "torch.compile" in caught.value.reason
+    for block in model.model.layers:
+        block.compile(backend="eager")
+    to_pipeline(model, num_stages=1)
+
+
 def test_unknown_kinds_of_attention_are_refused(make_model):
     model = make_model("qwen3")
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]

@@ -285,7 +285,7 @@ def test_a_tokenizer_of_its_own_has_the_size_that_is_given():
 NO_CORPUS = SimpleNamespace(label_names=("a", "b"))
 LOADERS = {
     "bert/finetune": (Classification, lambda args: make_or_load_classifier(args, NO_CORPUS, 1)),
-    "llama/sft": (SftArguments, load_chat_model),
+    "llama/sft": (SftArguments, lambda args: load_chat_model(args, packs=True)),
     "llama/dpo": (DpoArguments, load_pair_model),
 }
 

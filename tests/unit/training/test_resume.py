@@ -55,8 +55,8 @@ def test_a_run_that_is_past_the_last_step_is_not_continued(tmp_path):
     known = {"global_steps": 20, "layout": None}
     engine = SimpleNamespace(**known, load_checkpoint=lambda folder: (folder, {}))
     run = alone_run(TrainArguments(max_steps=19, output=str(tmp_path)), resume=True)
-    with refuses(ConfigError, "--max_steps", 19), run.training(engine, None):
-        raise AssertionError("it trains")
+    with refuses(ConfigError, "--max_steps", 19):
+        run.resume_or_start(engine, None)
 
 
 def test_a_host_without_the_file_knows_the_best_evaluation_of_rank_0(tmp_path, monkeypatch):
@@ -133,22 +133,32 @@ def alone():
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("records", ["first", "last"])
 @pytest.mark.parametrize(
     ("resume", "signalled", "ends"),
     [(False, None, {9}), (True, None, {9}), (False, 2, {3, 4, 5})],
 )
-def test_a_run_logs_saves_and_ends_at_the_right_steps(tmp_path, alone, resume, signalled, ends):
+def test_a_run_logs_saves_and_ends_at_the_right_steps(
+    tmp_path, alone, resume, signalled, ends, records
+):
+    """In whatever order the loop does what it does after a step."""
     options = {"max_steps": 9, "log_interval": 2, "save_interval": 3, "output": str(tmp_path)}
     run = alone_run(TrainArguments(**options), resume=resume)
     engine, trained = Counted(), []
-    with run.training(engine, engine) as steps:
-        for step in steps:
+    first = run.resume_or_start(engine, engine)
+    assert first == (5 if resume else 1)
+    with run.recording(engine):
+        for step in run.steps(first):
             if step == signalled:
                 os.kill(os.getpid(), signal.SIGTERM)
-            run.after_step(engine.train_batch())
+            loss = engine.train_batch()
+            if records == "first":
+                run.record(step, loss)
+            if step % 3 == 0 or run.is_last:
+                run.save_checkpoint(engine, engine)
             trained.append((step, run.is_last))
-            run.save_if_due()
-    first = 5 if resume else 1
+            if records == "last":
+                run.record(step, loss)
     assert run.step in ends
     assert run.stopped == (signalled is not None)
     assert trained == [(step, step == run.step) for step in range(first, run.step + 1)]
@@ -163,3 +173,18 @@ def test_a_run_logs_saves_and_ends_at_the_right_steps(tmp_path, alone, resume, s
     if resume:
         assert engine.loaded == {"epoch": 1, "consumed_samples": 32}
         assert engine.saved[saved[-1]]["seconds"] > 100
+
+
+def test_steps_end_by_themselves(tmp_path, alone):
+    """Also in a loop that neither records them nor asks which one is the last."""
+    run = alone_run(TrainArguments(max_steps=9, output=str(tmp_path)), resume=False)
+    engine, trained = Counted(), []
+    with run.recording(engine):
+        for step in run.steps(run.resume_or_start(engine, engine)):
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            engine.train_batch()
+            trained.append(step)
+    assert trained == [*range(1, run.step + 1)]
+    assert run.step in {3, 4, 5}
+    assert run.stopped

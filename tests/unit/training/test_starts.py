@@ -115,7 +115,7 @@ def test_the_start_shows_the_optimizer_that_steps(model, words, names, capsys):
     section = check_config(config, world_size=2)
     batch = check_batch_sizes(config, data_world_size=1)
     setup = Setup(args, config, None, section, batch, False, rank=0, world_size=2)
-    print_start("a run", setup, model, {})
+    print_start("a run", setup, model, {}, 12)
     shown = capsys.readouterr().out
     assert {name for name in ("Muon", "SOAP", "AdamW") if name in shown} == names
 

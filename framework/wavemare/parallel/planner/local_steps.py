@@ -254,8 +254,8 @@ class Advice:
 def advise(link: SlowLink) -> Advice:
     """Return how often replicas should meet, in how many bits, and what was measured of that.
 
-    They meet no more rarely than hides their messages. Fewer bits are for links on which that would
-    be very rarely, and only if they were measured to cost little.
+    They meet so seldom that twice their messages would be hidden. Fewer bits are for links on which
+    that would be very rarely, and only if they were measured to cost little.
     """
     costs = {code: penalty(str(code.bits), measured()) for code in _FEWER}
     codes = [_EXACT, *(c for c, cost in costs.items() if cost is not None and cost <= _POINT)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of a model whose logits are spread over ranks, and are gathered when they are read."""
+"""Outputs of a model that are spread over ranks: logits are gathered when they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from dataclasses import fields
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from wavemare.parallel.tensor.layers import gather_from_group
 
 _loss_alone: ContextVar[bool] = ContextVar("loss_alone", default=False)
 
@@ -43,6 +47,35 @@ def with_late_logits(output: Any, gather: Callable[[], Tensor]) -> Any:
     late = _late(cast(Any, type(output)))(**entries)
     late.__dict__["_gather"] = gather
     return late
+
+
+def gather_attentions(model: nn.Module, group: Any) -> list[Any]:
+    """Let a model, and models in it, return the attention probabilities of all ranks' heads.
+
+    Nothing is gathered unless the caller asks for them; then all ranks of the group must ask.
+
+    Args:
+        model: A transformers model whose attention is split, or not, over the group.
+        group: The ranks.
+
+    Returns:
+        The handles of the hooks.
+    """
+
+    def whole(each: Tensor) -> Tensor:  # (batch, heads of the rank, queries, keys)
+        return gather_from_group(each.transpose(1, -1), group).transpose(1, -1)
+
+    def gather(module: Any, _: Any, output: Any) -> Any:
+        heads = getattr(module.config, "num_attention_heads", 0) // dist.get_world_size(group)
+        if getattr(output, "attentions", None):
+            output["attentions"] = tuple(
+                whole(each) if each is not None and each.shape[1] == heads else each
+                for each in output.attentions
+            )
+        return output
+
+    models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    return [each.register_forward_hook(gather, prepend=True) for each in models]
 
 
 @functools.cache

@@ -56,7 +56,7 @@ from wavemare.parallel.tensor.layers import (
     reduce_from_group,
     sum_gradients,
 )
-from wavemare.parallel.tensor.output import with_late_logits
+from wavemare.parallel.tensor.output import gather_attentions, with_late_logits
 from wavemare.parallel.tensor.partition import (
     Partition,
     check_equal_weights,
@@ -82,8 +82,7 @@ def split_model(
     does not name, such as norms, stays whole on all ranks. Where there are fewer heads of keys and
     values than ranks, several ranks hold a head, and sum its gradients. A language model returns
     the logits of the whole vocabulary. Called with labels it gathers them when they are read, see
-    `with_late_logits`; then all ranks of the group have to read them. Attention probabilities, if
-    asked for, are those of the rank's heads.
+    `with_late_logits`; then all ranks have to read them. Attention probabilities are of all heads.
 
     The ranks' default generators are put into the first rank's state, so that they drop the same
     elements outside attention; seed all ranks of a group alike from then on.
@@ -187,6 +186,7 @@ class _Split:
         self._split_vocabulary()
         for name, apply in self._layers:
             apply(self, base, name)
+        self._undo += [each.remove for each in gather_attentions(base, self._group)]
         for parent in self._column_parents - self._row_parents:
             self.note(parent, OF_OUTPUTS)
         for parent in self._row_parents - self._column_parents:
