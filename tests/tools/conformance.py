@@ -98,7 +98,7 @@ def replace_initialize(mode):
     torch.cpu.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     if mode == "stock":
         return
-    import _pytest.python_api
+    import _pytest.raises
 
     import wavemare
     from wavemare.engine.initialize import read_config
@@ -106,7 +106,7 @@ def replace_initialize(mode):
     def fail(reason):  # pytest's own is no Exception, at which a pool's process ends in silence
         raise AssertionError(reason)
 
-    _pytest.python_api.fail = fail  # of pytest.raises
+    _pytest.raises.fail = fail
     stock = deepspeed.initialize
 
     def initialize(*args, **kwargs):
@@ -194,6 +194,8 @@ def run(tests, file, mode, log):
             done = subprocess.run(
                 command, cwd=tests, env=environment, stdout=output, stderr=output, check=False
             )
+        if done.returncode not in (0, 1, 2, 5) and not read_log(log):  # pytest itself failed
+            raise SystemExit(log.with_suffix(".out").read_text())
         if done.returncode in (0, 1, 5) and "hung" not in dict(read_log(log).values()):
             break
 
